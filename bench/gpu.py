@@ -26,7 +26,7 @@ from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
-from pipeline.train.config import rank_share
+from pipeline.train.config import rank_slice
 from pipeline.train.step import TrainProgram, flat_strategy, module_strategy
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Task:
 
 def serve_ours(task: Task, line: Line, *, is_flat: bool, is_compiled: bool = False) -> None:
     """Our training program: as it comes, or through a module spread over the one rank there is."""
-    backend, config, share = open_backend(task.device), task.config, rank_share(task.config, 1)
+    backend, config, share = open_backend(task.device), task.config, rank_slice(task.config, 1)
     model = build_model(task.model, task.spec, config.seed)
     for layer in model.encoder.layers if is_compiled else ():
         vars(layer)["forward"] = torch.compile(layer.forward)  # hooks of shards stay outside

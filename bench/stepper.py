@@ -15,7 +15,7 @@ from pipeline.data.loader import RowSource
 from pipeline.data.training_groups import GroupedRows
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.weights import initial_model
-from pipeline.train.config import TrainConfig, batch_lengths, groups_per_batch, rank_share
+from pipeline.train.config import TrainConfig, batch_lengths, groups_per_batch, rank_slice
 from pipeline.train.step import TrainProgram, flat_strategy
 from pipeline.train.stream import BatchStream
 
@@ -89,7 +89,7 @@ def open_stepper(
     """Endless steps over `source`; leaving the context ends the loader."""
     groups = grouped(source, config)
     plan = BatchPlan(groups.sizes, groups_per_batch(config), config.seed)
-    share = rank_share(config, 1)
+    share = rank_slice(config, 1)
     stream = BatchStream(groups, plan, share, config, 0, ENDLESS)
     with backend.loader(stream) as batches:
         yield Stepper(program, backend, stream, batches, plan, log_every, share.accumulation)
@@ -106,7 +106,7 @@ def make_program(
 ) -> AnyProgram:
     """The program of one rank, from freshly initialised weights or those of `model.init_from`, a local folder."""
     strategy = flat_strategy(initial_model(model, spec, config.seed, Path()), backend, config)
-    return kind(strategy, backend, config, rank_share(config, 1), metric_rows=log_every, buckets=buckets)
+    return kind(strategy, backend, config, rank_slice(config, 1), metric_rows=log_every, buckets=buckets)
 
 
 def train_config(batch_size: int) -> TrainConfig:

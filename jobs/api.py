@@ -33,6 +33,7 @@ from jobs.setup import make_plan, open_cycle
 from jobs.targets.base import PATIENCE_S
 from pipeline.context import Figure
 from pipeline.core.errors import TransientError
+from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
 from pipeline.core.record import Record
 from pipeline.settings import resolve
@@ -53,6 +54,11 @@ class CycleStatus(Record):
         done = sum(job.state == "SUCCEEDED" for job in self.jobs)
         return f"CycleStatus(cycle={self.cycle!r}, outcome={self.outcome!r}, {done} of {len(self.jobs)} jobs succeeded)"
 
+    def __str__(self) -> str:
+        rows = [(job.name, job.state, format_duration(job.ran_s), job.why) for job in self.jobs]
+        title = f"cycle {self.cycle}: {self.outcome}" + (f", {self.reason}" if self.reason else "")
+        return "\n".join([title, *aligned([("job", "state", "ran", "why"), *rows], left=(0, 1, 3))])
+
     @property
     def has_ended(self) -> bool:
         return self.outcome not in ("open", "not submitted")
@@ -63,7 +69,7 @@ class CycleStatus(Record):
         return [job.model_dump(mode="json") for job in self.jobs]
 
     def _repr_html_(self) -> str:
-        title = f"cycle {self.cycle}: {self.outcome}" + (f", {self.reason}" if self.reason else "")
+        title = str(self).partition("\n")[0]
         return _html(title, ("name", "state", "tries", "ran_s", "exit_code", "why"), self.table)
 
 
@@ -82,6 +88,10 @@ class CycleResult(CycleRow):
             for name, value in figures.items()
         ]
 
+    def __str__(self) -> str:
+        figures = [(row["stage"], row["figure"], str(row["value"])) for row in self.table]
+        return "\n".join([f"cycle {self.cycle}: {self.outcome}", *aligned(figures, left=(0, 1, 2))])
+
     def _repr_html_(self) -> str:
         return _html(f"cycle {self.cycle}: {self.outcome}", ("stage", "figure", "value"), self.table)
 
@@ -94,6 +104,8 @@ class CyclePage(Record):
 
     def __repr__(self) -> str:
         return f"CyclePage(uri={self.uri!r})"
+
+    __str__ = __repr__
 
     def _repr_html_(self) -> str:
         return visible(Markup("<p><b>{}</b></p><p>{}</p>").format(outcome_sentence(self.data), self.uri))
@@ -134,7 +146,7 @@ class Cycle:
         given = dict(settings or {}) | ({"workspace": str(workspace)} if workspace else {})
         given |= {"cycle": name} if name else {}
         self.settings: CycleSettings = resolve(
-            [Path(file) for file in files], os.environ, model=CycleSettings, given=given
+            [Path(file) for file in files], os.environ, model=CycleSettings, overrides=given
         ).settings
         opened = open_cycle(self.settings, say or (lambda _: None))
         self._cycle = opened.other(opened.name)  # today may end before the cycle

@@ -207,7 +207,7 @@ def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> CycleSett
             table[section] = dict(table.get(section, {}))
             table = table[section]
         table[last] = value
-    return resolve((), {}, model=CycleSettings, given=changed).settings
+    return resolve((), {}, model=CycleSettings, overrides=changed).settings
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo
 
 from jobs.cycle.costs import CycleLedger, read_ledger
 from jobs.cycle.cycle_store import CycleStore, claims_by_age
-from jobs.cycle.job_states import Closed, JobRecord
+from jobs.cycle.job_states import Closed, JobRecord, without_error
 from jobs.cycle.page.gather import PageData, gather
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import failure_lines
@@ -31,12 +31,12 @@ from pipeline.core.format import format_duration
 from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.io.paths import shown_path, user_path
+from pipeline.io.paths import display_path, user_path
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import JOB_ID
 from pipeline.proc.children import ENGINE_MARGIN_S, PLATFORM_S
 from pipeline.proc.signals import stop_on_signals
-from pipeline.train.config import rank_share
+from pipeline.train.config import rank_slice
 
 
 def cycle_of(settings: CycleSettings) -> str:
@@ -145,10 +145,10 @@ class OpenCycle:
             data = gather(self.store, plan, ledger, records, closed)
         target, judged = claim.target if claim else "", data.figures.get("evaluate", {})
         lines = verdict_lines(data.ledger, data.evaluation, judged, data.vectors, target)
-        failures, reason = self.failure_lines(records), closed.reason if closed else ""
+        failures, reason = self.failure_lines(records), without_error(closed.reason, records) if closed else ""
         if data.outcome == "refused" and data.evaluation:  # the reasons stand in the verdict
             failures, reason = failures[-1:], ""
-        page = [f"  page: {shown_path(storage.uri(key))}"] if storage.stat(key) is not None else []
+        page = [f"  page: {display_path(storage.uri(key))}"] if storage.stat(key) is not None else []
         return [*lines, *([f"  {reason}"] if reason else []), *page, *failures]
 
     def ledger(self, plan: JobPlan, records: Sequence[JobRecord]) -> CycleLedger:
@@ -158,7 +158,7 @@ class OpenCycle:
 def program() -> str:
     """How to call `trnjobs` from here: by its name where the shell finds it, else by its path."""
     beside = Path(sys.executable).parent / "trnjobs"
-    return "trnjobs" if shutil.which("trnjobs") or not beside.exists() else shown_path(str(beside))
+    return "trnjobs" if shutil.which("trnjobs") or not beside.exists() else display_path(str(beside))
 
 
 def open_cycle(
@@ -172,7 +172,7 @@ def open_cycle(
 def open_newest(settings: CycleSettings, say: Say) -> OpenCycle:
     """Open the cycle that the settings name; if they name none, the newest with jobs, for commands that only read."""
     asked = open_cycle(settings, say)
-    newest = [] if settings.cycle else newest_cycles(asked.store)
+    newest = [] if settings.cycle else newest_cycles(asked.store) or list(claims_by_age(asked.store, runs=True))
     return asked.other(newest[-1]) if newest else asked
 
 
@@ -201,7 +201,7 @@ def make_plan(settings: CycleSettings) -> JobPlan:
         )
     jobs = settings.jobs
     for job in (jobs.compile, jobs.train, jobs.evaluate):
-        rank_share(settings.train, job.ranks)
+        rank_slice(settings.train, job.ranks)
     on_neuron = {name for name in AFTER if may_use_neuron(settings.backend) and jobs.stage(name).instance in NODES}
     if settings.compile.on_unknown_graph == "error" and {"compile", "train"} <= on_neuron:
         _check_compiled_ranks(settings, on_neuron)

@@ -1,3 +1,3 @@
-"""trnpipe: the stages that keep a text relevance model fresh (see docs/design.md)."""
+"""trnpipe: stages that regularly retrain a text relevance model (see docs/design.md)."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The `trnpipe` command: the stages of a cycle, and the tools beside them."""
+"""The `trnpipe` command: the stages of a cycle, and tools."""
 
 import contextlib
 import faulthandler
@@ -15,53 +15,53 @@ from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code, write_whole_lines
 from pipeline.proc.children import LAUNCHER_S, RANK_S
-from pipeline.proc.signals import show_stacks_when_asked, stop_on_signals
+from pipeline.proc.signals import enable_stack_dumps, stop_on_signals
 
-if TYPE_CHECKING:  # an overview needs no settings
+if TYPE_CHECKING:  # the overview does not need the settings
     from pipeline.settings import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. The result is the exit code of core/errors.py; only bugs show a traceback."""
-    show_stacks_when_asked()
+    """Run one command and return its exit code (core/errors.py). Only bugs print a traceback."""
+    enable_stack_dumps()
     write_whole_lines()
     code = run_program("trnpipe", COMMANDS, _run, argv)
     note_exit_code(code)
     return code
 
 
-def allow_open_files(wanted: int = 65_536) -> None:
-    """Up to what the machine allows: a map of a token shard holds its file open, and a shell often grants 1,024."""
+def allow_open_files(num_files: int = 65_536) -> None:
+    """Raise the limit of open files, because every mapped token shard is one and shells often allow only 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def _run(name: str, words: list[str]) -> int:
+def _run(name: str, arguments: list[str]) -> int:
     from pipeline.settings import Settings, as_json, table_text
 
     if name == "completion":
-        return show(completion("trnpipe", COMMANDS, words, Settings))
-    if name != "health":  # which checks what a process gets that does not ask for more
+        return show(completion("trnpipe", COMMANDS, arguments, Settings))
+    if name != "health":  # health checks the limit that processes have by default
         allow_open_files()
     tool = CONFIG if name == "config" else TOOLS.get(name, Tool(""))
-    end = words.index("--") if tool.command and "--" in words else len(words)
-    action = _action(name, tool, words)
-    asked = tool.actions[action] if action else tool
-    read = _parser(name, action, tool).read(words[bool(action) : end], Settings)
-    if read is None:
+    end = arguments.index("--") if tool.command and "--" in arguments else len(arguments)
+    action = _action(name, tool, arguments)
+    command = tool.actions[action] if action else tool
+    parsed = _parser(name, action, tool).read(arguments[bool(action) : end], Settings)
+    if parsed is None:
         return EXIT_OK
-    given, settings = vars(read[0]), read[1].settings
+    options, settings = vars(parsed[0]), parsed[1].settings
     if name == "config":
-        return show(as_json(read[1]) if given["--json"] else table_text(read[1]))
+        return show(as_json(parsed[1]) if options["--json"] else table_text(parsed[1]))
     if action or (name in TOOLS and name not in STAGES):
         call = ToolCall(
             action,
-            tuple(given[word] for word in asked.arguments if given[word] is not None),
-            frozenset(switch for switch in asked.switches if given[switch]),
-            {option: given[option] for option in asked.options if given[option] is not None},
-            tuple(words[end + 1 :]),
+            tuple(options[argument] for argument in command.arguments if options[argument] is not None),
+            frozenset(switch for switch in command.switches if options[switch]),
+            {option: options[option] for option in command.options if options[option] is not None},
+            tuple(arguments[end + 1 :]),
         )
         return run_tool(name, settings, call)
     if name in PARALLEL:
@@ -70,45 +70,46 @@ def _run(name: str, words: list[str]) -> int:
         warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
         if warning:
             print(f"trnpipe {name}: warning: {warning}", file=sys.stderr)
-        # A driven compile starts the ranks in its trial run.
-        driven = name == "compile" and drives_tool(settings.compile, settings.backend, os.environ)
-        if not driven and needs_launch(settings.launch.processes, os.environ):
-            return _launch_ranks(name, [name, *words], settings)
-    return run_stage(name, settings, [name, *words])
+        # A compile that drives the Neuron tool starts the ranks in its trial run.
+        drives = name == "compile" and drives_tool(settings.compile, settings.backend, os.environ)
+        if not drives and needs_launch(settings.launch.processes, os.environ):
+            return _launch_ranks(name, [name, *arguments], settings)
+    return run_stage(name, settings, [name, *arguments])
 
 
-def _action(name: str, tool: Tool, words: Sequence[str]) -> str:
-    """Return the action that stands first, or '' if there is none. Raises ConfigError if it is missing or unknown."""
-    given = words[0] if words and not words[0].startswith("-") else ""
-    if given in tool.actions:
-        return given
-    if not tool.actions or tool.arguments or (not given and (name in STAGES or HELP & set(words))):
+def _action(name: str, tool: Tool, arguments: Sequence[str]) -> str:
+    """Return the action of a command line, or '' if it has none. Raises ConfigError if it is missing or unknown."""
+    action = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+    if action in tool.actions:
+        return action
+    if not tool.actions or tool.arguments or (not action and (name in STAGES or HELP & set(arguments))):
         return ""
-    seen = f"trnpipe {name} has no action {given!r}{hint(given, tool.actions)}" if given else "no action is given"
     raise ConfigError(
-        seen, expected=f"one of {', '.join(tool.actions)}, before the flags", next_command=f"trnpipe {name} --help"
+        f"trnpipe {name} has no action {action!r}{hint(action, tool.actions)}" if action else "the action is missing",
+        expected=f"one of {', '.join(tool.actions)}, before the flags",
+        next_command=f"trnpipe {name} --help",
     )
 
 
 def _parser(name: str, action: str, tool: Tool) -> CommandParser:
-    asked, prog, lines = tool.actions[action] if action else tool, f"trnpipe {name} {action}".strip(), list[str]()
-    if asked.actions:
-        choice = "|".join(asked.actions)
-        prog += f" [{choice}]" if asked.arguments or name in STAGES else f" <{choice}>"
-        lines = ["", *rows({" ".join([one, *it.arguments]): it.text for one, it in asked.actions.items()})]
-        lines.append(f"The flags of an action: trnpipe {name} {next(iter(asked.actions))} --help")
-    parser = CommandParser(prog, "\n".join([asked.text or COMMANDS[name], *lines]), tool.command, USAGE[name])
-    for word in asked.arguments:
-        parser.add_argument(word, metavar=word.strip("[]"), nargs="?" if word.startswith("[") else None)
-    for switch in sorted(asked.switches):
+    command, prog, lines = tool.actions[action] if action else tool, f"trnpipe {name} {action}".strip(), list[str]()
+    if command.actions:
+        choice = "|".join(command.actions)
+        prog += f" [{choice}]" if command.arguments or name in STAGES else f" <{choice}>"
+        lines = ["", *rows({" ".join([key, *sub.arguments]): sub.text for key, sub in command.actions.items()})]
+        lines.append(f"Flags of an action: trnpipe {name} {next(iter(command.actions))} --help")
+    parser = CommandParser(prog, "\n".join([command.text or COMMANDS[name], *lines]), tool.command, USAGE[name])
+    for argument in command.arguments:
+        parser.add_argument(argument, metavar=argument.strip("[]"), nargs="?" if argument.startswith("[") else None)
+    for switch in sorted(command.switches):
         parser.add_argument(switch, dest=switch, action="store_true")
-    for option, text in asked.options.items():
-        metavar, _, about = text.partition("  ")
-        parser.add_argument(option, dest=option, metavar=metavar, help=about)
+    for option, text in command.options.items():
+        metavar, _, description = text.partition("  ")
+        parser.add_argument(option, dest=option, metavar=metavar, help=description)
     return parser
 
 
-def _launch_ranks(name: str, words: list[str], settings: "Settings") -> int:
+def _launch_ranks(name: str, command_line: list[str], settings: "Settings") -> int:
     from pipeline.compile.sync import shared_compile_cache
     from pipeline.context import cycle_name
 
@@ -116,29 +117,26 @@ def _launch_ranks(name: str, words: list[str], settings: "Settings") -> int:
         print(f"trnpipe {name}: {line}", file=sys.stderr, flush=True)
 
     stop = StopSignal()
-    # The cycle is named once: ranks may start around midnight.
+    # All ranks get one cycle name, because they may start around midnight.
     with stop_on_signals(stop, grace_s=LAUNCHER_S), shared_compile_cache(settings, stop, say):
-        return launch([*words, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
+        return launch([*command_line, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
 
 
-def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int:
-    """Run one stage under the signal handlers, with its start and outcome in the event log.
-
-    `words` is the whole command line, for a stage that runs itself again.
-    """
+def run_stage(name: str, settings: "Settings", command_line: Sequence[str] = ()) -> int:
+    """Run one stage with signal handlers, and write its start and outcome to the event log."""
     from pipeline.compile.sync import shared_compile_cache
     from pipeline.context import StageContext, open_context, with_backend
     from pipeline.telemetry.events import EventName
 
     stop, opened = StopSignal(), list[StageContext]()
 
-    def last_words(reason: str) -> None:
+    def log_stop(reason: str) -> None:
         faulthandler.dump_traceback()
         for ctx in opened:
             ctx.events.emit(EventName.STAGE_STOPPED, stage=name, reason=reason)
             ctx.events.flush(durable=True)
 
-    with stop_on_signals(stop, last_hook=last_words), open_context(settings, stop, words=words) as ctx:
+    with stop_on_signals(stop, last_hook=log_stop), open_context(settings, stop, command_line=command_line) as ctx:
         opened.append(ctx)
         ctx.events.emit(
             EventName.STAGE_STARTED, stage=name, settings_hash=ctx.settings_hash, code_version=ctx.code_version
@@ -151,7 +149,7 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
                 result = import_module(f"pipeline.stages.{name}").run(settings, ctx)
         except BaseException as error:
             outcome = EventName.STAGE_STOPPED if isinstance(error, Preempted) else EventName.STAGE_FAILED
-            # What ended the stage decides the exit code, even when the log cannot be written (a full disk).
+            # The error of the stage decides the exit code, even if the log cannot be written (full disk).
             with contextlib.suppress(TrnpipeError):
                 ctx.events.emit(outcome, stage=name, error=type(error).__name__, reason=str(error))
             raise
@@ -163,7 +161,7 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
 
 
 def run_tool(name: str, settings: "Settings", call: ToolCall) -> int:
-    """Run one tool under the signal handlers."""
+    """Run one tool with signal handlers."""
     tool, stop = TOOLS[name], StopSignal()
     with stop_on_signals(stop, grace_s=LAUNCHER_S if call.command else RANK_S):
         module = import_module(f"pipeline.commands.{tool.module or name}")

@@ -1,4 +1,4 @@
-"""The one tree of settings, and where its values come from: defaults < files < environment < flags."""
+"""The settings tree, and the sources of its values: defaults < files < environment < flags."""
 
 import difflib
 import json
@@ -20,13 +20,13 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
-from typing_extensions import TypeVar  # with a default: from 3.13 on it is in typing
+from typing_extensions import TypeVar  # typing.TypeVar supports defaults since Python 3.13
 
 from pipeline.backends import Name
 from pipeline.compile.config import CompileConfig, EstimateConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.record import Record, fitted, without_retired
+from pipeline.core.record import Record, coerce_texts, without_retired
 from pipeline.data.config import DataConfig
 from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate.config import EvaluateConfig, GateConfig, ParityConfig
@@ -39,36 +39,36 @@ from pipeline.train.config import CheckpointConfig, TrainConfig
 
 ENV_PREFIX = "TRNPIPE_"
 PROJECT_FILE = "trnpipe.toml"
-"""Settings of a project: read where no --config is given, from the current folder or the nearest one above it."""
+"""Settings file of a project, read without --config from the current folder or the nearest parent that has one."""
 DEFAULT = "default"
 
 
 class LaunchConfig(Record):
-    """Processes of one run on this machine; torchrun's own variables win when they are set."""
+    """Processes of one run on this machine. Variables of torchrun take precedence."""
 
-    processes: int = Field(1, ge=1, le=1024, description="Training processes to start here, one per device")
+    processes: int = Field(1, ge=1, le=1024, description="Training processes to start on this machine, one per device")
 
 
 class LogConfig(Record):
-    """What a run says while it works."""
+    """Output of a training run."""
 
-    every_steps: int = Field(10, ge=1, description="Steps between two lines of figures")
+    every_steps: int = Field(10, ge=1, description="Steps between two log lines")
     tensorboard: bool = Field(False, description="Also write TensorBoard files (needs the package tensorboard)")
 
 
 class ReportConfig(Record):
-    """What the page of a cycle shows of the data itself."""
+    """Data examples on the report page of a cycle."""
 
     examples: int = Field(
         20,
         ge=0,
         le=100,
-        description="Rows of each kind that are shown with their texts (worst, changed, in quarantine); 0: no texts",
+        description="Example rows of each kind (worst, changed, quarantined) on the report page; 0: no texts",
     )
 
 
 class Settings(BaseSettings):
-    """Everything a cycle can be told. Made in code it has its arguments alone; `resolve` reads the other sources."""
+    """All settings of a cycle. The constructor reads no files or environment. Use `resolve` for that."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -78,25 +78,25 @@ class Settings(BaseSettings):
     )
     program: ClassVar[str] = "trnpipe"
     other_programs: ClassVar[frozenset[str]] = frozenset({"jobs"})
-    """Sections of other programs in the same files and environment: passed over unread."""
+    """Sections of other programs in the same files and environment, which are ignored."""
     retired: ClassVar[Mapping[str, Any]] = {"tune": ...}
     """Sections and settings of earlier versions, as in `Record`."""
 
     workspace: str = Field(
-        "workspace", min_length=1, description="Folder or URI (file://, s3://) of all a cycle reads and writes"
+        "workspace", min_length=1, description="Folder or URI (file://, s3://) of all data that cycles read and write"
     )
     cycle: str = Field(
-        "", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$", description="Name of this retraining; empty: today's date (UTC)"
+        "", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$", description="Name of this cycle (default: today's date in UTC)"
     )
     model_name: str = Field(
         "relevance", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Name of the model in the registry"
     )
     backend: Name = Field(
         "auto",
-        description="Device; auto: cuda, else neuron, else xla (no accelerator: for a tiny model only), else cpu",
+        description="Device; auto: the first available of cuda, neuron, xla (tiny models only if on the host), cpu",
     )
     scratch: str | None = Field(
-        None, description="Local folder for temporary files (default: in a local workspace, else the system's)"
+        None, description="Local folder for temporary files (default: in a local workspace, else in the user's cache)"
     )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -124,11 +124,11 @@ class Settings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """No source but the arguments, so that stored settings read back are not mixed with this environment."""
+        """Use only the arguments, so that settings read from a workspace are not mixed with this environment."""
         return (init_settings,)
 
 
-# Where, when and how fast a cycle runs; the same work has the same hash without them.
+# Settings that determine where, when and how fast a cycle runs, but not its results.
 _NOT_HASHED: dict[str, IncEx | bool] = {
     "workspace": True,
     "cycle": True,
@@ -151,19 +151,18 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
 
 
 def settings_hash(settings: Settings) -> str:
-    """32 hex digits naming the settings that decide what is produced; equal on every machine and in every process."""
+    """Return 32 hex digits of the settings that affect results. Equal on every machine and in every process."""
     return fingerprint(settings.model_dump(mode="json", exclude=_NOT_HASHED))
 
 
-# Where values come from. The text of a variable or flag becomes a list or a mapping here; its type is checked with all
-# others by pydantic.
+# Sources of values. The text of a variable or flag is split into a list or mapping here. pydantic checks all types.
 
 S = TypeVar("S", bound=Settings, default=Settings)
 
 
 @dataclass(frozen=True)
 class Resolved(Generic[S]):
-    """The validated tree, and the source of each leaf by dotted name."""
+    """Validated settings, and the source of each value by dotted name."""
 
     settings: S
     sources: Mapping[str, str]
@@ -171,7 +170,7 @@ class Resolved(Generic[S]):
 
 @dataclass(frozen=True, eq=False)
 class SettingField:
-    """One value of the tree, with its names in TOML, on the command line and in the environment."""
+    """A setting, with its names in TOML, on the command line and in the environment."""
 
     name: str
     field: FieldInfo
@@ -186,30 +185,27 @@ class SettingField:
 
     @property
     def default(self) -> str:
-        """Its default as one would type it."""
-        return shown(self.field.get_default(call_default_factory=True))
+        """The default as typed on the command line."""
+        return format_value(self.field.get_default(call_default_factory=True))
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """The types it may have; with NoneType where it is optional."""
+        """The accepted types, with NoneType if optional."""
         kind = self.field.annotation
         return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
     @property
     def origins(self) -> set[Any]:
-        """tuple or dict where it is one."""
+        """The collection types (tuple, dict) among the accepted types."""
         return {get_origin(option) for option in self.options} & {tuple, dict}
 
     @property
     def takes(self) -> str:
-        """Short text of the accepted values, such as `int`, `fp32|bf16` or `str,...`."""
+        """Short description of the accepted values, such as `int`, `fp32|bf16` or `str,...`."""
         return "|".join(_type_text(option) for option in self.options if option is not type(None))
 
     def parse(self, text: str) -> Any:
-        """Return the value of a text: `null`, a list as JSON or `a,b`, a mapping as JSON or `k=v,k=v`.
-
-        What is neither stays text, which validation converts or refuses.
-        """
+        """Parse `null`, a list (JSON or `a,b`) or a mapping (JSON or `k=v,k=v`). Other text is left to validation."""
         if text == "null" and type(None) in self.options:
             return None
         if not self.origins:
@@ -228,23 +224,23 @@ class SettingField:
 
 @cache
 def retired(model: type[BaseModel], section: str = "") -> dict[str, Any]:
-    """Return the retired settings and sections below a model by dotted name, with the value that may be dropped."""
-    found = {section + name: neutral for name, neutral in getattr(model, "retired", {}).items()}
+    """Return the retired settings and sections of a model by dotted name, with the value that is still accepted."""
+    names = {section + name: neutral for name, neutral in getattr(model, "retired", {}).items()}
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= retired(field.annotation, f"{section}{name}.")
-    return found
+            names |= retired(field.annotation, f"{section}{name}.")
+    return names
 
 
 def _is_retired(model: type[BaseModel], name: str) -> bool:
-    """Return whether a name, or a section above it, is of an earlier version. Validation looks at its value."""
-    words = name.split(".")
-    return any(".".join(words[:depth]) in retired(model) for depth in range(1, len(words) + 1))
+    """Return whether a name, or a section that contains it, is retired. Validation checks the value."""
+    parts = name.split(".")
+    return any(".".join(parts[:depth]) in retired(model) for depth in range(1, len(parts) + 1))
 
 
 @cache
 def leaves(model: type[BaseModel], section: str = "") -> dict[str, SettingField]:
-    """All leaves below a model by dotted name: its own in the order of declaration, then those of its sections."""
+    """Return all settings of a model by dotted name, in order of declaration, those of sections last."""
     own, nested = dict[str, SettingField](), dict[str, SettingField]()
     for name, field in model.model_fields.items():
         kind = field.annotation
@@ -261,40 +257,39 @@ def resolve(
     flags: Sequence[tuple[str, str | None]] = (),
     model: type[S] = Settings,  # type: ignore[assignment]
     *,
-    given: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     other_flags: Iterable[str] = (),
 ) -> Resolved[S]:
-    """Bring defaults, files, environment and flags together and validate once; the last one wins whole values.
+    """Merge defaults, files, environment and flags, and validate the result. Later sources replace whole values.
 
     Args:
-        files: TOML files, or JSON files of the same shape; later ones win.
-        env: environment; only names starting with `TRNPIPE_` are looked at.
-        flags: (flag as typed without its value, value or None) in order, later ones win.
-        model: which settings there are.
-        given: a tree of values made in Python, over all others.
-        other_flags: flags that the command has beside settings, for the message about an unknown one.
+        files: TOML files, or JSON files of the same structure. Later files win.
+        env: environment. Only names starting with `TRNPIPE_` are read.
+        flags: (flag as typed without its value, value or None) in order. Later flags win.
+        model: class of the settings.
+        overrides: tree of values set in Python. They win over all others.
+        other_flags: flags of the command that are not settings, for the message about an unknown one.
 
-    Raises:
-        ConfigError: an unknown key, or a value of a wrong type or out of bounds, with its source.
+    Raises ConfigError for an unknown key, or a value of a wrong type or out of bounds, with its source.
     """
-    found = dict[str, SourcedValue]()
-    layers = [*(_of_file(model, path) for path in files), _of_env(model, env), _of_flags(model, flags)]
-    for layer in (*layers, _of_tree(model, given or {}, "a value given in Python")):
+    values = dict[str, SourcedValue]()
+    layers = [*(_file_layer(model, path) for path in files), _env_layer(model, env), _flag_layer(model, flags)]
+    for layer in (*layers, _tree_layer(model, overrides or {}, "a value set in Python")):
         for name, (value, source) in layer.items():
             if name in leaves(model):
-                found[name] = SourcedValue(fitted(leaves(model)[name].field.annotation, value), source)
+                values[name] = SourcedValue(coerce_texts(leaves(model)[name].field.annotation, value), source)
             elif _is_retired(model, name):
-                found[name] = SourcedValue(value, source)
+                values[name] = SourcedValue(value, source)
             else:
-                raise _unknown(model, name, layer[name], other_flags)
+                raise _unknown_setting(model, name, layer[name], other_flags)
     try:
-        settings = model.model_validate(_nested(found))
+        settings = model.model_validate(_nested(values))
     except ValidationError as error:
-        raise _explain(model, error, found) from None
-    except ConfigError as error:  # a component's own check; it cannot know where the value came from
-        seen = f"{error.seen} ({_blame(model, found)})"
+        raise _validation_error(model, error, values) from None
+    except ConfigError as error:  # raised by the check of a component, which does not know the source of the value
+        seen = f"{error.seen} ({_invalid_value(model, values)})"
         raise ConfigError(seen, expected=error.expected, next_command=error.next_command) from None
-    return Resolved(settings, {name: found[name].source if name in found else DEFAULT for name in leaves(model)})
+    return Resolved(settings, {name: values[name].source if name in values else DEFAULT for name in leaves(model)})
 
 
 _PATHS = (
@@ -307,37 +302,34 @@ _PATHS = (
     "evaluate.retrieval.catalogue",
     "evaluate.golden",
 )
-"""Settings that name a file or folder: in a project file relative to its folder."""
+"""Settings that are paths. In a project file they are relative to its folder."""
 
 
 def project_files(folder: Path) -> list[Path]:
-    """Return the project file of a folder, the nearest one at or above it, after the files that its `config` names.
-
-    Raises ConfigError if it is not TOML.
-    """
-    found = next((path for one in (folder, *folder.parents) if (path := one / PROJECT_FILE).is_file()), None)
-    if found is None:
+    """Return the nearest project file at or above a folder, after the files in its `config`. Raises ConfigError."""
+    path = next((path for parent in (folder, *folder.parents) if (path := parent / PROJECT_FILE).is_file()), None)
+    if path is None:
         return []
     try:
-        named = tomllib.loads(found.read_text(encoding="utf-8")).get("config", [])
+        included = tomllib.loads(path.read_text(encoding="utf-8")).get("config", [])
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{found} is not TOML: {error}", next_command=f"edit {found}") from None
-    return [*(found.parent / one for one in ([named] if isinstance(named, str) else named)), found]
+        raise ConfigError(f"{path} is not TOML: {error}", next_command=f"edit {path}") from None
+    return [*(path.parent / name for name in ([included] if isinstance(included, str) else included)), path]
 
 
-def _of_project(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the settings of a project file without its `config`, relative paths against its folder."""
-    found = {name: value for name, value in tree.items() if name != "config"}
+def _project_settings(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the settings of a project file without `config`, with paths relative to its folder resolved."""
+    settings = {name: value for name, value in tree.items() if name != "config"}
     for name in _PATHS:
         *sections, last = name.split(".")
-        table: Any = reduce(lambda table, section: table.get(section, {}), sections, found)
+        table: Any = reduce(lambda table, section: table.get(section, {}), sections, settings)
         if isinstance(value := table.get(last), str) and value and "://" not in value and value[0] != "~":
             table[last] = str(folder / value)
-    return found
+    return settings
 
 
 class SourcedValue(NamedTuple):
-    """A value somebody set, and where."""
+    """A value and its source."""
 
     value: Any
     source: str
@@ -346,55 +338,55 @@ class SourcedValue(NamedTuple):
 Layer = dict[str, SourcedValue]
 
 
-def _of_file(model: type[Settings], path: Path) -> Layer:
+def _file_layer(model: type[Settings], path: Path) -> Layer:
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        path.open("rb").close()  # the library passes over a file that does not exist
+        path.open("rb").close()  # the library ignores a file that does not exist
         source = JsonConfigSettingsSource(model, path) if kind == "JSON" else TomlConfigSettingsSource(model, path)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}", expected=f"a readable {kind} file") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not {kind}: {error}", next_command=f"edit {path}") from None
     except TypeError:
-        raise ConfigError(f"{path} holds no table", expected="sections and keys", next_command=f"edit {path}") from None
+        raise ConfigError(f"{path} has no table", expected="sections and keys", next_command=f"edit {path}") from None
     tree = {name: value for name, value in source().items() if name not in model.other_programs}
-    return _of_tree(model, _of_project(tree, path.parent) if path.name == PROJECT_FILE else tree, str(path))
+    return _tree_layer(model, _project_settings(tree, path.parent) if path.name == PROJECT_FILE else tree, str(path))
 
 
-def _of_tree(model: type[Settings], tree: Mapping[str, Any], source: str) -> Layer:
+def _tree_layer(model: type[Settings], tree: Mapping[str, Any], source: str) -> Layer:
     return {name: SourcedValue(value, source) for name, value in _flat(tree, leaves(model))}
 
 
-def _of_env(model: type[Settings], env: Mapping[str, str]) -> Layer:
-    """`__` separates levels; `TRNPIPE_DATA__FILTER__column=x` is one key of a mapping."""
-    words = list[tuple[str, str | None, str]]()
+def _env_layer(model: type[Settings], env: Mapping[str, str]) -> Layer:
+    """Parse variables. `__` separates levels, and `TRNPIPE_DATA__FILTER__column=x` sets one key of a mapping."""
+    texts = list[tuple[str, str | None, str]]()
     for key in sorted(env):
         name = key.removeprefix(ENV_PREFIX).replace("__", ".")
-        is_ours = key.startswith(ENV_PREFIX) and key != PLAN_VARIABLE
-        if is_ours and name.partition(".")[0].lower() not in model.other_programs:
-            name = _spelled(name) if _is_retired(model, _spelled(name)) else name
-            words.append((name, env[key], f"env {key}"))
-    return _of_texts(model, words)
+        is_setting = key.startswith(ENV_PREFIX) and key != PLAN_VARIABLE
+        if is_setting and name.partition(".")[0].lower() not in model.other_programs:
+            name = _normalised(name) if _is_retired(model, _normalised(name)) else name
+            texts.append((name, env[key], f"env {key}"))
+    return _text_layer(model, texts)
 
 
-def _of_flags(model: type[Settings], flags: Sequence[tuple[str, str | None]]) -> Layer:
-    """`--a.b-c value`; a boolean also as a bare `--a.b` or `--no-a.b`; `--data.filter.column x` is one key."""
-    words = list[tuple[str, str | None, str]]()
+def _flag_layer(model: type[Settings], flags: Sequence[tuple[str, str | None]]) -> Layer:
+    """Parse `--a.b-c value`, booleans also as `--a.b` and `--no-a.b`, and `--data.filter.column x` for one key."""
+    texts = list[tuple[str, str | None, str]]()
     for flag, text in flags:
         name = flag.removeprefix("--")
-        switch = leaves(model).get(_spelled(name.removeprefix("no-")))
+        switch = leaves(model).get(_normalised(name.removeprefix("no-")))
         if text is None and switch is not None and switch.field.annotation is bool:
             name, text = switch.name, str(not name.startswith("no-")).lower()
-        words.append((name, text, f"flag {flag}"))
-    return _of_texts(model, words)
+        texts.append((name, text, f"flag {flag}"))
+    return _text_layer(model, texts)
 
 
-def _of_texts(model: type[Settings], texts: Iterable[tuple[str, str | None, str]]) -> Layer:
-    """Return the values of (name in any spelling, text, source); single keys of a mapping are merged."""
-    found: Layer = {}
+def _text_layer(model: type[Settings], texts: Iterable[tuple[str, str | None, str]]) -> Layer:
+    """Parse (name in any spelling, text, source). Single keys of a mapping are merged."""
+    layer: Layer = {}
     for name, text, source in texts:
         section, _, key = name.rpartition(".")
-        leaf, mapping = leaves(model).get(_spelled(name)), leaves(model).get(_spelled(section))
+        leaf, mapping = leaves(model).get(_normalised(name)), leaves(model).get(_normalised(section))
         if leaf is not None:
             if text is None:
                 raise ConfigError(
@@ -402,80 +394,81 @@ def _of_texts(model: type[Settings], texts: Iterable[tuple[str, str | None, str]
                     expected=f"{leaf.takes} - {leaf.field.description}",
                     next_command=f"{leaf.flag} {leaf.default or 'VALUE'}",
                 )
-            found[leaf.name] = SourcedValue(leaf.parse(text), source)
+            layer[leaf.name] = SourcedValue(leaf.parse(text), source)
         elif mapping is not None and dict in mapping.origins:
-            earlier = found[mapping.name].value if mapping.name in found else {}
-            if isinstance(earlier, dict):  # else it stays, to be refused
-                found[mapping.name] = SourcedValue({**earlier, key: text}, source)
+            earlier = layer[mapping.name].value if mapping.name in layer else {}
+            if isinstance(earlier, dict):  # otherwise validation rejects it
+                layer[mapping.name] = SourcedValue({**earlier, key: text}, source)
         else:
-            found[name] = SourcedValue(text, source)  # to be refused
-    return found
+            layer[name] = SourcedValue(text, source)  # rejected by `resolve`
+    return layer
 
 
-def _flat(tree: Mapping[str, Any], known: Mapping[str, SettingField], parent: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree by dotted name, and what is unknown in it."""
+def _flat(tree: Mapping[str, Any], fields: Mapping[str, SettingField], parent: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of all settings in a tree, including unknown ones."""
     for key, value in tree.items():
         name = parent + key
-        if name not in known and isinstance(value, Mapping) and value:
-            yield from _flat(value, known, f"{name}.")
-        elif value != {} or name in known:  # an empty table says nothing, also that of a section that is gone
+        if name not in fields and isinstance(value, Mapping) and value:
+            yield from _flat(value, fields, f"{name}.")
+        elif value != {} or name in fields:  # an empty table is allowed, even for an unknown section
             yield name, value
 
 
-def _nested(given: Layer) -> dict[str, Any]:
+def _nested(layer: Layer) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for name, one in given.items():
+    for name, sourced in layer.items():
         *sections, last = name.split(".")
-        reduce(lambda table, section: table.setdefault(section, {}), sections, tree)[last] = one.value
+        reduce(lambda table, section: table.setdefault(section, {}), sections, tree)[last] = sourced.value
     return tree
 
 
-def _unknown(model: type[Settings], name: str, given: SourcedValue, other_flags: Iterable[str]) -> ConfigError:
-    known, section = leaves(model).values(), f"{_spelled(name)}."
-    below = [one.name.removeprefix(section).partition(".")[0] for one in known if one.name.startswith(section)]
-    if below:
+def _unknown_setting(model: type[Settings], name: str, value: SourcedValue, other_flags: Iterable[str]) -> ConfigError:
+    fields, section = leaves(model).values(), f"{_normalised(name)}."
+    keys = [field.name.removeprefix(section).partition(".")[0] for field in fields if field.name.startswith(section)]
+    if keys:
         return ConfigError(
-            f"{name} = {given.value!r} ({given.source}) is a section",
-            expected=f"a table [{name}] with {', '.join(dict.fromkeys(below))}",
-            next_command=f"--{name}.{below[0]} VALUE".replace("_", "-"),
+            f"{name} = {value.value!r} ({value.source}) is a section",
+            expected=f"a table [{name}] with {', '.join(dict.fromkeys(keys))}",
+            next_command=f"--{name}.{keys[0]} VALUE".replace("_", "-"),
         )
-    as_flags = given.source.startswith("flag ")
-    flags = {one.flag: one.flag if as_flags else f"{one.name} ({one.flag})" for one in known}
+    as_flags = value.source.startswith("flag ")
+    flags = {field.flag: field.flag if as_flags else f"{field.name} ({field.flag})" for field in fields}
     flags |= {flag: flag for flag in other_flags} if as_flags else {}
-    near = ", ".join(flags[flag] for flag in nearest(f"--{name}", flags))
+    similar = ", ".join(flags[flag] for flag in nearest(f"--{name}", flags))
     return ConfigError(
-        f"unknown setting {name} ({given.source})",
-        expected=f"a known setting; the nearest: {near}" if near else "a known setting",
-        next_command="use one of those" if near else f"{model.program} config, which lists every setting",
+        f"unknown setting {name} ({value.source})",
+        expected=f"a known setting, such as {similar}" if similar else "a known setting",
+        next_command="use one of those" if similar else f"{model.program} config, which lists every setting",
     )
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names a user most likely meant: those with the same last word, then the closest spellings."""
-    spelled = {_spelled(one): one for one in known}
-    wanted = _spelled(name).replace("__no_", "__", 1)
-    same_word = [one for one in spelled if one.rpartition(".")[2].lstrip("_") == wanted.rpartition(".")[2].lstrip("_")]
+def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """Return the most similar candidates: those with the same last component, then the closest spellings."""
+    normalised = {_normalised(candidate): candidate for candidate in candidates}
+    target = _normalised(name).replace("__no_", "__", 1)
+    last = target.rpartition(".")[2].lstrip("_")
+    same_last = [candidate for candidate in normalised if candidate.rpartition(".")[2].lstrip("_") == last]
     close = [
-        *difflib.get_close_matches(wanted, same_word, count, cutoff=0.0),
-        *difflib.get_close_matches(wanted, spelled, count, cutoff=0.5),
+        *difflib.get_close_matches(target, same_last, count, cutoff=0.0),
+        *difflib.get_close_matches(target, normalised, count, cutoff=0.5),
     ]
-    return [spelled[one] for one in dict.fromkeys(close)][:count]
+    return [normalised[candidate] for candidate in dict.fromkeys(close)][:count]
 
 
-def _explain(model: type[Settings], error: ValidationError, given: Layer) -> ConfigError:
-    """All that validation refused, one line each: name, value seen, source, what is wrong."""
-    lines, expected, known = [], "", leaves(model)
+def _validation_error(model: type[Settings], error: ValidationError, layer: Layer) -> ConfigError:
+    """Return an error with one line for each invalid value: name, value, source and reason."""
+    lines, expected, fields = [], "", leaves(model)
     for problem in error.errors(include_url=False):
-        words = [str(part) for part in problem["loc"]]
-        names = (".".join(words[:depth]) for depth in range(len(words), 0, -1))
-        name = next((name for name in names if name in known), ".".join(words))
-        inside = "".join(f"[{word}]" for word in words[name.count(".") + 1 :])
-        # a check over several values is one of a section
-        below = [f"{key} from {one.source}" for key, one in given.items() if key.startswith(f"{name}.")]
-        source = given[name].source if name in given else ", ".join(below) or DEFAULT
+        parts = [str(part) for part in problem["loc"]]
+        names = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
+        name = next((name for name in names if name in fields), ".".join(parts))
+        inside = "".join(f"[{part}]" for part in parts[name.count(".") + 1 :])
+        # A check of several values is reported for their section.
+        members = [f"{key} from {sourced.source}" for key, sourced in layer.items() if key.startswith(f"{name}.")]
+        source = layer[name].source if name in layer else ", ".join(members) or DEFAULT
         reason = problem["msg"][:1].lower() + problem["msg"][1:]
         lines.append(f"{name}{inside} = {problem['input']!r} ({source}): {reason}")
-        expected = f"{known[name].takes} - {known[name].field.description}" if name in known else ""
+        expected = f"{fields[name].takes} - {fields[name].field.description}" if name in fields else ""
     return ConfigError(
         "\n  ".join(lines),
         expected=expected if len(lines) == 1 else "",
@@ -483,18 +476,18 @@ def _explain(model: type[Settings], error: ValidationError, given: Layer) -> Con
     )
 
 
-def _blame(model: type[Settings], given: Layer) -> str:
-    """The one given value without which the rest is valid, with its source."""
-    for name in given:
+def _invalid_value(model: type[Settings], layer: Layer) -> str:
+    """Return the name and source of the value without which the other values are valid."""
+    for name in layer:
         try:
-            model.model_validate(_nested({key: one for key, one in given.items() if key != name}))
+            model.model_validate(_nested({key: sourced for key, sourced in layer.items() if key != name}))
         except (ValidationError, ConfigError):
             continue
-        return f"{name} from {given[name].source}"
+        return f"{name} from {layer[name].source}"
     return "settings"
 
 
-def _spelled(name: str) -> str:
+def _normalised(name: str) -> str:
     return name.replace("-", "_").lower()
 
 
@@ -514,15 +507,15 @@ def _type_text(annotation: Any) -> str:
 
 
 def table_text(resolved: Resolved[S]) -> str:
-    """One line per value: name, value, source."""
-    values = {name: shown(reduce(getattr, name.split("."), resolved.settings)) for name in resolved.sources}
+    """Return one line per setting: name, value, source."""
+    values = {name: format_value(reduce(getattr, name.split("."), resolved.settings)) for name in resolved.sources}
     names, widest = max(map(len, values)), min(48, max(map(len, values.values())))
     rows = [f"{name:<{names}}  {values[name]:<{widest}}  {source}" for name, source in resolved.sources.items()]
     return "\n".join([*rows, "", f"settings hash {settings_hash(resolved.settings)}"])
 
 
 def as_json(resolved: Resolved[S]) -> str:
-    """The resolved tree, the source of each value that is not a default, and the hash."""
+    """Return JSON of the settings, the source of each value that is not a default, and the hash."""
     record = {
         "settings": resolved.settings.model_dump(mode="json"),
         "sources": {name: source for name, source in resolved.sources.items() if source != DEFAULT},
@@ -531,22 +524,22 @@ def as_json(resolved: Resolved[S]) -> str:
     return json.dumps(record, indent=2)
 
 
-def shown(value: object) -> str:
-    """A value as one would type it on the command line."""
+def format_value(value: object) -> str:
+    """Return a value as typed on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        tables = value and isinstance(value[0], BaseModel)
-        return json.dumps([one.model_dump() for one in value]) if tables else ",".join(map(str, value))
+        is_table = value and isinstance(value[0], BaseModel)
+        return json.dumps([record.model_dump() for record in value]) if is_table else ",".join(map(str, value))
     if isinstance(value, dict):
         return ",".join(f"{key}={item}" for key, item in value.items())
     return str(value)
 
 
 def reference(model: type[Settings]) -> str:
-    """Return the page of documentation with every setting, its type, default and meaning, by section."""
+    """Return the documentation page with every setting, its type, default and description, by section."""
     lines = ["# Settings", "", _INTRODUCTION]
     section = None
     for name, leaf in leaves(model).items():
@@ -565,6 +558,6 @@ def reference(model: type[Settings]) -> str:
 
 
 _INTRODUCTION = """\
-Every setting can stand in a TOML file (`--config`, or `trnpipe.toml` in the current folder or above), in the
+Every setting can be set in a TOML file (`--config`, or `trnpipe.toml` in the current folder or above), in the
 environment, or on the command line: `max_steps` under `[train]` is `TRNPIPE_TRAIN__MAX_STEPS` and `--train.max-steps`.
-The last of these wins. `trnpipe config` prints what is set, and where. This page is written by `make docs`."""
+Later sources win. `trnpipe config` prints all values with their sources. This page is generated by `make docs`."""

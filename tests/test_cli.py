@@ -138,6 +138,9 @@ def test_bash_completes_commands_and_flags(program: str, capsys: pytest.CaptureF
         )
     assert main(["completion", "zsh"]) == 0
     assert "bashcompinit" in capsys.readouterr().out
+    assert main(["completion", "fish"]) == 0  # typed into fish 3.6 once; CI has none
+    commands, flags = capsys.readouterr().out.split("\n", 1)
+    assert commands.startswith(f"complete -c {program} ") and " config " in commands and " --train.max-steps " in flags
     assert main(["completion", "tcsh"]) == ConfigError.exit_code
 
 
@@ -162,18 +165,18 @@ def test_config_shows_the_resolved_tree(
     ("words", "text"),
     [
         (["trian"], "did you mean train?"),
-        (["--train.seed", "3"], "no command '--train.seed'"),
+        (["--train.seed", "3"], "unknown command '--train.seed'"),
         (["config", "what"], "unrecognized arguments: what"),
         (["cache"], "expected: one of status, repair, sync, before the flags"),
-        (["cache", "--workspace", "w", "status"], "no action is given"),
+        (["cache", "--workspace", "w", "status"], "the action is missing"),
         (["cache", "stauts"], "trnpipe cache has no action 'stauts'; did you mean status?"),
         (["cache", "sink", "--help"], "one of status, repair, sync"),
         (["cache", "status", "repair"], "unrecognized arguments: repair"),
         (["cache", "status", "--json"], "unknown setting json"),
         (["config", "--config"], "argument --config: expected one argument"),
         (["config", "--config", "no-such.toml"], "no-such.toml"),
-        (["config", "--train.max-step", "3"], "the nearest: --train.max-steps, --"),
-        (["export", "--formt", "x"], "the nearest: --format, --"),
+        (["config", "--train.max-step", "3"], "such as --train.max-steps, --"),
+        (["export", "--formt", "x"], "such as --format, --"),
         (["config", "--zzzzqqq", "3"], "next: trnpipe config, which lists every setting"),
         (["train", "--json"], "unknown setting json"),
         (["config", "--train.seed", "--train.epochs", "1"], "--train.seed has no value"),

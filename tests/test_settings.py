@@ -17,19 +17,19 @@ from pydantic import BaseModel
 
 from jobs.settings import CycleSettings
 from pipeline.core.errors import ConfigError
-from pipeline.core.record import Record, fitted
+from pipeline.core.record import Record, coerce_texts
 from pipeline.settings import (
     DEFAULT,
     Resolved,
     SettingField,
     Settings,
     as_json,
+    format_value,
     leaves,
     nearest,
     reference,
     resolve,
     settings_hash,
-    shown,
     table_text,
 )
 
@@ -84,7 +84,7 @@ def test_later_sources_win_and_are_named(tmp_path: Path, num_sources: int) -> No
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.name)
 def test_every_default_can_be_typed_back(leaf: SettingField) -> None:
     """What help and `trnpipe config` show is what flags and variables take, for every setting."""
-    text = shown(value_of(Resolved(Settings(), {}), leaf))
+    text = format_value(value_of(Resolved(Settings(), {}), leaf))
     by_flag = resolve([], {}, [(leaf.flag, text)])
     by_env = resolve([], {leaf.env: text}, [])
     assert by_flag.settings == by_env.settings == Settings()
@@ -146,7 +146,7 @@ def test_a_table_in_a_list_has_a_short_form(text: str, expected: list[tuple[str,
     for settings in (
         with_flags(("--data.categorical", text)),
         resolve([], {"TRNPIPE_DATA__CATEGORICAL": text}).settings,
-        resolve([], {}, given={"data": {"categorical": [f"{name}={ids}" for name, ids in expected]}}).settings,
+        resolve([], {}, overrides={"data": {"categorical": [f"{name}={ids}" for name, ids in expected]}}).settings,
     ):
         assert [(one.column, one.num_ids) for one in settings.data.categorical] == expected
 
@@ -169,7 +169,7 @@ def test_numbers_in_a_list_of_texts_are_texts(leaf: SettingField, tmp_path: Path
     value = f"[{', '.join(items)}]" if is_list else f"{{{', '.join(f'k{i} = {item}' for i, item in enumerate(items))}}}"
     expected = texts if is_list else {f"k{i}": text for i, text in enumerate(texts)}
     tree = tomllib.loads(f"value = {value}")["value"]
-    assert fitted(leaf.field.annotation, tree) == expected
+    assert coerce_texts(leaf.field.annotation, tree) == expected
     if leaf.name in ("data.labels", "data.filter"):
         found = value_of(resolve([toml(tmp_path, f"[{section}]\n{key} = {value}")], {}), leaf)
         assert found == (tuple(texts) if is_list else expected)
@@ -177,7 +177,7 @@ def test_numbers_in_a_list_of_texts_are_texts(leaf: SettingField, tmp_path: Path
 
 def test_labels_may_be_typed_as_numbers() -> None:
     assert with_flags(("--data.labels", "[0,1,2]")).data.labels == ("0", "1", "2")
-    assert resolve([], {}, given={"data": {"labels": [0, 1.0]}}).settings.data.labels == ("0", "1")
+    assert resolve([], {}, overrides={"data": {"labels": [0, 1.0]}}).settings.data.labels == ("0", "1")
 
 
 def test_mappings() -> None:
@@ -409,7 +409,7 @@ def test_a_json_file_says_the_same_as_a_toml_file(tmp_path: Path) -> None:
     resolved = resolve([path], {}, [])
     assert (resolved.settings.train.max_steps, resolved.settings.data.filter) == (7, {"tier": "large"})
     assert resolved.sources["train.max_steps"] == str(path)
-    for text, reason in (("{", "is not JSON"), ("[1]", "holds no table"), ('{"x": 1}', "unknown setting x")):
+    for text, reason in (("{", "is not JSON"), ("[1]", "has no table"), ('{"x": 1}', "unknown setting x")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=reason):
             resolve([path], {}, [])
@@ -440,7 +440,7 @@ def test_a_retired_setting_is_read_at_its_neutral_value_alone(tmp_path: Path) ->
     path = toml(tmp_path, "[search]\ntrials = 3\n[width]\nhalves = 2\nwhole = 4")
     assert resolve([path], {"TRNPIPE_WIDTH__HALVES": "2"}, [], Earlier).settings.width.whole == 4
     for files, env in (([toml(tmp_path, "[width]\nhalves = 3")], {}), ([], {"TRNPIPE_WIDTH__HALVES": "3"})):
-        with pytest.raises(ConfigError, match=r"width\.halves from .*halves = 3: this version has no such setting"):
+        with pytest.raises(ConfigError, match=r"width\.halves from .*halves = 3: this setting was removed"):
             resolve(files, env, [], Earlier)
     with pytest.raises(ValueError, match="halves = 3"):
         Width.model_validate({"halves": 3})

@@ -1,4 +1,4 @@
-"""trnpipe from a script or a notebook: cycles, the registry, vectors, settings, and what a stage is given to work with.
+"""Python interface of trnpipe: cycles, the registry, vectors, settings, and the context of stages.
 
     import trnpipe
     cycle = trnpipe.Cycle("configs/quickstart.toml", "workspace/quickstart", "first")
@@ -7,9 +7,9 @@
 
     settings = trnpipe.resolve([Path("configs/quickstart.toml")], os.environ).settings
     with trnpipe.open_context(settings, trnpipe.StopSignal()) as ctx:
-        ...  # what the modules of `pipeline` offer
+        ...  # use the modules of `pipeline`
 
-Names are imported when they are first asked for: `import trnpipe` alone imports neither torch nor the settings.
+Names are imported at their first use: `import trnpipe` alone imports neither torch nor the settings.
 """
 
 import sys
@@ -21,16 +21,16 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def _import_own(name: str) -> None:
-    """Import a package of trnpipe's, `pipeline` or `jobs`. Raises ImportError if another module has its name."""
+    """Import the package `pipeline` or `jobs` of trnpipe. Raises ImportError if another module has its name."""
     if name not in sys.modules:
-        sys.path.insert(0, str(_ROOT))  # before a folder of that name beside the script
+        sys.path.insert(0, str(_ROOT))  # before a folder with that name next to the script
         try:
             import_module(name)
         finally:
             sys.path.remove(str(_ROOT))
-    found = getattr(sys.modules[name], "__file__", None)
-    if found is None or Path(found).resolve() != _ROOT / name / "__init__.py":
-        raise ImportError(f"{found or name} was imported as {name!r}, the name of a package of trnpipe: rename it")
+    file = getattr(sys.modules[name], "__file__", None)
+    if file is None or Path(file).resolve() != _ROOT / name / "__init__.py":
+        raise ImportError(f"{file or name} was imported as {name!r}, which is a package of trnpipe: rename it")
 
 
 _import_own("pipeline")

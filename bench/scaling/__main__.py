@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from bench.scaling.fabrics import FABRICS
 from bench.scaling.model import Candidate, Transformer, candidates, scaled
-from pipeline.core.format import aligned, format_bytes, format_count, format_share
+from pipeline.core.format import aligned, format_bytes, format_count, format_percent
 
 MODELS = (
     Transformer("small, 23 M", 23_000_000, 6, 384),
@@ -59,7 +59,7 @@ def scaling_table(model: Transformer, fabric: str) -> Iterator[str]:
     for row in scaled(model.work(machine, MFU), best.spread, machine, shard_degree=degree):
         rate = model.tokens * row.nodes * machine.ranks / best.spread.layout.tensor_size / row.step.step_s
         times = [f"{1e3 * seconds:.1f} ms" for seconds in (row.step.step_s, row.step.exposed_s)]
-        efficiency = format_share(row.weak_efficiency)
+        efficiency = format_percent(row.weak_efficiency)
         rows.append([str(row.nodes), *times, efficiency, format_count(rate), f"{row.strong_speedup:.2f}x"])
     yield f"{model.name} on {fabric}, {_plan_text(best)}; modelled, an upper bound"
     yield from aligned(rows)

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from jobs.cycle.costs import read_ledger
-from jobs.cycle.job_states import Closed, JobRecord, failed_task, first_failure
+from jobs.cycle.job_states import Closed, JobRecord, failed_task, first_failure, without_error
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money
+from jobs.cycle.verdict import outcome_words
 from jobs.plan.spec import JobPlan
 from jobs.setup import OpenCycle, open_cycle
 from pipeline.context import load_result
@@ -76,12 +77,10 @@ def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], clo
         return
     evaluated = load_result(store.storage, store.cycle, "evaluate")
     figures = evaluated.figures if evaluated else {}
-    event: str = closed.outcome
-    if event == "succeeded" and figures.get("promoted"):
-        event = "promoted WITHOUT a comparison" if figures.get("without_comparison") else "promoted"
+    event = outcome_words(closed.outcome, figures)
     took = None if ledger.began_at is None else closed.at - ledger.began_at
     facts = (f"took {format_duration(took)}", DEADLINES[ledger.deadline], money(ledger.total))
-    lines = [closed.reason, "; ".join(word for word in facts if word)]
+    lines = [without_error(closed.reason, records), "; ".join(word for word in facts if word)]
     first = first_failure(records)
     if first and (failed := failed_task(first)):
         lines += (failed.attempts[-1].error or NO_LOG).splitlines()

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -15,9 +16,10 @@ from tempfile import TemporaryDirectory
 
 from jobs.cycle.costs import CycleLedger, expected_seconds
 from jobs.cycle.cycle_store import claims_by_age
-from jobs.cycle.job_states import JobRecord, JobState, outcome_of
+from jobs.cycle.job_states import JobRecord, JobState, outcome_of, without_error
 from jobs.cycle.page.publish import write_page
-from jobs.cycle.tables import GOODPUT, cost_lines, plan_lines, status_lines, total_lines
+from jobs.cycle.tables import GOODPUT, LOCAL_COST, cost_lines, plan_lines, status_lines, total_lines
+from jobs.cycle.verdict import outcome_words
 from jobs.plan.resources import prices_of
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
@@ -27,7 +29,8 @@ from jobs.targets.batch.account import account_problems, account_warnings, chang
 from jobs.targets.batch.requests import check_plan, definition_request, submit_request
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from jobs.targets.sagemaker.requests import sagemaker_requests
-from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError
+from pipeline.context import Figure, load_result
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TrnpipeError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
 from pipeline.io.paths import temporary_folder
@@ -64,14 +67,19 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             say(line)
     else:
         seconds: dict[str, float] = {}
+        few: Figure = None
         try:
             store = open_cycle(settings, say).store
             names = [name for name in claims_by_age(store) if name != store.cycle][-HISTORY:]
             seconds = expected_seconds(replace(store, cycle=name).records() for name in names)
+            prepared = load_result(store.storage, names[-1], "prepare") if names else None
+            few = prepared.figures.get("few_queries") if prepared else None
         except TrnpipeError as error:  # the plan itself needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
         for line in plan_lines(plan, seconds, prices_of(settings.jobs, target), settings.jobs.sla_s):
             say(line)
+        if few:
+            say(f"warning: cycle {names[-1]}: {few}")
     return EXIT_OK
 
 
@@ -129,7 +137,7 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
         return EXIT_OK
     for line in (*status_lines(records), *cycle.failure_lines(records)):
         say(line)
-    say(f"cycle {store.cycle}: {closed.text if closed else cycle.standing()}")
+    say(f"cycle {store.cycle}: {without_error(closed.text, records) if closed else cycle.standing()}")
     return EXIT_OK
 
 
@@ -190,7 +198,12 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
         cycle = asked.other(name)
         closed, records = cycle.store.closed(), cycle.with_errors(cycle.store.records())
         errors += [line if line.startswith(" ") else f"cycle {name}: {line}" for line in cycle.failure_lines(records)]
-        outcome, why = (closed.outcome, closed.reason) if closed else ("under way", "")
+        outcome, why, judged = "under way", "", None
+        if closed is not None:
+            with suppress(DataError):  # a damaged result hides no cycle
+                judged = load_result(cycle.store.storage, name, "evaluate")
+            outcome = outcome_words(closed.outcome, judged.figures if judged else {})
+            why = without_error(closed.reason, records)
         target, at, took = "-", "-", "-"
         if claim is None:
             why = "its claim.json is not a valid record"
@@ -235,7 +248,9 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
         say(json.dumps({"cycles": shown}, indent=1))
         return EXIT_OK
     lines = cost_lines(ledgers[0]) if len(ledgers) == 1 else total_lines(ledgers)
-    for line in (*lines, GOODPUT):
+    claims = [asked.other(ledger.cycle).store.claim() for ledger in ledgers]
+    is_free = all(claim is not None and claim.target == "local" for claim in claims)
+    for line in (*lines, GOODPUT, *([LOCAL_COST] if is_free else [])):
         say(line)
     return EXIT_OK
 

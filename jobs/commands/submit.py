@@ -32,7 +32,7 @@ from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError, TrnpipeError
 from pipeline.core.format import shortened
-from pipeline.core.interpreter import without_interpreter
+from pipeline.core.interpreter import strip_interpreter
 from pipeline.core.progress import Say
 from pipeline.registry.records import verdict_key
 
@@ -68,7 +68,7 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
             next_command="trnjobs run --nodes 2 -- python train.py --lr 1e-3",
         )
     jobs, words = settings.jobs, list(arguments.command)
-    script, *more = without_interpreter(words) or words
+    script, *more = strip_interpreter(words) or words
     stem = more[0].rpartition(".")[2] if script == "-m" and more else Path(script).stem
     given = {name: getattr(arguments, name) for name in StageJob.model_fields if getattr(arguments, name, None)}
     try:
@@ -249,9 +249,10 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
     if closed is None:
         for line in (*status_lines(records), *cycle.failure_lines(records)):
             say(line)
-        standing = cycle.standing()
-        look = f"; next: trnjobs status --cycle {store.cycle}" if standing == "under way" else ""
-        say(f"cycle {store.cycle}: {standing}{look}")
+        standing, claim = cycle.standing(), store.claim()
+        if standing == "under way" and claim is not None:
+            standing = f"submitted to {claim.target}, under way\n  watch it: {cycle.command('status')} --watch"
+        say(f"cycle {store.cycle}: {standing}")
         send_messages(cycle, plan, records)
         return EXIT_OK
     data = None
@@ -480,7 +481,7 @@ def ended_line(cycle: OpenCycle, plan: JobPlan, target: str, closed: Closed) -> 
         "refused": "was refused by the gate, so production is unchanged",
         "cancelled": "was cancelled",
     }[closed.outcome]
-    said = f"cycle {cycle.name} {how}, {at}{f': {closed.reason}' if closed.reason else ''}; nothing ran"
+    said = f"cycle {cycle.name} {how}, {at}; nothing ran"
     if is_run(cycle):
         compared = f"{script} is the same file (what it imports is not compared); " if digest else ""
         return f"{said}; {compared}to run it again: the same command with --again"

@@ -165,7 +165,7 @@ class View:
         done = threading.Event()
         thread = threading.Thread(target=self._keep_drawing, args=(self.cycle.target(), done), name="view", daemon=True)
         with self:
-            self.stop.is_shown = self.live is not None
+            self.stop.has_live_display = self.live is not None
             thread.start()
             try:
                 yield
@@ -174,7 +174,7 @@ class View:
                 thread.join()
                 for follower in list(self._followed.values()):
                     follower.join()
-                self.stop.is_shown = False
+                self.stop.has_live_display = False
 
     def _keep_drawing(self, target: Target, done: threading.Event) -> None:
         store = self.cycle.store

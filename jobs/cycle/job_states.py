@@ -152,6 +152,8 @@ UNNEEDED = "no longer needed: "
 """Begins the reason of a job that was ended because no job that waits for it can run any more."""
 NOT_RUN = "not run: "
 """Begins the reason of a job of which a dependency did not succeed."""
+PAGE_ANYWAY = "not needed: the end of the cycle writes the page"
+"""Of the job `report` without which a cycle ended."""
 
 
 @dataclass(frozen=True)
@@ -469,7 +471,19 @@ def exit_code(record: JobRecord) -> int | None:
     return next((task.attempts[-1].exit_code for task in tasks if task.attempts), None)
 
 
+def shown_state(record: JobRecord) -> str:
+    """Return the state for people: a job that was left out because of another one has not failed itself."""
+    return "NOT RUN" if _is_left_out(record) else record.state.value
+
+
+def _is_left_out(record: JobRecord) -> bool:
+    return record.state.is_failure and record.status_reason.startswith(NOT_RUN) and not record.tries()
+
+
 def reason_of(record: JobRecord) -> str:
+    """Return why a job failed, for people."""
+    if _is_left_out(record):
+        return PAGE_ANYWAY if record.name == "report" else record.status_reason.removeprefix(NOT_RUN)
     task = next((task for task in record.tasks() if task.state is record.state and task.state.is_failure), record)
     words, error = [task.status_reason or record.status_reason], ""
     if task.attempts:
@@ -481,6 +495,13 @@ def reason_of(record: JobRecord) -> str:
             words.append(f"exit code {last.exit_code}{meaning}")
     said = ", ".join(dict.fromkeys(word for word in words if word)) or "no reason given"
     return f"{said}: {error}" if error and error not in said else said
+
+
+def without_error(reason: str, records: Iterable[JobRecord]) -> str:
+    """Return a reason without the first line of an error, for output that shows the whole error."""
+    for task in filter(None, map(failed_task, records)):
+        reason = reason.removesuffix(f": {headline(task.attempts[-1].error.splitlines())}")
+    return reason
 
 
 def failed_task(record: JobRecord) -> JobRecord | None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jobs.cycle.costs import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
-from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_task, reason_of
+from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_task, reason_of, shown_state, without_error
 from jobs.plan.resources import Prices, job_usd
 from jobs.plan.spec import JobPlan, JobSpec
 from pipeline.core.errors import GateRefused
-from pipeline.core.format import aligned, format_duration, format_share, usd
+from pipeline.core.format import aligned, format_duration, format_percent, usd
 from pipeline.core.secrets import HIDDEN, is_secret, without_secret
 
 STATUS = ("job", "state", "tries", "ran", "exit", "why")
@@ -26,7 +26,7 @@ def plan_lines(plan: JobPlan, seconds: Mapping[str, float], prices: Prices, sla_
         rows.append((job.name, after, shape_text(job), *sizes, format_duration(seconds.get(job.name)), usd(job_cost)))
     total = critical_seconds(plan, seconds)
     lines = [
-        f"cycle {plan.cycle} of {plan.pipeline} in {plan.workspace}, plan {plan.plan_id[:12]}",
+        f"cycle {plan.cycle} in {plan.workspace}, plan {plan.plan_id[:12]}",
         *aligned(rows, left=(0, 1, 2)),
     ]
     if not seconds:
@@ -49,8 +49,9 @@ def shape_text(job: JobSpec) -> str:
 
 
 def status_lines(records: Sequence[JobRecord]) -> list[str]:
-    """Return one row a job; children of an array that failed get rows of their own."""
-    return aligned([STATUS, *status_rows(records)], left=(0, 1, 5))
+    """Return one row a job; children of an array that failed get rows of their own. Errors are in failure_lines."""
+    rows = [(*cells, without_error(why, records)) for *cells, why in status_rows(records)]
+    return aligned([STATUS, *rows], left=(0, 1, 5))
 
 
 def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
@@ -58,7 +59,7 @@ def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
     rows = list[tuple[str, ...]]()
     for job in records:
         for record in (job, *(child for child in job.children if child.state.is_failure)):
-            state, code, why = record.state.value, exit_code(record), record.status_reason
+            state, code, why = shown_state(record), exit_code(record), record.status_reason
             if record.children:
                 done = sum(child.state is JobState.SUCCEEDED for child in record.children)
                 state += f" {done}/{len(record.children)}"
@@ -107,6 +108,7 @@ GOODPUT = (
     "goodput: machine time of kept productive work (steps, rows, vectors) over all machine time;"
     " waiting in a queue is not in it"
 )
+LOCAL_COST = "local: no charge; a cost above is that of another machine, by jobs.vcpu_usd_per_hour"
 
 
 def cost_lines(ledger: CycleLedger) -> list[str]:
@@ -122,7 +124,7 @@ def summary(ledger: CycleLedger, standing: str = "under way") -> str:
     words = [
         ", ".join(word for word in (f"cycle {ledger.cycle}: {state}", DEADLINES[ledger.deadline]) if word),
         f"{ledger.succeeded} of {ledger.jobs} jobs in {len(ledger.entries)} tries",
-        f"goodput {format_share(ledger.total.goodput)}",
+        f"goodput {format_percent(ledger.total.goodput)}",
         money(ledger.total),
     ]
     return " | ".join(words)
@@ -162,7 +164,7 @@ def total_lines(ledgers: Sequence[CycleLedger]) -> list[str]:
 def total_row(one: Total) -> tuple[str, ...]:
     times = (format_duration(one.machine_ms[kind] / 1000) if one.machine_ms[kind] else "-" for kind in SPENT)
     waited, whole = format_duration(one.waiting_ms / 1000), format_duration(one.all_ms / 1000)
-    return (one.name, str(one.tries), waited, *times, whole, format_share(one.goodput), usd(one.usd))
+    return (one.name, str(one.tries), waited, *times, whole, format_percent(one.goodput), usd(one.usd))
 
 
 # Settings.

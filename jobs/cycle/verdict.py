@@ -48,8 +48,10 @@ def verdict_lines(
     """Return the verdict of a cycle that has ended, its metrics, and why it was refused. `evaluate`: its figures."""
     took = "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
     late = f", {DEADLINES['missed']}" if ledger.deadline == "missed" else ""
-    verdict = f"{_verdict(ledger, evaluation, evaluate)}{took}{late}"
+    verdict = f"{outcome_words(ledger.outcome, evaluate)}{took}{late}"
     lines = [f"cycle {ledger.cycle}: {verdict}, {cost_text(ledger, target)}"]
+    if evaluate.get("nothing_new"):
+        lines.append("  nothing new to train on: the model in production stays")
     if evaluation is not None:
         lines += [f"  {line}" for line in _quality(evaluation)]
         if not evaluation.verdict.promote:
@@ -59,15 +61,15 @@ def verdict_lines(
     return lines
 
 
-def _verdict(ledger: CycleLedger, evaluation: EvaluationReport | None, evaluate: Mapping[str, Figure]) -> str:
-    if ledger.outcome == "open":
+def outcome_words(outcome: str, evaluate: Mapping[str, Figure]) -> str:
+    """Return how a cycle ended. `evaluate`: figures of that stage, which tell whether a model was promoted."""
+    if outcome == "open":
         return "under way"
-    if ledger.outcome != "succeeded" or not evaluate.get("promoted"):
-        return ledger.outcome
+    if outcome != "succeeded" or not evaluate.get("promoted"):
+        return outcome
     if evaluate.get("forced"):
         return "promoted by force"
-    without = evaluation is not None and evaluation.verdict.without_comparison
-    return f"promoted{WITHOUT if without else ''}"
+    return f"promoted{WITHOUT if evaluate.get('without_comparison') else ''}"
 
 
 def cost_text(ledger: CycleLedger, target: str) -> str:

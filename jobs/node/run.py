@@ -40,12 +40,12 @@ from pipeline.core.errors import (
     error_in_log,
     headline,
 )
-from pipeline.core.secrets import secrets_of, without_secrets
+from pipeline.core.secrets import secret_values, without_secrets
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, open_storage
 from pipeline.parallel.world import has_efa, network_variables, own_interface
-from pipeline.proc.children import EXPLAIN_S, adopt_orphans, kills_for_memory
-from pipeline.proc.signals import STACKS_VARIABLE, can_show_stacks
+from pipeline.proc.children import EXPLAIN_S, adopt_orphans, oom_kill_count
+from pipeline.proc.signals import STACKS_VARIABLE, has_stack_dumps
 from pipeline.proc.tool import guarded_temp_folder
 from pipeline.telemetry.events import code_version, read_events
 
@@ -84,7 +84,7 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
                 say(f"exit {code}: {attempt.reason}")
             # In one line without secrets: the reason, else what the log says.
             error = error_in_log(attempt.command.log(), code) if attempt.command else ()
-            why = str(without_secrets(attempt.reason or headline(error), secrets_of(attempt.env)))
+            why = str(without_secrets(attempt.reason or headline(error), secret_values(attempt.env)))
             group.acknowledge(code, why)
             attempt.explain()
             write_failure(env, *(group.agreed or (code, why)))
@@ -158,7 +158,7 @@ class Command:
         """Ask every Python process of the command that knows how for the stacks of its threads."""
         for process in self._family():
             with suppress(psutil.Error, ProcessLookupError):
-                if can_show_stacks(process.pid, self._stacks):
+                if has_stack_dumps(process.pid, self._stacks):
                     process.send_signal(signal.SIGUSR1)
 
     def stacks(self) -> dict[int, str]:
@@ -249,7 +249,7 @@ class Attempt:
     _asked_stacks: bool = False
     _settings: bytes | None = None
     _failure: TrnpipeError | None = None
-    _kills_before: int | None = field(default_factory=kills_for_memory)
+    _kills_before: int | None = field(default_factory=oom_kill_count)
     _started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
@@ -386,7 +386,7 @@ class Attempt:
             name = f"{place.job}-{place.attempt}-node{place.node}"
             name += f"-round-{place.round_}" if place.round_ > 1 else ""
             key = f"cycles/{place.cycle}/jobs/post-mortem/{name}.json"
-            unread, kills, events = list[str](), kills_for_memory(), list[str]()
+            unread, kills, events = list[str](), oom_kill_count(), list[str]()
             try:
                 found = read_events(storage, f"cycles/{place.cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
                 events = [json.dumps(event) for event in found]
@@ -422,7 +422,7 @@ class Attempt:
                 events=tuple(events),
                 unread=tuple(unread),
             )
-            storage.write_bytes(key, as_bytes(bundle, secrets_of(self.env)))
+            storage.write_bytes(key, as_bytes(bundle, secret_values(self.env)))
             told.append(f"post-mortem: {storage.uri(key)}")
         except Exception as error:  # the exit code says more than what goes wrong while explaining it
             told.append(f"no post-mortem: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")

@@ -14,7 +14,7 @@ from jobs.plan.resources import job_of
 from jobs.plan.spec import JobPlan, JobSpec
 from jobs.settings import JobsConfig, Step
 from pipeline.core.errors import ConfigError
-from pipeline.core.interpreter import without_interpreter
+from pipeline.core.interpreter import strip_interpreter
 
 ENTRY = ("trnjobs-entry", "--")
 AFTER: dict[str, tuple[str, ...]] = {
@@ -191,7 +191,7 @@ def script_of(job: JobSpec) -> str:
         return ""
     words = list(job.command[len(ENTRY) :])
     if words[:2] == ["trnpipe", "launch"]:
-        words = without_interpreter(words[words.index("--") + 1 :])
+        words = strip_interpreter(words[words.index("--") + 1 :])
         return "" if words[:1] == ["-m"] else words[0] if words else ""
     return words[0] if "/" in words[0] else ""
 
@@ -199,7 +199,7 @@ def script_of(job: JobSpec) -> str:
 def _script_words(step: Step) -> tuple[str, ...]:
     """Run Python under torchrun, any other command as it is."""
     first = step.command[0]
-    script = without_interpreter(step.command)
+    script = strip_interpreter(step.command)
     if len(script) < len(step.command) or first == "-m" or first.endswith(".py"):
         if not script or (script[0].startswith("-") and script[0] != "-m"):
             seen = f"{step.name}: {first} " + (f"with option {script[0]}" if script else "without a script")

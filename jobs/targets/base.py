@@ -28,7 +28,7 @@ from jobs.plan.spec import JobPlan, JobSpec
 from jobs.settings import JobsConfig
 from pipeline.core.errors import ConfigError, Preempted, error_in_log
 from pipeline.core.record import Record
-from pipeline.core.secrets import secrets_of, without_secrets
+from pipeline.core.secrets import secret_values, without_secrets
 from pipeline.io.storage import KeyNotFound
 
 PATIENCE_S = 900.0
@@ -206,7 +206,7 @@ def with_errors(
             lines, node = [last[0].error], last[0].error_node
         else:
             lines, node = _from_post_mortem(store, task) or (_from_log(logs, task), 0)
-        error = str(without_secrets("\n".join(lines), secrets_of(env)))
+        error = str(without_secrets("\n".join(lines), secret_values(env)))
         found[task.id] = with_last_attempt(task, error=error, error_node=node)
 
     def updated(record: JobRecord) -> JobRecord:

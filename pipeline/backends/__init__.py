@@ -1,4 +1,4 @@
-"""The only seam to a device: one file each, chosen by name. Importing this imports no torch."""
+"""One interface for all devices, with a file for each, selected by name. Importing this does not import torch."""
 
 import importlib.util
 import os
@@ -21,44 +21,44 @@ if TYPE_CHECKING:
 Name = Literal["auto", "xla", "neuron", "cpu", "cuda"]
 NAMES: tuple[str, ...] = get_args(Name)
 TRACED = "traced"
-"""The name of the backend that traces as on Neuron and runs nothing; for tools, no setting."""
+"""Backend that traces as on Neuron and executes nothing. For tools only, it cannot be set."""
 
 
-# What is asked before a device is open, or without one. After that Backend answers.
+# Questions about a backend that can be answered without opening a device.
 
 
 def may_use_neuron(name: str) -> bool:
-    """Return whether a backend runs on Neuron devices where the machine has them."""
+    """Return whether a backend uses the Neuron devices of a machine that has them."""
     return name in ("auto", "xla", "neuron")
 
 
 def on_neuron(name: str, env: Mapping[str, str]) -> bool:
-    """Return whether that backend will open a Neuron device."""
+    """Return whether a backend will open a Neuron device."""
     return _is_native(name) or has_graph_tool(name, env)
 
 
 def has_graph_tool(name: str, env: Mapping[str, str]) -> bool:
-    """Return whether it will be by PyTorch/XLA, whose graphs a tool of its own collects and compiles."""
+    """Return whether a backend will open a Neuron device through PyTorch/XLA, as neuron_parallel_compile requires."""
     return name in ("auto", "xla") and not _is_native(name) and pjrt_device(env) == "NEURON"
 
 
-def compiled_cache(name: str) -> str:
-    """Return the variable with the folder of compiled programs, for devices that compile as they go; else ''."""
+def compiled_cache_variable(name: str) -> str:
+    """Return the variable that names the folder of compiled programs on the native Neuron device, else ''."""
     return "TORCH_NEURONX_NEFF_CACHE_DIR" if _is_native(name) else ""
 
 
 def lazy_device_name(env: Mapping[str, str]) -> str:
-    """Return what Backend.device_name will be of the device that graphs are compiled for."""
+    """Return the Backend.device_name of the lazy device, without opening it."""
     return f"xla:{pjrt_device(env)}"
 
 
 def is_lazy_host(device_name: str) -> bool:
-    """Return whether it is a host that compiles graphs: in seconds, and its processes know nothing of each other."""
+    """Return whether a device is XLA:CPU, which compiles graphs in seconds and has no collectives in them."""
     return device_name == "xla:CPU"
 
 
-def auto_on_host(name: str, env: Mapping[str, str]) -> bool:
-    """Return whether `auto` finds no accelerator and PyTorch/XLA would compile every graph for the CPU."""
+def auto_uses_xla_cpu(name: str, env: Mapping[str, str]) -> bool:
+    """Return whether the backend is `auto` without an accelerator, so that PyTorch/XLA would compile for the CPU."""
     import torch
 
     if name != "auto" or torch.cuda.is_available() or _is_native(name) or not importlib.util.find_spec("torch_xla"):
@@ -66,17 +66,16 @@ def auto_on_host(name: str, env: Mapping[str, str]) -> bool:
     return is_lazy_host(lazy_device_name(env))
 
 
-def of_host(*, compiles_graphs: bool) -> Name:
-    """Return the backend of a host without an accelerator, with graphs or without."""
+def host_backend(*, compiles_graphs: bool) -> Name:
+    """Return the backend of a host without an accelerator."""
     return "xla" if compiles_graphs else "cpu"
 
 
 def process_group(name: str) -> str | None:
-    """Return the torch.distributed backend of ranks on such devices, None for gloo; known without opening a device.
+    """Return the torch.distributed backend of a device, None for gloo. Does not open the device.
 
-    That of Neuron replaces all others in a process group, so CPU tensors need another one (parallel/process_group.py).
-
-    Raises ConfigError for a GPU on a machine without one.
+    The Neuron backend replaces all others of a process group, so CPU tensors need a second process group
+    (parallel/process_group.py). Raises ConfigError for cuda on a machine without a GPU.
     """
     name = _resolved(name)
     if name == "neuron":
@@ -88,21 +87,22 @@ def process_group(name: str) -> str | None:
         return None
     from pipeline.backends.cuda import check_visible
 
-    check_visible()  # before nccl says so in words of its own
+    check_visible()  # before NCCL fails with a less helpful error
     return "cpu:gloo,cuda:nccl"
 
 
 def module_device() -> str:
-    """Return the backend on which a user's module runs as it is here: a GPU, a native Neuron device, else cpu."""
+    """Return the backend on which a user's module runs unchanged: a GPU, a native Neuron device, else cpu."""
     name = _resolved("auto")
     return "cpu" if name == "xla" else name
 
 
 def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> Backend:
-    """Open the device of this rank. `auto`: cuda where there is one, else the native Neuron device, else xla, where
-    they are installed, else cpu. A stage on a host without an accelerator chooses by the model (context.with_backend).
+    """Open the device of this rank.
 
-    With several ranks their process group must be up before (parallel/process_group.py).
+    `auto` selects cuda if a GPU is visible, else neuron (native) or xla if installed, else cpu. On a host without an
+    accelerator, stages replace `auto` depending on the model (context.with_backend). With several ranks, the process
+    group must be initialised before (parallel/process_group.py).
     """
     name = _resolved(name)
     if name == "xla":
@@ -129,26 +129,23 @@ def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, w
 
 
 def open_host() -> Backend:
-    """Open the CPU of this host, whatever the settings say."""
+    """Open the CPU of this host, independent of the settings."""
     return open_backend("cpu")
 
 
 def open_tracer() -> Backend:
-    """Open the backend that traces as on one Neuron core, with names of operators and lines of code in its graphs.
-
-    Before torch_xla is imported.
-    """
+    """Open the backend that traces as on one Neuron core, with source lines. Call it before importing torch_xla."""
     os.environ |= {"PJRT_DEVICE": "CPU", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1"}
     return open_backend(TRACED)
 
 
 def step_program(backend: Backend, function: Function) -> Function:
-    """For a part of a step without a collective in it: a program of its own where the device compiles those."""
+    """Compile a part of a step without collectives, if the backend compiles steps. Otherwise return it unchanged."""
     return backend.compiled(function) if backend.compiles_steps else function
 
 
 def device_guard(device: "torch.device") -> AbstractContextManager[object]:
-    """Make a CUDA device the current one of this thread: each thread has its own, and starts at the first device."""
+    """Make a CUDA device the current one of this thread. Every thread starts with the first device."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -167,5 +164,5 @@ def _resolved(name: str) -> str:
 
 
 def _is_native(name: str) -> bool:
-    """Return whether a backend will be the native Neuron device; on a machine with a GPU that is for torch to say."""
+    """Return whether a backend will be the native Neuron device, if torch sees no GPU."""
     return name == "neuron" or (name == "auto" and (native_version() or (0, 0)) >= NATIVE_SINCE)

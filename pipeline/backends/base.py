@@ -1,4 +1,4 @@
-"""What a backend answers. The only things the rest of the code may ask of a device. Imports no torch."""
+"""The Backend interface, through which all other code uses a device. Does not import torch."""
 
 import queue
 import threading
@@ -18,20 +18,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Item = TypeVar("Item")
 HostMean = Callable[[list["Tensor"]], list["Tensor"]]
 HostGather = Callable[[list["Tensor"]], list["Tensor"]]
-"""CPU tensors of this rank to those of all ranks, concatenated in rank order along their first dimension."""
+"""Takes CPU tensors of this rank. Returns those of all ranks, concatenated in rank order along the first dimension."""
 Batch = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """This rank and those it exchanges with. The whole world is cut into such groups, of one size."""
+    """The ranks that this rank communicates with, and the other groups of equal size that the world is divided into."""
 
     rank: int
-    """Of the world."""
+    """Global rank."""
     groups: tuple[tuple[int, ...], ...]
-    """Ranks of the world, in each group's order: what a collective in a graph is given."""
+    """Global ranks of every group, in order, as collectives in a graph take them."""
     process_group: "ProcessGroup | None" = None
-    """This rank's, for collectives outside graphs; None: that of the world."""
+    """The group of this rank for collectives outside graphs (None: the default group)."""
 
     @property
     def size(self) -> int:
@@ -39,86 +39,86 @@ class RankGroup:
 
     @property
     def index(self) -> int:
-        """Of this rank in its group."""
+        """Index of this rank in its group."""
         return next(group.index(self.rank) for group in self.groups if self.rank in group)
 
 
 class Backend(Protocol):
-    """One device of one rank. What is answered here is true of one that runs each operation as it comes."""
+    """The device of one rank. The defaults are those of an eager device."""
 
     name: str
     device: "torch.device"
     is_lazy: bool = False
-    """True when operations are traced and run at step boundaries."""
+    """Operations are traced and executed at step boundaries."""
     reduces_in_graph: bool = False
-    """True when `reduce` is a device collective; False when it goes through the host."""
+    """`reduce` is a device collective. Otherwise the host reduces."""
     gathers_in_graph: bool = True
-    """True when `gather` can stand within a graph or between operations; False when it ends the graph."""
+    """`gather` may be called anywhere. Otherwise it ends the graph."""
     sums_by_matmul: bool = False
-    """True where sums over rows are better written as matrix products (XLA:CPU)."""
+    """Sums over rows are faster as matrix products (XLA:CPU)."""
     is_neuron: bool = False
-    """True on a NeuronCore."""
+    """The device is a NeuronCore."""
     shares_host_memory: bool = False
-    """True where the device is but a share of this host's cores and memory."""
+    """The device uses the cores and memory of this host."""
     can_compile: bool = False
-    """True where torch.compile fuses the operations of a module."""
+    """`compiled` fuses the operations of a module with torch.compile."""
     compiles_steps: bool = False
-    """True where training and evaluation, too, are modules that `compiled` makes programs of, one for each shape."""
-    spreads: frozenset[str]
-    """Which of parameters, tensor, offload, process_group a plan may ask for (pipeline/parallel/config.py)."""
+    """Training and evaluation are also compiled with `compiled`, one program for each shape."""
+    parallelism: frozenset[str]
+    """Supported features of a plan, of parameters, tensor, offload and process_group (pipeline/parallel/config.py)."""
     default_tokens: int
-    """Tokens of a batch of texts to embed, where the settings leave it to the device."""
+    """Default number of tokens in a batch of texts to embed."""
 
     def runtime_world_size(self) -> int:
-        """How many devices the runtime believes take part."""
+        """Return the number of participating devices according to the runtime."""
         return 1
 
     def compiled(self, function: Function) -> Function:
-        """Return the same as one program for each shape of its arguments. Where can_compile. Raises ConfigError."""
+        """Compile a function to one program for each shape of its arguments, if can_compile. Raises ConfigError."""
         return function
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
-        """Iterate batches on the device, moved there behind the step."""
+        """Iterate batches on the device. They are copied while the previous step runs."""
 
     def step_boundary(self, computed: Sequence["Tensor"]) -> None:
-        """Cut the graph here and start executing it (lazy devices); nothing elsewhere. `computed`: its results."""
+        """End the graph and start executing it (lazy devices), or do nothing. `computed`: results of the graph."""
         return
 
     def reduce(self, tensors: Sequence["Tensor"], host_mean: HostMean) -> None:
-        """Take means over ranks, in place; one collective for all in a graph. `host_mean`: for CPU tensors."""
+        """Average tensors over ranks in place, in a graph with one collective. `host_mean` averages CPU tensors."""
 
     def all_gather(self, tensor: "Tensor", ranks: RankGroup | None = None) -> "Tensor":
-        """Concatenate the tensors [N, ...] of a group in its order, [size * N, ...]; None: of all ranks."""
+        """Concatenate the tensors [N, ...] of a group (None: all ranks) in its order to [size * N, ...]."""
 
     def all_reduce(self, tensor: "Tensor", ranks: RankGroup) -> "Tensor":
         """Return the sum over a group."""
 
     def reduce_scatter(self, tensor: "Tensor", ranks: RankGroup, scale: float = 1.0) -> "Tensor":
-        """Return this rank's part [N] of the sum over a group of vectors [size * N], times `scale`."""
+        """Return this rank's slice [N] of the sum over a group of vectors [size * N], times `scale`."""
 
     def gather(self, tensors: Sequence["Tensor"], host_gather: HostGather) -> list["Tensor"]:
-        """Gather rows of all ranks, in rank order, without a gradient. `host_gather` does it for CPU tensors."""
+        """Gather rows of all ranks, in rank order, without a gradient. `host_gather` gathers CPU tensors."""
 
     def to_host(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
-        """Copy to host memory, with one synchronisation for all."""
+        """Copy tensors to host memory with one synchronisation."""
         return self.fetch(tensors)()
 
     def fetch(self, tensors: Sequence["Tensor"]) -> Callable[[], list["Tensor"]]:
-        """Copy to host memory once what computes the tensors has run; only the call waits. After a step boundary."""
+        """Start copying tensors to host memory, after a step boundary. The returned function waits for the copies."""
         return lambda: [tensor.detach().cpu() for tensor in tensors]
 
     def barrier(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
-        """Return the same values; what is computed of them does not reuse earlier results (lazy devices)."""
+        """Return the same values. Computations on them do not reuse earlier results (lazy devices)."""
         return list(tensors)
 
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context in which random numbers are once more those from here on; after it all is as before."""
+        """Save the random state. The returned function opens a context with that state, and restores it on exit."""
 
     def autocast(self, dtype: "torch.dtype") -> AbstractContextManager[object]:
-        """Mixed precision for the forward pass. Raises ConfigError where the device has none."""
+        """Use mixed precision in the forward pass. Raises ConfigError if the device does not support it."""
 
     def seed(self, seed: int) -> None:
-        """Seed the random numbers of the device (dropout), and of the host, where a factory's module may draw."""
+        """Seed the random numbers of the device (dropout) and of the host (modules of a factory)."""
 
     def compile_count(self) -> int:
         """Return how many graphs this process has compiled so far (0 on eager devices)."""
@@ -129,46 +129,46 @@ class Backend(Protocol):
         return 0.0
 
     def host_operators(self) -> dict[str, int]:
-        """Count the operators of traced programs that had to run on the host so far, by `aten::<name>`."""
+        """Return how often each operator (`aten::<name>`) has run on the host because the device lacks it."""
         return {}
 
-    def forget_host_operators(self) -> None:
-        """Let `host_operators` begin anew, where the device can."""
+    def reset_host_operators(self) -> None:
+        """Reset the counts of `host_operators`, if the device supports it."""
         return
 
     def device_name(self) -> str:
-        """Return what graphs are compiled for, such as xla:NEURON or xla:CPU."""
+        """Return the target of compiled graphs, such as xla:NEURON or xla:CPU."""
         return self.name
 
     def hlo_text(self, tensors: Sequence["Tensor"]) -> str:
-        """Return the graph that computes `tensors`, traced and not yet run, as HLO text; empty on eager devices."""
+        """Return the pending graph that computes `tensors` as HLO text ('' on eager devices)."""
         return ""
 
     def graph_hash(self, tensors: Sequence["Tensor"]) -> str:
-        """Name that graph, the same in every process of one version; empty on eager devices."""
+        """Return a hash of that graph, equal in every process of one version ('' on eager devices)."""
         return ""
 
     def memory_bytes(self) -> int | None:
-        """Return the device memory in use; on the host the resident set; None where nothing tells it safely."""
+        """Return the device memory in use (on the host the resident set), None if it cannot be read safely."""
 
     def synchronise(self) -> None:
-        """Wait until everything started has finished."""
+        """Wait until all started operations have finished."""
         return
 
 
 @contextmanager
 def prefetched(items: Iterable[Item], depth: int) -> Iterator[Iterator[Item]]:
-    """Iterate `items`, such as batches, made up to `depth` ahead by one thread. Leaving the context ends the thread.
+    """Iterate `items`, such as batches, with one thread that reads up to `depth` items ahead and ends with the context.
 
-    An error in it is raised at the consumer's next item.
+    An error in the thread is raised at the consumer's next item.
     """
     ready: queue.Queue[tuple[Item] | BaseException | None] = queue.Queue(maxsize=depth)
-    left = threading.Event()
+    closed = threading.Event()
 
-    def put(found: tuple[Item] | BaseException | None) -> bool:
-        while not left.is_set():
+    def put(entry: tuple[Item] | BaseException | None) -> bool:
+        while not closed.is_set():
             try:
-                ready.put(found, timeout=0.1)
+                ready.put(entry, timeout=0.1)
                 return True
             except queue.Full:
                 continue
@@ -184,26 +184,26 @@ def prefetched(items: Iterable[Item], depth: int) -> Iterator[Iterator[Item]]:
             put(error)
 
     def consume() -> Iterator[Item]:
-        while (found := ready.get()) is not None:
-            if isinstance(found, BaseException):
-                raise found
-            yield found[0]
+        while (entry := ready.get()) is not None:
+            if isinstance(entry, BaseException):
+                raise entry
+            yield entry[0]
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start()
     try:
         yield consume()
     finally:
-        left.set()
+        closed.set()
         thread.join(timeout=10)
 
 
 NATIVE_SINCE = (2, 13)
-"""Of torch-neuronx: the first whose device is PyTorch's own, `neuron`. Before it was PyTorch/XLA's."""
+"""First version of torch-neuronx with PyTorch's native device `neuron`. Earlier ones use PyTorch/XLA."""
 
 
 def native_version() -> tuple[int, int] | None:
-    """Return major and minor of the torch-neuronx that is installed, of either kind; None: there is none."""
+    """Return the major and minor version of torch-neuronx, None if it is not installed."""
     try:
         major, minor = metadata.version("torch-neuronx").split(".")[:2]
     except metadata.PackageNotFoundError:
@@ -212,5 +212,5 @@ def native_version() -> tuple[int, int] | None:
 
 
 def pjrt_device(env: Mapping[str, str]) -> str:
-    """Return the kind of PJRT device that is set, else NEURON where its plug-in is installed, else CPU."""
+    """Return the PJRT device from the environment, else NEURON if its plug-in is installed, else CPU."""
     return env.get("PJRT_DEVICE") or ("NEURON" if find_spec("libneuronxla") else "CPU")

@@ -1,4 +1,4 @@
-"""Eager PyTorch on the CPU, and what devices have in common that run each operation as it comes."""
+"""Eager PyTorch on the CPU, and the base classes of eager backends."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,34 +11,34 @@ from torch import Tensor
 
 from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGroup, prefetched
 
-# Their names since torch 2.14, which warns of those before.
+# The names since torch 2.14, which deprecates the earlier ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Eager(Backend):
-    """Collectives of the process group of a tensor's device: gloo or nccl."""
+    """An eager backend, with the collectives of the process group (gloo or NCCL)."""
 
-    spreads = frozenset({"parameters", "tensor", "offload", "process_group"})
+    parallelism = frozenset({"parameters", "tensor", "offload", "process_group"})
 
     def all_gather(self, tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
-        """Gather those of all ranks, or of a group; its own where there is no process group."""
+        """Concatenate the tensors of all ranks or of a group. Return `tensor` if there is no process group."""
         if not dist.is_initialized():
             return tensor
         size, group = (dist.get_world_size(), None) if ranks is None else (ranks.size, ranks.process_group)
-        found = tensor.new_empty((size * len(tensor), *tensor.shape[1:]))
-        _all_gather(found, tensor, group=group)
-        return found
+        output = tensor.new_empty((size * len(tensor), *tensor.shape[1:]))
+        _all_gather(output, tensor, group=group)
+        return output
 
     def all_reduce(self, tensor: Tensor, ranks: RankGroup) -> Tensor:
-        found = tensor.clone()
-        dist.all_reduce(found, group=ranks.process_group)
-        return found
+        output = tensor.clone()
+        dist.all_reduce(output, group=ranks.process_group)
+        return output
 
     def reduce_scatter(self, tensor: Tensor, ranks: RankGroup, scale: float = 1.0) -> Tensor:
-        found = tensor.new_empty(len(tensor) // ranks.size)
-        _reduce_scatter(found, tensor, group=ranks.process_group)
-        return found.mul_(scale)
+        output = tensor.new_empty(len(tensor) // ranks.size)
+        _reduce_scatter(output, tensor, group=ranks.process_group)
+        return output.mul_(scale)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, dtype=dtype)
@@ -48,7 +48,7 @@ class Eager(Backend):
 
 
 class Accelerator(Eager):
-    """The same of a device with memory of its own and a library for its collectives."""
+    """An eager backend of a device with separate memory and its own collectives."""
 
     can_compile = True
 
@@ -58,7 +58,7 @@ class Accelerator(Eager):
 
     @contextmanager
     def uploaded(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
-        """Made by the prefetch thread, moved asynchronously on the step's stream."""
+        """Iterate batches from the prefetch thread, copied asynchronously on the stream of the step."""
         with prefetched(batches, depth=4) as ready:
             yield (
                 {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()} for batch in ready
@@ -69,27 +69,27 @@ _State = TypeVar("_State", Tensor, int)
 
 
 def replayed(get: Callable[[], _State], put: Callable[[_State], None]) -> Callable[[], AbstractContextManager[None]]:
-    """Backend.replay, of a device whose state of random numbers is read and written like this."""
+    """Implement Backend.replay with functions that read and write the random state of a device."""
     state = get()
 
     @contextmanager
     def replay() -> Iterator[None]:
-        before = get()
+        current = get()
         put(state)
         try:
             yield
         finally:
-            put(before)
+            put(current)
 
     return replay
 
 
 class CpuBackend(Eager):
-    """Backend of the host itself."""
+    """The backend of the host CPU."""
 
     name = "cpu"
     shares_host_memory = True
-    default_tokens = 1024  # for each core: activations stay in its share of the cache
+    default_tokens = 1024  # for each core: activations fit in its part of the cache
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -43,9 +43,9 @@ class CudaBackend(Accelerator):
     def compiled(self, function: Function) -> Function:
         if not any(map(shutil.which, ("cc", "gcc", "clang"))):
             raise ConfigError(
-                "no C compiler, which torch.compile needs for its launchers",
-                expected="cc, gcc or clang on the path",
-                next_command="--no-embed.compiled, which is slower, or install gcc",
+                "torch.compile needs a C compiler, and none is on PATH",
+                expected="cc, gcc or clang on PATH",
+                next_command="install gcc, or use --no-embed.compiled, which is slower",
             )
         return cast(Function, torch.compile(function, fullgraph=True, dynamic=False))
 
@@ -59,7 +59,7 @@ class CudaBackend(Accelerator):
                 dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Copy on a stream of its own, beside what is computed next."""
+        """Copy on a separate stream, concurrently with the next computation."""
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
         self._copying.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copying):

@@ -22,16 +22,16 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h of glibc
 
 
 class XlaBackend(Backend):
-    """One PJRT device. On Neuron gradients are reduced in the graph; PJRT-CPU processes know nothing of each other."""
+    """One PJRT device. Gradients are reduced in the graph on Neuron, and by the host on XLA:CPU."""
 
     name = "xla"
     is_lazy = True
-    spreads: frozenset[str] = frozenset()  # sharding of the optimizer's state alone, by parallel/strategies/zero1.py
+    parallelism: frozenset[str] = frozenset()  # only the optimizer state is sharded, by parallel/strategies/zero1.py
     default_tokens = 4096
     executes = True
     """False in a subclass that only traces."""
     separate_processes = frozenset({"CPU"})
-    """Kinds of PJRT device on which the processes of a run know nothing of each other."""
+    """PJRT devices without collectives between processes."""
 
     def __init__(self, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> None:
         if os.environ.setdefault("PJRT_DEVICE", pjrt_device(os.environ)) == "CPU" and self.executes:
@@ -51,11 +51,11 @@ class XlaBackend(Backend):
         self.sums_by_matmul = self.shares_host_memory
         self.is_neuron = self.device_type == "NEURON"
         if self.reduces_in_graph and world_size > 1:
-            # Fills the replication devices. Before anything asks for the world size: without them the runtime answers 1
-            # for good, and all_reduce does nothing (torch_xla 2.9, runtime.world_size and xla_model.all_reduce).
+            # Sets the replication devices. If the world size is read before, the runtime caches 1 and all_reduce does
+            # nothing (torch_xla 2.9, runtime.world_size and xla_model.all_reduce).
             self._pjrt.initialize_multiprocess(local_rank, local_world_size)
         self.device: torch.device = self._xla.device()
-        self._host = CpuBackend()  # for what is exchanged through it
+        self._host = CpuBackend()  # for collectives outside graphs
 
     def runtime_world_size(self) -> int:
         if self.reduces_in_graph:
@@ -64,18 +64,18 @@ class XlaBackend(Backend):
 
     @contextmanager
     def loader(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
-        """MpDeviceLoader uploads behind the step.
+        """Iterate batches through MpDeviceLoader, which uploads them while the previous step runs.
 
-        Its threads end an iteration in silence when the source fails (torch_xla 2.9 parallel_loader.py,
-        _loader_worker), so the source's error is kept here and raised when the loader runs dry.
+        If the source fails, its threads end the iteration silently (torch_xla 2.9 parallel_loader.py, _loader_worker),
+        so the error is saved here and raised when the loader is exhausted.
         """
         errors: list[BaseException] = []
-        left = threading.Event()
+        closed = threading.Event()
 
         def source() -> Iterator[Batch]:
             try:
                 for batch in batches:
-                    if left.is_set():
+                    if closed.is_set():
                         return
                     yield batch
             except BaseException as error:
@@ -87,7 +87,7 @@ class XlaBackend(Backend):
             self.device,
             loader_prefetch_size=4,
             device_prefetch_size=2,
-            batches_per_execution=sys.maxsize,  # graphs end where the program says, not at every batch
+            batches_per_execution=sys.maxsize,  # graphs end at step_boundary, not at every batch
         )
         iterator = iter(loader)
 
@@ -99,7 +99,7 @@ class XlaBackend(Backend):
         try:
             yield consume()
         finally:
-            left.set()
+            closed.set()
             loader._parallel_loader.close()
 
     def step_boundary(self, computed: Sequence[Tensor]) -> None:
@@ -113,48 +113,48 @@ class XlaBackend(Backend):
         for tensor, mean in zip(tensors, host_mean(self.to_host(tensors)), strict=True):
             tensor.copy_(mean.to(self.device))
 
-    # With a pinned layout, its default, torch_xla puts an all-reduce of zero-padded tensors into the graph where an
-    # all-gather was asked for; and a mix of both may fail to compile (xla_model.all_reduce).
+    # With a pinned layout, the default, torch_xla replaces an all-gather with an all-reduce of zero-padded tensors, and
+    # a mix of pinned and unpinned layouts may fail to compile (xla_model.all_reduce).
 
     def all_gather(self, tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
         if self.reduces_in_graph:
-            found: Tensor = self._xm.all_gather(tensor, groups=_groups(ranks), pin_layout=False)
-            return found
+            output: Tensor = self._xm.all_gather(tensor, groups=_groups(ranks), pin_layout=False)
+            return output
         return self._host.all_gather(self.to_host([tensor])[0], ranks).to(self.device)
 
     def all_reduce(self, tensor: Tensor, ranks: RankGroup) -> Tensor:
         if self.reduces_in_graph:
-            total, groups = self._xm.REDUCE_SUM, _groups(ranks)
-            found: Tensor = self._xm.all_reduce(total, tensor, groups=groups, pin_layout=False)
-            return found
+            operation, groups = self._xm.REDUCE_SUM, _groups(ranks)
+            output: Tensor = self._xm.all_reduce(operation, tensor, groups=groups, pin_layout=False)
+            return output
         return self._host.all_reduce(self.to_host([tensor])[0], ranks).to(self.device)
 
     def reduce_scatter(self, tensor: Tensor, ranks: RankGroup, scale: float = 1.0) -> Tensor:
         if self.reduces_in_graph:
-            total, groups = self._xm.REDUCE_SUM, _groups(ranks)
-            found: Tensor = self._xm.reduce_scatter(
-                total, tensor, scale, 0, ranks.size, groups=groups, pin_layout=False
+            operation, groups = self._xm.REDUCE_SUM, _groups(ranks)
+            output: Tensor = self._xm.reduce_scatter(
+                operation, tensor, scale, 0, ranks.size, groups=groups, pin_layout=False
             )
-            return found
+            return output
         return self._host.reduce_scatter(self.to_host([tensor])[0], ranks, scale).to(self.device)
 
     def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
         if self.gathers_in_graph:
             return [self.all_gather(tensor.detach()) for tensor in tensors]
-        return [whole.to(self.device) for whole in host_gather(self.to_host(tensors))]
+        return [gathered.to(self.device) for gathered in host_gather(self.to_host(tensors))]
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         self._xla.sync()
         return self.fetch(tensors)()
 
     def barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Put up a barrier past which common subexpression elimination of XLA does not look."""
-        after = [tensor.clone() for tensor in tensors]  # of names, not of memory: the barrier changes them in place
-        self._xm.optimization_barrier_(after)
-        return after
+        """Return copies after a barrier that XLA's common subexpression elimination does not cross."""
+        copies = [tensor.clone() for tensor in tensors]  # no copy of memory: the barrier changes tensors in place
+        self._xm.optimization_barrier_(copies)
+        return copies
 
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
-        """Keep the state, which is a number on the host and an input of the graph where random numbers are drawn."""
+        """Save the random state, a number on the host that is an input of graphs that draw random numbers."""
         return replayed(self._xm.get_rng_state, self._xm.set_rng_state)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
@@ -171,7 +171,7 @@ class XlaBackend(Backend):
         self._xm.set_rng_state(seed, device=str(self.device))
 
     def _metric(self, name: str) -> tuple[int, float]:
-        """Return (times, seconds) of what the runtime counts."""
+        """Return (count, seconds) of a metric of the runtime."""
         data = self._metrics.metric_data(name)
         return (0, 0.0) if data is None else (int(data[0]), float(data[1]) / 1e9)
 
@@ -195,8 +195,10 @@ class XlaBackend(Backend):
         return str(self._xla._XLAC._get_graph_hash(list(tensors)).hex())
 
     def memory_bytes(self) -> int | None:
-        """Return what the driver counts, on Neuron: torch_xla's get_memory_info ends a process whose plug-in has none
-        (pytorch/xla 2.9, PjRtComputationClient::GetMemoryInfo).
+        """Return the resident set on the CPU, the driver's counter on Neuron.
+
+        torch_xla's get_memory_info aborts the process if the plug-in does not implement it (pytorch/xla 2.9,
+        PjRtComputationClient::GetMemoryInfo).
         """
         if self.device_type == "CPU":
             return self._host.memory_bytes()
@@ -212,10 +214,10 @@ def _groups(ranks: RankGroup | None) -> list[list[int]] | None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc reuse the large buffers that XLA:CPU allocates anew for every execution.
+    """Let glibc reuse the large buffers that XLA:CPU allocates for every execution.
 
-    By default they are mapped and unmapped each time, and touching fresh pages costs more than an optimizer update of
-    22.7M parameters computes (88,000 page faults an update). Before any thread starts; without effect on other C
+    By default they are mapped and unmapped each time, and the page faults (88,000 per optimizer update of 22.7M
+    parameters) take longer than the update itself. Must be called before any thread starts. No effect on other C
     libraries.
     """
     try:
@@ -228,15 +230,15 @@ def _keep_freed_memory() -> None:
 
 # Device memory in use on one NeuronCore, from the driver's counters in sysfs.
 #
-# Facts: AWS Neuron documentation, "Neuron Sysfs User Guide" (driver 2.28): in `memory_usage` the counter `total` is the
-# current use. Later drivers moved some nodes; what is not found is unknown.
+# Source: AWS Neuron docs, "Neuron Sysfs User Guide" (driver 2.28): the counter `total` in `memory_usage` is the
+# current use. Later drivers moved some nodes. The use is unknown if a node is missing.
 
 SYSFS = Path("/sys/devices/virtual/neuron_device")
-_ARCHITECTURE = "v2"  # of trn1, where the runtime numbers cores as the driver does; later chips join cores into one
+_ARCHITECTURE = "v2"  # trn1, where runtime and driver number cores alike. Later chips combine cores into one.
 
 
 def core_memory_bytes(env: Mapping[str, str], root: Path = SYSFS) -> int | None:
-    """Return the bytes in use on the core of this process (NEURON_RT_VISIBLE_CORES); None where nothing tells."""
+    """Return the bytes in use on the core of this process (NEURON_RT_VISIBLE_CORES), None if unknown."""
     try:
         cores_of_device = int((root / "neuron0" / "core_count").read_text())
         device, core = divmod(int(env["NEURON_RT_VISIBLE_CORES"]), cores_of_device)
@@ -249,15 +251,15 @@ def core_memory_bytes(env: Mapping[str, str], root: Path = SYSFS) -> int | None:
     return sum(parts) if parts else None
 
 
-# A device that traces and never runs: what a program would hand to the compiler, at the price of building it.
+# A device that traces and never executes, to see the graphs of a program without compiling them.
 
 _TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int32: "s32", torch.bool: "pred"}
 
 
 class XlaTracer(XlaBackend):
-    """At a step boundary what was traced is dropped, and all it computes becomes a shape without data.
+    """Backend that traces the operators of a Neuron device on any host and executes nothing.
 
-    Traces the operators of a Neuron device, whatever the host is. What comes to the host is zeros.
+    At a step boundary the graph is dropped and its results become placeholders. Tensors fetched to the host are zeros.
     """
 
     executes = False
@@ -276,9 +278,9 @@ class XlaTracer(XlaBackend):
         for tensor in computed:
             shape = {"type": _TYPES[tensor.dtype], "sizes": list(tensor.shape)}
             self._xla._XLAC._replace_xla_tensor(tensor, self._xla._XLAC._xla_create_placeholder_tensor(shape))
-        # Orders the all-reduces of one graph; a sync drops it, too.
+        # The token orders the all-reduces of one graph. A sync also drops it.
         self._xla._XLAC._set_all_reduce_token(str(self.device), None)
-        self.seed(0)  # the state of the random numbers is computed, too
+        self.seed(0)  # the random state is a result of the graph, too
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self.fetch(tensors)()

@@ -15,11 +15,11 @@ from typing import cast, get_args
 import numpy as np
 from rich.cells import cell_len, set_cell_size
 
-from pipeline.backends import auto_on_host, of_host
+from pipeline.backends import auto_uses_xla_cpu, host_backend
 from pipeline.commands import ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError
 from pipeline.core.format import aligned
-from pipeline.core.progress import Say, shown_on
+from pipeline.core.progress import Say, use_display
 from pipeline.core.stop import StopSignal
 from pipeline.data.input_files import open_files
 from pipeline.data.rows import BadRow, RowChunk, cut_chunks, plan_pairs
@@ -49,7 +49,7 @@ def run_search(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
     models, beside = [_open(settings, stop, settings.cycle)], call.options.get(BESIDE)
     if beside is not None:
         models.append(_open(settings, stop, _cycle_of(settings, stop, beside)))
-    with shown_on(Console(stream=sys.stderr).progress):  # the first search of vectors writes their index
+    with use_display(Console(stream=sys.stderr).progress):  # the first search of vectors writes their index
         found = [model.search(query, top, cast(Order, by)) for model in models]
     if len({model.index.mapped.vectors_digest for model in models}) < len(models):
         raise ConfigError(
@@ -109,8 +109,8 @@ def _moved(before: int | None, now: int) -> str:
 
 def _open(settings: Settings, stop: StopSignal, cycle: str, checkpoint: str = "") -> Model:
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    if auto_on_host(settings.backend, os.environ):  # a few texts are not worth compiling graphs for
-        settings = settings.model_copy(update={"backend": of_host(compiles_graphs=False)})
+    if auto_uses_xla_cpu(settings.backend, os.environ):  # a few texts are not worth compiling graphs for
+        settings = settings.model_copy(update={"backend": host_backend(compiles_graphs=False)})
     return open_model(settings, workspace, checkpoint, cycle, stop)
 
 

@@ -9,7 +9,7 @@ from pipeline.compile.manifest import load_manifests
 from pipeline.compile.sync import sync_cache
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import format_duration
-from pipeline.core.progress import Say, shown_on
+from pipeline.core.progress import Say, use_display
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.settings import Settings
@@ -27,7 +27,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         return EXIT_OK
     from pipeline.telemetry.console import Console  # takes a while to import, and a look at the cache needs none
 
-    with shown_on(Console().progress):
+    with use_display(Console().progress):
         if call.action == "repair":
             actions = repair(live, compilers=live_compilers)
             for action in actions:

@@ -11,7 +11,7 @@ from pipeline.commands import ToolCall
 from pipeline.compile.hlo import lint, lint_counters
 from pipeline.compile.manifest import Recorder
 from pipeline.context import open_context
-from pipeline.core.batch_order import RankShare
+from pipeline.core.batch_order import RankSlice
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.footprint import ContrastiveBatch, EncoderSizes, Estimate, MeasuredTexts, Workload, estimate
 from pipeline.core.format import format_bytes
@@ -24,7 +24,7 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.inputs import Shapes, shapes_of
 from pipeline.telemetry.console import Console
-from pipeline.train.config import TrainConfig, batch_lengths, groups_per_batch, needs_two_passes, rank_share
+from pipeline.train.config import TrainConfig, batch_lengths, groups_per_batch, needs_two_passes, rank_slice
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
@@ -35,7 +35,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     with open_context(settings, stop) as ctx:
         shapes = shapes_of(settings, ctx, say)
     world = World(world_size=settings.launch.processes)
-    share = rank_share(settings.train, world.world_size, world.rank)
+    share = rank_slice(settings.train, world.world_size, world.rank)
     found = estimates(settings, shapes, share)
     for line in estimate_lines(found, contrastive_batch(settings.train, share)):
         say(line)
@@ -72,7 +72,7 @@ def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int
 # Will the model fit on a core, and how long will a step take: core/footprint.py for settings and shapes.
 
 
-def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int, Estimate]:
+def estimates(settings: Settings, shapes: Shapes, share: RankSlice) -> dict[int, Estimate]:
     """One for each length of rows of training. Raises ConfigError for an instance that is not known."""
     with torch.device("meta"):  # sizes only
         model = RelevanceModel(settings.model, shapes.spec)
@@ -91,7 +91,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int,
     slots, mined = settings.train.candidates_per_query, settings.train.mined_per_query
 
     def workload(length: int) -> Workload:
-        found = Workload.of_groups(
+        found = Workload.for_groups(
             samples,
             length,
             slots=slots,
@@ -126,7 +126,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int,
     }
 
 
-def contrastive_batch(train: TrainConfig, share: RankShare) -> ContrastiveBatch | None:
+def contrastive_batch(train: TrainConfig, share: RankSlice) -> ContrastiveBatch | None:
     """Return what the contrastive loss of a step is computed over, on Neuron, whose ranks gather within the graph."""
     if not train.loss.contrastive_weight:
         return None

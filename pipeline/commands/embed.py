@@ -11,7 +11,7 @@ from pipeline.backends import open_host
 from pipeline.commands import ToolCall
 from pipeline.context import StageContext, open_context, store_result, with_backend
 from pipeline.core.errors import EXIT_OK, DataError
-from pipeline.core.progress import Say, shown_on
+from pipeline.core.progress import Say, use_display
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embed.config import max_chunk_tokens
@@ -42,7 +42,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Verify the vectors of the cycle. Raises DataError naming what is wrong."""
     # With --json stdout is for machines.
     console = Console(stream=sys.stderr if "--json" in call.switches else None)
-    with open_context(settings, stop, words=(NAME,)) as ctx, shown_on(console.progress):
+    with open_context(settings, stop, command_line=(NAME,)) as ctx, use_display(console.progress):
         started, settings = datetime.now(UTC), with_backend(settings, ctx, NAME)
         vectors = find_vectors(ctx.workspace, ctx.cycle)
         checks: list[VerifyCheck] = []

@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from pipeline.backends import auto_on_host
+from pipeline.backends import auto_uses_xla_cpu
 from pipeline.commands import ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError
 from pipeline.core.format import aligned, shortened
@@ -21,7 +21,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import open_files
 from pipeline.data.rows import LIKELY_NAMES, SLICE, ColumnPlan, by_spelling
-from pipeline.data.survey import known_order
+from pipeline.data.survey import common_labels, known_order
 from pipeline.evaluate.gate.judge import fraction_for
 from pipeline.io.atomic import create_atomic
 from pipeline.io.storage import os_errors
@@ -33,8 +33,6 @@ _SHOWN_ROWS, _SHOWN_CHARACTERS = 10, 26
 _BATCH_ROWS = 4096
 _SPLITS = {"train", "valid", "validation", "val", "dev", "test"}
 _MAX_LABELS, _MAX_CATEGORIES = 20, 1000
-_RARE = 0.005
-"""Share of the rows below which a label that does not fit the others is taken for a mistake."""
 _ROWS_PER_CATEGORY = 5
 _DISTINCT_NUMBERS = 10
 """A column of fewer different numbers is rather a category."""
@@ -183,13 +181,9 @@ def _fits(wanted: str, column: Column) -> bool:
 def _guess_labels(guess: Guess, column: Column) -> None:
     """Put the labels in order, without those that look like mistakes."""
     counts = column.values
-    names = [*counts]
-    if known_order(names) is None:
-        common = [name for name, count in counts.items() if count >= _RARE * column.rows]
-        if known_order(common) is not None:
-            rare = ", ".join(f"{name} ({counts[name]})" for name in names if name not in common)
-            guess.notes.append(f"labels {rare} do not fit the others: these rows will be bad rows")
-            names = common
+    names = [*counts] if known_order([*counts]) is not None else common_labels(counts)
+    if rare := ", ".join(f"{name} ({rows})" for name, rows in counts.items() if name not in names):
+        guess.notes.append(f"labels {rare} do not fit the others: these rows will be bad rows")
     order = known_order(names)
     guess.labels = tuple(order or ([] if "gain" in guess.columns else sorted(names)))  # gains put them in order
     if column.empty:
@@ -248,7 +242,7 @@ def _split(
 
 
 def _machine(settings: Settings) -> str:
-    if auto_on_host(settings.backend, os.environ):
+    if auto_uses_xla_cpu(settings.backend, os.environ):
         return "no accelerator here: the tiny model, in minutes; a larger one (configs/small.toml) takes hours on a CPU"
     return "backend auto takes this machine's accelerator; configs/small.toml has a model of MiniLM's size"
 

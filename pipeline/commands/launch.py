@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.commands import ToolCall
 from pipeline.core.errors import ConfigError
-from pipeline.core.interpreter import without_interpreter
+from pipeline.core.interpreter import strip_interpreter
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import launch_script
@@ -25,7 +25,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 def script_words(command: Sequence[str]) -> list[str]:
     """`SCRIPT.py ...` or `-m MODULE ...`, with `python` before it or not. Raises ConfigError for anything else."""
-    words = without_interpreter(command)
+    words = strip_interpreter(command)
     if not words or words == ["-m"]:
         raise ConfigError("no script to launch", expected=USAGE, next_command=USAGE)
     if words[0] != "-m" and not Path(words[0]).is_file():

@@ -21,7 +21,7 @@ from pipeline.backends import NAMES
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.commands import ToolCall
 from pipeline.compile.neuron import use_neuron_cache
-from pipeline.context import StageContext, open_context, share_tokens
+from pipeline.context import StageContext, link_shared_tokens, open_context
 from pipeline.core.arrays import Float64s
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, GateRefused
 from pipeline.core.fingerprint import fingerprint
@@ -357,7 +357,7 @@ def record(threads: int, task: SideTask) -> None:
             ctx.console.warn(warning)
         scratch = ctx.scratch / "parity" / f"{task.run}-{task.name}"
         atomic.make_dirs(scratch)
-        share_tokens(ctx.scratch, scratch)
+        link_shared_tokens(ctx.scratch, scratch)
         with atomic.exclusive(scratch, ctx.stop):
             _record(task, replace(ctx, scratch=scratch), _start(settings, ctx))
 

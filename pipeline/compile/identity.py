@@ -18,7 +18,7 @@ from pipeline.compile.manifest import (
     load_manifests,
     plan_differences,
 )
-from pipeline.core.batch_order import Bucket, RankShare
+from pipeline.core.batch_order import Bucket, RankSlice
 from pipeline.core.errors import ConfigError
 from pipeline.core.record import with_retired
 from pipeline.embed.config import GRAPH_FIELDS, EmbedConfig
@@ -50,7 +50,7 @@ _OF_THE_RATE = {"learning_rate", "warmup_fraction", "schedule", "final_fraction"
 
 
 def graph_plan(
-    settings: Settings, spec: InputSpec, buckets: Sequence[Bucket], share: RankShare, device: str
+    settings: Settings, spec: InputSpec, buckets: Sequence[Bucket], share: RankSlice, device: str
 ) -> dict[str, PlanValue]:
     """Everything two runs must share to share their graphs, by name."""
     plan = evaluation_plan(settings, spec, buckets, share.world_size, device)

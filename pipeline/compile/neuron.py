@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from pipeline.backends import compiled_cache, has_graph_tool
+from pipeline.backends import compiled_cache_variable, has_graph_tool
 from pipeline.compile.cache import (
     Compilers,
     EntryState,
@@ -34,7 +34,7 @@ from pipeline.compile.cache import (
 from pipeline.compile.config import ALL_THERE_S, CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests
 from pipeline.compile.sync import sync_cache
-from pipeline.context import StageContext, nodes_of
+from pipeline.context import StageContext, node_group
 from pipeline.core.errors import (
     CheckpointError,
     ConfigError,
@@ -85,7 +85,7 @@ def use_neuron_cache(config: CompileConfig, workspace: str, backend: str, env: M
     if TRACE_FILE in env:
         return ""
     root = config.cache_root(workspace)
-    if folder := compiled_cache(backend):
+    if folder := compiled_cache_variable(backend):
         # S3 is no folder: there programs are copied from and to it, by compile/sync.py.
         env[folder] = env.get(folder, NEFF_ROOT) if root.startswith("s3://") else root
         return ""
@@ -420,7 +420,7 @@ def compile_on_neuron(
     root, config = settings.compile.cache_root(ctx.workspace.root), settings.compile
     say = Console().info  # every node has a log of its own; ctx.console speaks on the main one alone
     is_main, scratch = ctx.world.node_rank == 0, ctx.scratch / "compile"
-    nodes = nodes_of(ctx, "compile/nodes", config.time_limit_s)
+    nodes = node_group(ctx, "compile/nodes", config.time_limit_s)
 
     def exchange() -> None:
         if config.sync_url and not root.startswith("s3://"):
@@ -435,7 +435,7 @@ def compile_on_neuron(
         folder.mkdir(parents=True, exist_ok=True)
         traced = folder / "traced.json"
         traced.unlink(missing_ok=True)
-        command = [*OWN_MODULE, "pipeline", *ctx.words, "--cycle", ctx.cycle, *flags]
+        command = [*OWN_MODULE, "pipeline", *ctx.command_line, "--cycle", ctx.cycle, *flags]
         run = NeuronCompile(
             *(command, config, root, folder, ctx.stop), env={**env, TRACE_FILE: str(traced)}, say=say, peers=peers
         )

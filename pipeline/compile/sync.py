@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from pipeline import __version__
-from pipeline.backends import compiled_cache, has_graph_tool
+from pipeline.backends import compiled_cache_variable, has_graph_tool
 from pipeline.compile.cache import (
     DONE_NAME,
     LOG_NAME,
@@ -245,7 +245,7 @@ def shared_compile_cache(
     """
     config, root = settings.compile, settings.compile.cache_root(settings.workspace)
     is_rank = "WORLD_SIZE" in env or TRACE_FILE in env
-    uri, variable = programs_uri(config, root), compiled_cache(settings.backend)
+    uri, variable = programs_uri(config, root), compiled_cache_variable(settings.backend)
     if not is_rank and has_graph_tool(settings.backend, env) and root.startswith("s3://"):
         if node_from_env(env)[0] == 0:
             for action in release_locks(open_storage(root, retry=settings.storage, stop=stop)):

@@ -41,7 +41,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import join_key, os_errors, place_of
+from pipeline.io.storage import join_key, open_parent, os_errors
 from pipeline.model.config import InputSpec
 from pipeline.model.factory import PREFIX as FACTORY_PREFIX
 from pipeline.model.factory import FactoryEncoder
@@ -81,7 +81,7 @@ def destination(
 
     Raises ConfigError if the destination has other files.
     """
-    storage, name = place_of(text, retry=retry, stop=stop, follow_links=True)
+    storage, name = open_parent(text, retry=retry, stop=stop, follow_links=True)
 
     def check_replaceable() -> None:
         existing = {stat.key.removeprefix(f"{name}/") for stat in storage.list(name)}
@@ -310,23 +310,36 @@ def write_program(path: Path, model: RelevanceModel, spec: InputSpec, plan: Expo
 # README.md, with the front matter that Hugging Face tools read.
 
 
+_POOLER = "A report on loading that names `pooler.dense` is harmless: vectors need no pooler.\n"
+_FIRST = ("ndcg@10", "retrieval_ndcg@10", "retrieval_recall@10", "macro_f1", "accuracy")
+"""Metrics that the card names before the others."""
+
+
 def _card(record: ExportRecord, plan: ExportPlan) -> str:
     spec, model, rows = record.inputs, record.model, plan.batch_size
     inputs = f"query int32 [{rows}, {plan.bucket.query_tokens}], product int32 [{rows}, {plan.bucket.product_tokens}]"
     inputs += f", numeric float32 [{rows}, {len(spec.numeric)}]" if spec.numeric else ""
     inputs += f", categorical int32 [{rows}, {len(spec.categorical_ids)}]" if spec.categorical_ids else ""
     library, use = {
-        "sentence-transformers": (plan.format, 'vectors = SentenceTransformer("PATH").encode(["red running shoes"])'),
-        "safetensors": (plan.format, 'weights = safetensors.torch.load_file("PATH/model.safetensors")'),
+        "sentence-transformers": (
+            plan.format,
+            "from sentence_transformers import SentenceTransformer\n\n"
+            'vectors = SentenceTransformer("PATH").encode(["red running shoes"])',
+        ),
+        "safetensors": (
+            plan.format,
+            'import safetensors.torch\n\nweights = safetensors.torch.load_file("PATH/model.safetensors")',
+        ),
         "torchscript": (
             "pytorch",
-            f'program = torch.jit.load("PATH/{program_name(plan.bucket)}")\n# program({inputs}),'
+            f'import torch\n\nprogram = torch.jit.load("PATH/{program_name(plan.bucket)}")\n# program({inputs}),'
             " program.embed_query(query), program.embed_product(product)",
         ),
     }[plan.format]
     gains = ", ".join(f"{_text(label)}: {gain:.6g}" for label, gain in zip(spec.labels, spec.label_gains, strict=True))
     features = f"{', '.join(map(_text, spec.numeric)) or 'no numbers'} and {len(spec.categorical_ids)} categories"
     figures = plan.ancestors[0].figures if plan.ancestors else {}
+    names = [*(name for name in _FIRST if name in figures), *sorted(figures.keys() - {*_FIRST})]
     lines = [
         f'---\nlibrary_name: "{library}"\npipeline_tag: "sentence-similarity"\n---\n',
         f"# {_text(plan.model_name)}\n",
@@ -334,10 +347,11 @@ def _card(record: ExportRecord, plan: ExportPlan) -> str:
         f" {model.pooling} pooling, vectors of length one) for queries and products, and a head that grades how well a"
         f" product fits a query: the softmax of its logits times the gains ({gains}). It also reads {features}.\n",
         f"```python\n{use}\n```\n",
+        *([_POOLER] if plan.format == "sentence-transformers" else []),
         f"Texts are `[CLS] ... [SEP]` of `tokenizer.json`, cut to {record.max_tokens} tokens. Padding: {spec.pad_id}.",
         *(["`trnpipe import` of this folder restores the model bit for bit."] if record.weights else []),
         "",
-        *(f"- {_text(name)}: {value:.6g}" for name, value in sorted(figures.items())),
+        *(f"- {_text(name)}: {figures[name]:.6g}" for name in names),
         f"\nExported from `{one_line(record.checkpoint.uri)}`, digest `{record.checkpoint.digest}`. Its lineage:\n",
     ]
     for node in plan.ancestors:

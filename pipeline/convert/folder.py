@@ -24,9 +24,9 @@ from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.io.commit import check_record, read_manifest, record_of
+from pipeline.io.commit import check_record, read_manifest, stream_record
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import Storage, folder_key, join_key, os_errors, place_of
+from pipeline.io.storage import Storage, folder_key, join_key, open_parent, os_errors
 from pipeline.model.config import InputSpec, ModelConfig, Pooling
 from pipeline.model.hf import Foreign, parse_json
 
@@ -99,7 +99,7 @@ class ImportSource:
     def read(self, name: str, limit_bytes: int = _JSON_BYTES) -> bytes:
         """Read a small file. Raises CheckpointError if it is missing, too large or differs from its manifest."""
         data = self.storage.read_bytes(self._checked_key(name, limit_bytes))
-        self._check(name, record_of(BytesIO(data)))
+        self._check(name, stream_record(BytesIO(data)))
         return data
 
     def json(self, name: str, model: type[Json]) -> Json:
@@ -118,7 +118,7 @@ class ImportSource:
             path.open("rb") as file,
             progress(f"reading {name}", path.stat().st_size, "bytes") as advance,
         ):
-            self._check(name, record_of(file, self.storage.stop, advance))
+            self._check(name, stream_record(file, self.storage.stop, advance))
         return path
 
     def _checked_key(self, name: str, limit_bytes: int) -> str:
@@ -143,7 +143,7 @@ class ImportSource:
 
 def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> ImportSource:
     """Open the folder or file at a path or URI. Raises ConfigError if it does not exist or is a trnpipe checkpoint."""
-    storage, name = place_of(text, retry=retry, stop=stop)
+    storage, name = open_parent(text, retry=retry, stop=stop)
     if storage.stat(name) is not None:
         return ImportSource(storage, "", file=name)
     if next(iter(storage.list(name)), None) is None:

@@ -1,1 +1,1 @@
-"""Pure decisions: no torch, no boto3, no clock, no files."""
+"""Pure types and functions. Nothing here uses torch, boto3, a clock or files."""

@@ -1,4 +1,4 @@
-"""Types of arrays of one kind of number."""
+"""Type aliases of NumPy arrays."""
 
 import numpy as np
 import numpy.typing as npt

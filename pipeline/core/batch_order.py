@@ -1,12 +1,12 @@
-"""Which samples make up global batch number p. Pure: (pools, batch size, seed, position) -> (bucket, sample indices).
+"""The samples of every global batch, as a pure function of pool sizes, batch size, seed and position.
 
-Per epoch each bucket's pool is permuted and cut into batches. What is left over of a bucket rides in the next larger
-one (buckets are nested), so one epoch leaves out fewer samples than one batch. The order of batches is itself permuted.
-Nothing here knows the world size: ranks take their slice of the global batch.
+In every epoch the pool of each bucket is permuted and cut into batches. The remaining samples of a bucket are added to
+the next larger one (buckets are nested), so that an epoch skips fewer samples than one batch. The order of batches is
+also permuted. The order does not depend on the world size: ranks take slices of the global batch.
 
-Buckets are the few static shapes a run may use. Groups are the unit of training batches: one query and `slots` products
-of it in one row of tokens, so that a query is encoded once for several of its products. Its positives are spread over
-its groups, and every row is in exactly one group.
+Buckets are the few static shapes of a run. Groups are the unit of training batches: a query and up to `slots` of its
+products in one row of tokens, so that a query is encoded once for several products. The positives of a query are spread
+over its groups, and every row is in exactly one group.
 """
 
 from collections.abc import Sequence
@@ -43,20 +43,20 @@ class Bucket:
 
 
 def check_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Order buckets from small to large and require each to fit in the next.
+    """Sort buckets by size and check that each fits into the next, so that it can hold samples of smaller buckets.
 
-    The nesting lets samples left over from one bucket ride in the next larger one. Raises ConfigError.
+    Raises ConfigError if there is no bucket, one has fewer than 3 tokens on a side, or they are not nested.
     """
     ordered = tuple(sorted(set(buckets)))
     if not ordered or ordered[0].query_tokens < 3 or ordered[0].product_tokens < 3:
         raise ConfigError(
-            f"buckets {[b.name for b in ordered]}", expected="at least one bucket, of 3 tokens or more a side"
+            f"buckets {[b.name for b in ordered]}", expected="at least one bucket, each with 3 or more tokens per side"
         )
     for small, large in pairwise(ordered):
         if small.product_tokens > large.product_tokens:
             raise ConfigError(
                 f"buckets {small.name} and {large.name} are not nested",
-                expected="every bucket at least as long as the one before it on both sides",
+                expected="every bucket at least as long on both sides as the next smaller one",
             )
     return ordered
 
@@ -64,20 +64,17 @@ def check_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
 def assign_buckets(
     query_lengths: npt.NDArray[np.int64], product_lengths: npt.NDArray[np.int64], buckets: Sequence[Bucket]
 ) -> npt.NDArray[np.int64]:
-    """The index of the smallest bucket that holds both texts; the largest (truncating) when none does.
-
-    Shapes: lengths [N] -> [N]. `buckets` as returned by `check_buckets`.
-    """
+    """Return the index [N] of the first of the sorted `buckets` that holds both texts, or of the last if none does."""
     query_index = np.searchsorted([b.query_tokens for b in buckets], query_lengths, side="left")
     product_index = np.searchsorted([b.product_tokens for b in buckets], product_lengths, side="left")
     return np.minimum(np.maximum(query_index, product_index), len(buckets) - 1)
 
 
 def row_lengths(buckets: Sequence[Bucket], products: int) -> tuple[int, ...]:
-    """Lengths of the rows of training, ascending. A row holds a query and `products` products, one after the other.
+    """Return the ascending lengths of training rows, which contain a query followed by `products` products.
 
-    The last length holds the largest bucket's texts in full. Before it is one for each bucket, for texts that fill five
-    eighths of it (titles fill a little less), in multiples of 8.
+    The last length holds the longest texts of the largest bucket. The others, one for each bucket in multiples of 8,
+    are for texts that fill five eighths of their bucket (titles fill a little less).
     """
     full = [bucket.query_tokens + products * bucket.product_tokens for bucket in buckets]
     shorter = [-(-size * 5 // 64) * 8 for size in full]
@@ -89,84 +86,84 @@ EMPTY = -1
 
 @dataclass(frozen=True)
 class Groups:
-    """Members by length of the group's row of tokens: int64 [G, slots], EMPTY in slots without one (never the first).
+    """Members of groups, for each row length an int64 array [G, slots] with EMPTY in unused slots (never the first).
 
-    Members are numbers of rows over all buckets of the data, smallest bucket first.
+    Members are row numbers over all buckets of the data, smallest bucket first.
     """
 
     members: tuple[Int64s, ...]
 
     @staticmethod
-    def of(members: Int64s, tokens: Int64s, lengths: Sequence[int]) -> "Groups":
-        """Groups [G, slots] of `tokens` [G] tokens, each in the shortest row of `lengths` (ascending) that holds it."""
-        place = np.searchsorted(lengths, tokens)
-        if len(place) and place.max() == len(lengths):
+    def from_members(members: Int64s, tokens: Int64s, lengths: Sequence[int]) -> "Groups":
+        """Assign groups [G, slots] of `tokens` [G] tokens to the shortest of `lengths` (ascending) that holds them."""
+        index = np.searchsorted(lengths, tokens)
+        if len(index) and index.max() == len(lengths):
             raise ValueError(f"a group of {tokens.max()} tokens for rows of {lengths[-1]}")
-        return Groups(tuple(members[place == number] for number in range(len(lengths))))
+        return Groups(tuple(members[index == number] for number in range(len(lengths))))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Groups of each length."""
+        """Number of groups of each length."""
         return tuple(len(members) for members in self.members)
 
     @property
     def fill(self) -> float:
-        """Share of slots that hold a row; 1.0 without groups."""
+        """Fraction of slots with a row (1.0 without groups)."""
         slots = sum(members.size for members in self.members)
         return sum(int((members != EMPTY).sum()) for members in self.members) / slots if slots else 1.0
 
 
 def deal_groups(query_id: Int64s, positive: npt.NDArray[np.bool_], *, slots: int, seed: int) -> Int64s:
-    """Groups [G, slots] of at most `slots` rows of one query each. Both arguments: [N], a value a row.
+    """Distribute rows to groups [G, slots] of one query each. `query_id` and `positive` are [N], one value per row.
 
-    A function of its arguments alone, so every rank and every attempt deals the same. A query of n rows has
-    ceil(n / slots) groups of nearly equal size. Memory: about 80 bytes a row while dealing, 8 bytes a slot after.
+    Depends only on its arguments, so that all ranks and attempts get the same groups. A query of n rows has
+    ceil(n / slots) groups of nearly equal size. Memory: about 80 bytes per row, and 8 bytes per slot for the result.
     """
     if not len(query_id):
         return np.zeros((0, slots), dtype=np.int64)
     tie = mix64(np.arange(len(query_id), dtype=np.uint64) ^ mix64(np.full(1, seed, dtype=np.uint64)))
     order = np.lexsort((tie, positive, query_id))
     rank, count = _rank_in_runs(query_id[order], positive[order])
-    share = np.empty(len(query_id))
-    share[order] = (rank + 0.5) / count  # of its kind: positives and the others interleave evenly
-    order = np.lexsort((tie, share, query_id))
-    place, rows = _rank_in_runs(query_id[order])
-    wanted = -(-rows // slots)
-    group_in_query = place * wanted // rows
-    first = np.flatnonzero(place == 0)
-    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(wanted[first])])
-    group = np.repeat(before[:-1], rows[first]) + group_in_query
-    slot = place - -(-group_in_query * rows // wanted)
-    members = np.full((int(before[-1]), slots), EMPTY, dtype=np.int64)
+    quantile = np.empty(len(query_id))
+    quantile[order] = (rank + 0.5) / count  # among the positives or the others of a query: interleaves them evenly
+    order = np.lexsort((tie, quantile, query_id))
+    position, rows = _rank_in_runs(query_id[order])
+    num_groups = -(-rows // slots)  # of the query
+    group_in_query = position * num_groups // rows
+    first = np.flatnonzero(position == 0)
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(num_groups[first])])
+    group = np.repeat(offsets[:-1], rows[first]) + group_in_query
+    slot = position - -(-group_in_query * rows // num_groups)
+    members = np.full((int(offsets[-1]), slots), EMPTY, dtype=np.int64)
     members[group, slot] = order
     return members
 
 
 def first_rows(sizes: Sequence[int]) -> Int64s:
-    """The number of the first row of each bucket, for rows numbered over all buckets, smallest bucket first."""
+    """Return the number of the first row of each bucket. Rows are numbered over all buckets, smallest first."""
     ends = np.cumsum(np.array(sizes, dtype=np.int64))
     return ends - np.array(sizes, dtype=np.int64)
 
 
 def locate(sizes: Sequence[int], numbers: Int64s) -> tuple[Int64s, Int64s]:
-    """(bucket, row in it) [N] of rows numbered over all buckets [N], see `first_rows`."""
+    """Return (bucket, row in it) [N] of rows [N] that are numbered over all buckets as in `first_rows`."""
     starts = first_rows(sizes)
-    # A bucket without rows starts where the next one does; `right` finds the last of them, which has the row.
+    # An empty bucket has the same start as the next one. `right` finds the last of them, which contains the row.
     bucket = np.searchsorted(starts, numbers, side="right") - 1
     return bucket, numbers - starts[bucket]
 
 
-def place_among_equals(keys: Int64s) -> tuple[Int64s, Int64s]:
-    """For each of N keys [N]: how many equal ones stand before it, and how many equal ones there are."""
-    place, count = np.empty_like(keys), np.empty_like(keys)
+def rank_among_equals(keys: Int64s) -> tuple[Int64s, Int64s]:
+    """Return for each of the keys [N] the number of equal keys before it, and the number of equal keys."""
+    rank, count = np.empty_like(keys), np.empty_like(keys)
     if len(keys):
         order = np.argsort(keys, kind="stable")
-        place[order], count[order] = _rank_in_runs(keys[order])
-    return place, count
+        rank[order], count[order] = _rank_in_runs(keys[order])
+    return rank, count
 
 
 def _rank_in_runs(*keys: npt.NDArray[np.generic]) -> tuple[Int64s, Int64s]:
-    """For sorted keys: the place of each element in its run of equal keys, and the length of that run."""
+    """Return the index of each element of sorted keys in its run of equal keys, and the length of the run."""
     changes = np.zeros(len(keys[0]), dtype=np.bool_)
     changes[0] = True
     for key in keys:
@@ -181,7 +178,7 @@ _ORDER_OF_BATCHES, _ORDER_IN_POOL = 1, 2
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of one optimizer step. `pools[i]`, `rows[i]` name sample i: row of the pool it comes from."""
+    """The samples of one optimizer step. Sample i is row `rows[i]` of pool `pools[i]`."""
 
     epoch: int
     bucket: int
@@ -191,13 +188,13 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Order of all global batches.
+    """The order of all global batches.
 
     Args:
         pool_sizes: groups per bucket, smallest bucket first.
-        batch_size: groups of a global batch.
-        seed: of the order.
-        run: neighbours in a pool that stay together: whole runs of so many are shuffled.
+        batch_size: groups in a global batch.
+        seed: seed of the order.
+        run: number of neighbours in a pool that are shuffled together as one run.
     """
 
     pool_sizes: tuple[int, ...]
@@ -210,12 +207,12 @@ class BatchPlan:
             raise DataError(
                 f"{sum(self.pool_sizes)} groups for a global batch of {self.batch_size}",
                 expected="at least one full batch",
-                next_command="lower train.global_batch_size or give more data",
+                next_command="lower train.global_batch_size or add data",
             )
 
     @property
     def _filled(self) -> list[tuple[int, int]]:
-        """Per bucket (samples carried in from smaller buckets, whole batches)."""
+        """For each bucket (samples carried over from smaller buckets, full batches)."""
         result, carried = [], 0
         for size in self.pool_sizes:
             result.append((carried, (size + carried) // self.batch_size))
@@ -228,41 +225,42 @@ class BatchPlan:
 
     @property
     def batches_by_bucket(self) -> tuple[int, ...]:
-        """Batches of each bucket in one epoch."""
+        """Number of batches of each bucket in one epoch."""
         return tuple(batches for _, batches in self._filled)
 
     def batch(self, position: int) -> GlobalBatch:
-        """Global batch number `position`, counted from 0 over all epochs. O(batch size), no state."""
+        """Return global batch number `position`, counted from 0 over all epochs. O(batch size), stateless."""
         epoch, index = divmod(position, self.batches_per_epoch)
         key = stream_key(self.seed, _ORDER_OF_BATCHES, epoch)
         index = int(permute(np.array([index]), self.batches_per_epoch, key)[0])
         ends = np.cumsum(self.batches_by_bucket)
         bucket = int(np.searchsorted(ends, index, side="right"))
         index -= int(ends[bucket]) - self.batches_by_bucket[bucket]
-        places = np.arange(index * self.batch_size, (index + 1) * self.batch_size, dtype=np.int64)
-        pools, rows = self._resolve(bucket, places, epoch)
+        positions = np.arange(index * self.batch_size, (index + 1) * self.batch_size, dtype=np.int64)
+        pools, rows = self._resolve(bucket, positions, epoch)
         return GlobalBatch(epoch, bucket, pools, rows)
 
-    def _resolve(self, bucket: int, places: Int64s, epoch: int) -> tuple[Int64s, Int64s]:
-        """Places in a bucket's sequence (own samples and those carried in, shuffled together) to (pool, row)."""
+    def _resolve(self, bucket: int, positions: Int64s, epoch: int) -> tuple[Int64s, Int64s]:
+        """Return (pool, row) of positions in the shuffled sequence of a bucket, with the samples carried over."""
         carried = self._filled[bucket][0]
-        own = self.pool_sizes[bucket]
-        shuffled = permute_runs(places, own + carried, stream_key(self.seed, _ORDER_IN_POOL, epoch, bucket), self.run)
-        pools = np.full(places.shape, bucket, dtype=np.int64)
+        size = self.pool_sizes[bucket]
+        key = stream_key(self.seed, _ORDER_IN_POOL, epoch, bucket)
+        shuffled = permute_runs(positions, size + carried, key, self.run)
+        pools = np.full(positions.shape, bucket, dtype=np.int64)
         rows = shuffled.copy()
-        from_smaller = shuffled >= own
+        from_smaller = shuffled >= size
         if from_smaller.any():
             smaller = bucket - 1
-            first_left_over = self._filled[smaller][1] * self.batch_size
+            first_carried = self._filled[smaller][1] * self.batch_size
             pools[from_smaller], rows[from_smaller] = self._resolve(
-                smaller, first_left_over + shuffled[from_smaller] - own, epoch
+                smaller, first_carried + shuffled[from_smaller] - size, epoch
             )
         return pools, rows
 
 
 @dataclass(frozen=True)
-class RankShare:
-    """Which part of every global batch this rank takes. Ranks here are data ranks, see core/layout."""
+class RankSlice:
+    """The slice of every global batch that this rank processes. `rank` is the data-parallel rank (core/layout)."""
 
     rank: int = 0
     world_size: int = 1
@@ -270,7 +268,7 @@ class RankShare:
 
 
 def rank_slice(batch_size: int, world_size: int, rank: int, accumulation: int, micro_step: int) -> slice:
-    """The part of a global batch that one rank handles in one micro-step: contiguous, equal for all."""
+    """Return the contiguous slice of a global batch that a rank processes in a micro-step. All have equal size."""
     per_rank = batch_size // world_size
     size = per_rank // accumulation
     start = rank * per_rank + micro_step * size

@@ -1,6 +1,6 @@
-"""The error family, one class per fault, and the exit code of each.
+"""Error classes and their exit codes.
 
-`trnjobs` derives AWS Batch retry rules from `EXIT_TABLE`; nothing else may invent an exit code.
+`trnjobs` derives AWS Batch retry rules from `EXIT_TABLE`. No other module defines exit codes.
 """
 
 import re
@@ -11,12 +11,12 @@ from typing import ClassVar
 
 
 class TrnpipeError(Exception):
-    """An expected failure: seen, expected and the next command to run, in one message.
+    """An expected failure, with the problem, the expectation and the next command in one message.
 
     Args:
-        seen: what was found, with the value.
-        expected: what would have been right.
-        next_command: the command or edit that gets the user further.
+        seen: the problem, with the offending value.
+        expected: a description of valid input.
+        next_command: the command or edit that fixes the problem.
     """
 
     exit_code: ClassVar[int] = 1
@@ -47,7 +47,7 @@ class DataError(TrnpipeError):
 
 
 class CheckpointError(TrnpipeError):
-    """Nothing valid to load."""
+    """No valid checkpoint to load."""
 
     exit_code = 74
 
@@ -59,20 +59,20 @@ class NumericError(TrnpipeError):
 
 
 class GateRefused(TrnpipeError):
-    """The candidate is not better than allowed."""
+    """The candidate does not pass the gate."""
 
     exit_code = 80
 
 
 class TransientError(TrnpipeError):
-    """Device, peer, collective time-out, storage budget spent, unhealthy host: another try may succeed."""
+    """A failure that a retry may fix: device, other rank, collective time-out, storage deadline, unhealthy host."""
 
     exit_code = 75
     retry = True
 
 
 class Preempted(TrnpipeError):
-    """SIGTERM or SIGINT: the state is saved, another attempt continues."""
+    """Stopped by SIGTERM or SIGINT. The state is saved and another attempt continues."""
 
     exit_code = 143
     retry = True
@@ -80,7 +80,7 @@ class Preempted(TrnpipeError):
 
 @dataclass(frozen=True)
 class ExitRule:
-    """One row of the table: an exit code and whether AWS Batch should retry it."""
+    """An exit code, and whether AWS Batch should retry it."""
 
     name: str
     exit_code: int
@@ -95,57 +95,59 @@ EXIT_TABLE: tuple[ExitRule, ...] = tuple(
 )
 
 
-# How a log ends when a command fails: the commands of this project print `trnpipe train: DataError: seen`, then
-# `  expected: ...` and `  next: ...`; Python prints a traceback; torchrun and our launcher may put `[0]` before a line.
+# The end of the log of a failed command: trnpipe and trnjobs print `trnpipe train: DataError: seen`, then
+# `  expected: ...` and `  next: ...`. Python prints a traceback. Launchers of ranks may prefix lines with `[0]`.
 
 MAX_ERROR_LINES = 12
 MAX_ERROR_CHARACTERS = 1000
-"""Of one line."""
+"""Maximum length of a line."""
 _CODES = {rule.name: rule.exit_code for rule in EXIT_TABLE}
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _RANK = re.compile(r"\[[\w -]{1,20}\]:? ?")
-_OURS = re.compile(r"(trnpipe|trnjobs)[\w -]*: ")
+_COMMAND = re.compile(r"(trnpipe|trnjobs)[\w -]*: ")
 _ERROR = re.compile(rf"(?:trnpipe|trnjobs)[\w -]*: (?:exit \d+: )?(?P<error>(?P<name>{'|'.join(_CODES)}): .*)")
 _POST_MORTEM = re.compile(r"trnjobs-entry: (no )?post-mortem: ")
 _TRACEBACK = "Traceback (most recent call last):"
 
 
 def error_in_log(lines: Iterable[str], exit_code: int | None = None) -> tuple[str, ...]:
-    """Return what a log says went wrong, in at most MAX_ERROR_LINES lines without control characters.
+    """Return the error at the end of a log, in at most MAX_ERROR_LINES lines without control characters.
 
-    It is the last error of the family above, of the class with this exit code if there is one; else the last traceback;
-    else the last lines. Empty for an empty log.
+    This is the last TrnpipeError (one with this exit code if possible), else the last traceback, else the last lines.
+    Empty for an empty log.
     """
-    shown = [one for line in lines if (one := _printable(line)).strip()]
-    blocks = [(index, match) for index, line in enumerate(shown) if (match := _ERROR.match(_RANK.sub("", line, 1)))]
-    of_code = [block for block in blocks if _CODES[block[1]["name"]] == exit_code]
-    trace = max((i for i, line in enumerate(shown) if _RANK.sub("", line, 1) == _TRACEBACK), default=-1)
-    if of_code or (blocks and blocks[-1][0] > trace):
-        index, match = (of_code or blocks)[-1]
-        rank = _rank(shown[index])
-        found = [match["error"]]
-        for line in (one[len(rank) :] for one in shown[index + 1 :] if _rank(one) == rank):
+    printed = [text for line in lines if (text := _printable(line)).strip()]
+    errors = [(index, match) for index, line in enumerate(printed) if (match := _ERROR.match(_RANK.sub("", line, 1)))]
+    with_code = [error for error in errors if _CODES[error[1]["name"]] == exit_code]
+    trace = max((i for i, line in enumerate(printed) if _RANK.sub("", line, 1) == _TRACEBACK), default=-1)
+    if with_code or (errors and errors[-1][0] > trace):
+        index, match = (with_code or errors)[-1]
+        rank = _rank(printed[index])
+        message = [match["error"]]
+        for line in (other[len(rank) :] for other in printed[index + 1 :] if _rank(other) == rank):
             if not line.startswith("  "):
                 break
-            found.append(line)
-        left_out = len(found) - MAX_ERROR_LINES
-        if left_out > 0:  # what was expected, and what to do next, stand last
-            found[MAX_ERROR_LINES - 5 : -4] = [f"  ... ({left_out + 1} lines)"]
-        return tuple(found)
+            message.append(line)
+        num_omitted = len(message) - MAX_ERROR_LINES
+        if num_omitted > 0:  # the expectation and the next command are the last lines
+            message[MAX_ERROR_LINES - 5 : -4] = [f"  ... ({num_omitted + 1} lines)"]
+        return tuple(message)
     if trace >= 0:
-        rank = _rank(shown[trace])
-        found = [one[len(rank) :] for one in shown[trace:] if _rank(one) == rank]
-        ended = next((i for i, line in enumerate(found) if _OURS.match(line)), len(found))
-        return tuple(found[:ended][-MAX_ERROR_LINES:])
-    return tuple([line for line in shown if not _POST_MORTEM.match(line)][-MAX_ERROR_LINES:])
+        rank = _rank(printed[trace])
+        message = [line[len(rank) :] for line in printed[trace:] if _rank(line) == rank]
+        end = next((i for i, line in enumerate(message) if _COMMAND.match(line)), len(message))
+        return tuple(message[:end][-MAX_ERROR_LINES:])
+    return tuple([line for line in printed if not _POST_MORTEM.match(line)][-MAX_ERROR_LINES:])
 
 
 def headline(error: Sequence[str]) -> str:
-    """Return the one line of an error from a log that says most: what was seen, or the last line of the command."""
+    """Return the most informative line of an error from a log: the problem, or the last line of the command."""
     if not error:
         return ""
     name, _, seen = error[0].partition(": ")
-    return seen if name in _CODES else next((one for one in reversed(error) if not _OURS.match(one)), error[-1]).strip()
+    if name in _CODES:
+        return seen
+    return next((line for line in reversed(error) if not _COMMAND.match(line)), error[-1]).strip()
 
 
 def _rank(line: str) -> str:
@@ -154,18 +156,18 @@ def _rank(line: str) -> str:
 
 
 def _printable(line: str) -> str:
-    """What a terminal shows of a line, without colours; of a progress bar its last state."""
+    """Return a line as a terminal shows it, without colours. Of a progress bar only the last state remains."""
     text = _CONTROL.sub("", line.rstrip().rpartition("\r")[2])[:MAX_ERROR_CHARACTERS]
-    return "".join(" " if unicodedata.category(one)[0] == "C" else one for one in text).rstrip()
+    return "".join(" " if unicodedata.category(char)[0] == "C" else char for char in text).rstrip()
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an exception says; its class where it says nothing."""
+    """Return the first line of the message of an exception, or its class if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The process exit code for an exception that reached the top."""
+    """Return the process exit code for an uncaught exception."""
     if isinstance(error, KeyboardInterrupt):
         return Preempted.exit_code
     return error.exit_code if isinstance(error, TrnpipeError) else EXIT_BUG

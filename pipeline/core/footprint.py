@@ -1,9 +1,9 @@
-"""Will it fit, and how long will a step take: an estimate for one core, from sizes alone.
+"""Estimate memory and time of a training step on one core, from sizes only.
 
-Figures of the machines: core/machines. Activations: Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models" (2022), section 4.1, here without sharding and with dropout only when it is
-on. FLOPs: Chowdhery et al., "PaLM" (2022), appendix B. Two passes: see train/step.py. What the compiler needs for
-itself (scratch, code, collectives) is not known before it has run and is not in here: leave a reserve.
+Activations: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.1,
+without sharding, and with dropout only if enabled. FLOPs: Chowdhery et al., "PaLM" (2022), appendix B. Two passes: see
+train/step.py. Memory of the compiler (scratch, code, collectives) is only known after compilation and is not included,
+so leave a reserve.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ class EncoderSizes:
 
     @property
     def matrix_parameters(self) -> int:
-        """Weights of the layers' matrices, which every token is multiplied with: L (4 D^2 + 2 D I)."""
+        """Weights of the matrices of all layers, which multiply every token: L (4 D^2 + 2 D I)."""
         return self.layers * (4 * self.width**2 + 2 * self.width * self.intermediate)
 
     @property
     def parameters(self) -> int:
-        """All of the encoder: embeddings of words, positions and two types, matrices, biases, layer norms."""
+        """Number of parameters: embeddings of words, positions and two types, matrices, biases and layer norms."""
         embeddings = (self.vocab + self.positions + 2) * self.width
         norms = 2 * self.width * (1 + 2 * self.layers)
         biases = self.layers * (5 * self.width + self.intermediate)
@@ -42,61 +42,61 @@ class EncoderSizes:
 
 @dataclass(frozen=True)
 class MeasuredTexts:
-    """Texts of one micro-step, each in a row of its own, and what one of them was measured to cost an encoder."""
+    """The texts of one micro-step, each in a separate row, and the measured costs of encoding one of them."""
 
     texts: int
     kept_bytes: int
-    """Of one text in fp32, from the forward for the backward pass."""
+    """Activations of one text in fp32 that the backward pass needs."""
     widest_bytes: int
-    """The largest tensor of those."""
+    """The largest of these tensors."""
     flops: int
-    """Of its forward pass."""
+    """FLOPs of the forward pass of one text."""
 
 
 @dataclass(frozen=True)
 class ContrastiveBatch:
-    """The contrastive loss, which each core computes over all queries and products of the global batch."""
+    """The contrastive loss, which every core computes over all queries and products of the global batch."""
 
     queries: int
     products: int
     two_passes: bool
-    """It comes before the backward passes, from embeddings of a forward pass of their own."""
+    """The loss is computed before the backward passes, from the embeddings of a separate forward pass."""
 
     def flops(self, width: int) -> float:
-        """Count those of the similarities of embeddings of `width`, forward and backward."""
+        """Return the FLOPs of the similarities of embeddings of `width`, forward and backward."""
         return 6.0 * self.queries * self.products * width
 
     @property
     def similarity_bytes(self) -> int:
-        """Four fp32 matrices [queries, products]: similarities, what is left out, scores, and the gradient."""
+        """Four fp32 matrices [queries, products]: similarities, mask, scores and gradient."""
         return 4 * 4 * self.queries * self.products
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one core does in one optimizer step."""
+    """The work of one core in one optimizer step."""
 
     rows: int
-    """Of the encoder's call in one micro-step."""
+    """Rows of the encoder's input in one micro-step."""
     row_tokens: int
     samples: int
-    """Of one micro-step."""
+    """Samples of one micro-step."""
     accumulation: int = 1
     precision: Precision = "fp32"
     dropout: bool = False
     contrastive: ContrastiveBatch | None = None
-    """None: off."""
+    """None if the loss is disabled."""
     recompute: bool = False
-    """Only what goes into a layer is kept for the backward pass, which computes one layer after the other again."""
+    """Only the inputs of layers are kept for the backward pass, which recomputes the other activations."""
     shards: int = 1
-    """Cores that share one state of the optimizer (parallel/strategies/zero1.py)."""
+    """Number of cores that shard one optimizer state (parallel/strategies/zero1.py)."""
     match_bytes: int = 0
-    """Kept by model/relevance.TokenMatch for the backward pass."""
+    """Activations of model/relevance.TokenMatch for the backward pass."""
     measured: MeasuredTexts | None = None
-    """In place of `rows`, of an encoder whose layers are not known (model/factory.py)."""
+    """Replaces `rows` for an encoder with unknown layers (model/factory.py)."""
 
     @staticmethod
-    def of_groups(
+    def for_groups(
         samples: int,
         row_tokens: int,
         *,
@@ -110,9 +110,9 @@ class Workload:
         shards: int = 1,
         token_match: bool = False,
     ) -> "Workload":
-        """Make that of `samples` products, each `slots` of them with their query in a row of `row_tokens` tokens.
+        """Return the workload of `samples` products in rows of `row_tokens` tokens: a query and `slots` products.
 
-        `mined`: further products of each query, mined negatives. `token_match`: fp32 cosines of all tokens of a row,
+        `mined`: number of mined negatives of each query. `token_match`: include fp32 cosines of all tokens of a row,
         masked for the query and for each product.
         """
         groups = samples // slots
@@ -125,21 +125,21 @@ class Workload:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one core."""
+    """Memory on one core."""
 
     master_bytes: int
     """fp32 weights that the optimizer updates."""
     compute_bytes: int
-    """The copy in compute precision (bf16 and autocast), none in fp32; whole weights beside masters in slices."""
+    """Copy of the weights in compute precision (bf16 and autocast), and full weights if the masters are sharded."""
     optimizer_bytes: int
     gradient_bytes: int
-    """With accumulation the sum and the newest; in bf16 also the gradient before it becomes fp32."""
+    """Gradients: with accumulation the sum and the newest, in bf16 also the gradient before the cast to fp32."""
     activation_bytes: int
-    """Kept from the forward for the backward pass."""
+    """Activations kept for the backward pass."""
     workspace_bytes: int
-    """Gradients of the widest activations of one layer, twice: what comes in and what goes out."""
+    """Incoming and outgoing gradients of the widest activations of one layer."""
     contrastive_bytes: int
-    """Of the contrastive loss, beside the activations."""
+    """Memory of the contrastive loss in addition to the activations."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -147,19 +147,19 @@ class Footprint:
 
     @property
     def peak_bytes(self) -> int:
-        """Everything at the start of the backward pass, as if nothing shared memory: an upper estimate."""
+        """Upper estimate: all memory at the start of the backward pass, without reuse of buffers."""
         state = self.parameter_bytes + self.optimizer_bytes + self.gradient_bytes
         return state + self.activation_bytes + self.workspace_bytes + self.contrastive_bytes
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What `trnpipe doctor` prints for one length of rows on one kind of instance."""
+    """The estimate that `trnpipe doctor` prints for one row length on one instance type."""
 
     instance: Machine
     footprint: Footprint
     flops: float
-    """Of one optimizer step on one core."""
+    """FLOPs of one optimizer step on one core."""
     mfu: float
     step_s: float
 
@@ -168,18 +168,18 @@ class Estimate:
         return self.footprint.peak_bytes / self.instance.core_memory_bytes
 
     def fits(self, reserve: float = 0.2) -> bool:
-        """Return whether `reserve` of the core's memory stays free for the compiler's scratch and the collectives."""
+        """Return whether the fraction `reserve` of the core's memory is left for the compiler and the collectives."""
         return self.memory_share <= 1.0 - reserve
 
 
 def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Footprint:
-    """Estimate the memory of one core. `parameters`: of the whole model, heads included."""
+    """Estimate the memory on one core. `parameters`: number of the whole model, including heads."""
     low = workload.precision != "fp32"
     copies = 2 if workload.accumulation > 1 else 1
     gradients = 4 * copies * parameters + (2 * parameters if workload.precision == "bf16" else 0)
     activations = _activation_bytes(encoder, workload) + workload.match_bytes
     product, other = _bytes_of(workload.precision)
-    # Autocast keeps some of it in fp32, and which is not known.
+    # Autocast keeps some of the measured activations in fp32. Their part is unknown.
     scale = product / 4 if workload.precision == "bf16" else 1.0
     wide = max(product * encoder.intermediate, product * 3 * encoder.width)
     tokens = workload.rows * workload.row_tokens
@@ -190,10 +190,10 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
     contrastive_bytes = 0
     if workload.contrastive is not None:
         contrastive_bytes = workload.contrastive.similarity_bytes
-        if workload.contrastive.two_passes:  # the loss comes before the bytes of a micro-step are there
+        if workload.contrastive.two_passes:  # the loss is computed before the activations of a micro-step exist
             embeddings = workload.contrastive.queries + workload.contrastive.products
-            waiting = 4 * encoder.width * embeddings  # their gradients, fp32, for the second pass
-            contrastive_bytes = waiting + max(0, contrastive_bytes - activations - workspace)
+            gradient_bytes = 4 * encoder.width * embeddings  # fp32, kept for the second pass
+            contrastive_bytes = gradient_bytes + max(0, contrastive_bytes - activations - workspace)
     compute = 2 * parameters if low else 0
     if workload.shards > 1 and workload.precision != "bf16":
         compute += 4 * parameters
@@ -209,19 +209,19 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
 
 
 def step_flops(encoder: EncoderSizes, workload: Workload, sample_parameters: int = 0) -> float:
-    """Count FLOPs of one optimizer step on one core, backward as twice the forward pass, which two passes have twice.
+    """Return the FLOPs of one optimizer step on one core. A backward pass counts as two forward passes.
 
-    A token costs 6 FLOPs a matrix weight and 12 L D T for attention over T tokens (PaLM, appendix B: 6 N + 12 L H Q T);
-    embeddings are looked up, not multiplied. `sample_parameters`: matrix weights applied once a sample (the heads); the
-    graph of a first pass for embeddings has none of them. Recomputation is one more forward pass.
+    A token costs 6 FLOPs per matrix weight and 12 L D T for attention over T tokens (PaLM, appendix B: 6 N + 12 L H Q
+    T). Embeddings are looked up, not multiplied. Recomputation and the first of two passes add a forward pass each.
+    `sample_parameters`: matrix weights applied once per sample (the heads), not in the first pass.
     """
     contrastive = workload.contrastive
     per_token = 6 * encoder.matrix_parameters + 12 * encoder.layers * encoder.width * workload.row_tokens
     encoding = float(workload.rows * workload.row_tokens * per_token)
     if workload.measured is not None:
         encoding += 3.0 * workload.measured.texts * workload.measured.flops
-    again = (contrastive is not None and contrastive.two_passes) + workload.recompute
-    step = workload.accumulation * (encoding * (1.0 + again / 3.0) + 6.0 * sample_parameters * workload.samples)
+    extra_passes = (contrastive is not None and contrastive.two_passes) + workload.recompute
+    step = workload.accumulation * (encoding * (1.0 + extra_passes / 3.0) + 6.0 * sample_parameters * workload.samples)
     return step + (contrastive.flops(encoder.width) if contrastive is not None else 0.0)
 
 
@@ -234,7 +234,7 @@ def estimate(
     mfu: float,
     sample_parameters: int = 0,
 ) -> Estimate:
-    """Estimate memory and time on one core of `instance`. Raises ConfigError for an instance that is not known."""
+    """Estimate memory and time of a step on one core of `instance`. Raises ConfigError for an unknown instance."""
     if instance not in MACHINES:
         raise ConfigError(f"instance type {instance}", expected=f"one of {', '.join(MACHINES)}")
     machine = MACHINES[instance]
@@ -245,18 +245,18 @@ def estimate(
 
 
 def _bytes_of(precision: Precision) -> tuple[int, int]:
-    """Return bytes of an element: inputs of matrix products and GELU; inputs of layer norms, and softmax.
+    """Return the bytes per element of (inputs of matrix products and GELU, inputs of layer norms and softmax).
 
-    autocast runs layer norm and softmax in fp32 (measured with torch-xla 2.9 on XLA:CPU).
+    Autocast runs layer norm and softmax in fp32 (measured with torch-xla 2.9 on XLA:CPU).
     """
     return {"fp32": (4, 4), "bf16": (2, 2), "autocast": (2, 4)}[precision]
 
 
 def _activation_bytes(encoder: EncoderSizes, workload: Workload) -> int:
-    """Sum by layer and token: matrix inputs 6 D + I, GELU input I, layer norms 2 D, softmax H T; masks with dropout.
+    """Return the activation bytes: per layer and token 6 D + I matrix inputs, I GELU, 2 D layer norm, H T softmax.
 
-    In 2-byte elements with dropout and I = 4 D this is 34 D + 5 H T (Korthikanti et al., equation 1). The score matrix
-    is written out: XLA has no fused attention here.
+    Dropout adds its masks. In 2-byte elements with dropout and I = 4 D the sum is 34 D + 5 H T (Korthikanti et al.,
+    equation 1). The score matrix is materialised, because XLA has no fused attention here.
     """
     product, other = _bytes_of(workload.precision)
     width, scores = encoder.width, encoder.heads * workload.row_tokens

@@ -1,4 +1,4 @@
-"""Numbers and tables as people read them. Pure; every output is short and has no surprises for NaN and infinity."""
+"""Formatting of numbers and tables for people. Pure. NaN and infinity are shown as unknown."""
 
 import math
 import re
@@ -10,7 +10,7 @@ BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_duration(seconds: float | None) -> str:
-    """`0.4s`, `45s`, `3m12s`, `2h05m`, `3d04h`; `-` when unknown (None, NaN, infinite). Negative ones get a sign."""
+    """Format as `0.4s`, `45s`, `3m12s`, `2h05m` or `3d04h`, with a sign if negative, and `-` for None, NaN or inf."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 0:
@@ -32,22 +32,22 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_count(value: float | None) -> str:
-    """Three figures with a decimal prefix: `812`, `26.1k`, `1.20M`, `3.40B`; `-` when unknown."""
+    """Format with three digits and a decimal prefix: `812`, `26.1k`, `1.20M`, `3.40B`, or `-` if unknown."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     if value < 0:
         return f"-{format_count(-value)}"
     suffixes = iter(DECIMAL_PREFIXES)
     scaled, suffix = float(value), next(suffixes)
-    while round(scaled, _places(scaled)) >= 1000 and (larger := next(suffixes, None)):
+    while round(scaled, _decimals(scaled)) >= 1000 and (larger := next(suffixes, None)):
         scaled, suffix = scaled / 1000, larger
     if not suffix and value == int(value):
         return f"{value:.0f}"
-    return f"{scaled:.{_places(scaled)}f}{suffix}"
+    return f"{scaled:.{_decimals(scaled)}f}{suffix}"
 
 
 def format_bytes(size_bytes: float | None) -> str:
-    """Binary units: `512 B`, `8.0 MiB`, `1.3 GiB`; `-` when unknown."""
+    """Format with binary units: `512 B`, `8.0 MiB`, `1.3 GiB`, or `-` if unknown."""
     if size_bytes is None or not math.isfinite(size_bytes):
         return UNKNOWN
     scaled = float(size_bytes)
@@ -58,57 +58,57 @@ def format_bytes(size_bytes: float | None) -> str:
     return f"{scaled:.0f} B" if unit == "B" else f"{scaled:.1f} {unit}"
 
 
-def format_share(share: float | None) -> str:
-    """A share of one as per cent: `0.3%`, `97%`; `-` when unknown."""
-    if share is None or not math.isfinite(share):
+def format_percent(fraction: float | None) -> str:
+    """Format a fraction as `0.3%` or `97%`, or `-` if unknown."""
+    if fraction is None or not math.isfinite(fraction):
         return UNKNOWN
-    percent = 100 * share
+    percent = 100 * fraction
     return f"{percent:.1f}%" if round(abs(percent), 1) < 10 else f"{percent:.0f}%"
 
 
-def _places(scaled: float) -> int:
+def _decimals(scaled: float) -> int:
     return 2 if round(scaled, 2) < 10 else 1 if round(scaled, 1) < 100 else 0
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """One line a row, each column as wide as its widest word. `left`: columns that begin at the left."""
+    """Format rows as lines with aligned columns. `left`: indices of left-aligned columns, others are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [
-            word.ljust(width) if index in left else word.rjust(width)
-            for index, (word, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
 
 
-def shortened(text: str, most: int) -> str:
-    """Return at most `most` characters of a text; one that is cut ends in `…`."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def shortened(text: str, max_length: int) -> str:
+    """Cut a text to `max_length` characters, with `…` at the end if it was cut."""
+    return text if len(text) <= max_length else f"{text[: max_length - 1]}…"
 
 
 def usd(amount: float | None) -> str:
-    """`$12.30`, `$0.45`, `$0.0012`: at least two significant digits; `-` when unknown."""
+    """Format as `$12.30`, `$0.45` or `$0.0012`, with at least two significant digits, or `-` if unknown."""
     if amount is None:
-        return "-"
-    places = 2 if amount >= 0.1 or amount <= 0 else 1 - math.floor(math.log10(amount))
-    return f"${amount:,.{places}f}"
+        return UNKNOWN
+    decimals = 2 if amount >= 0.1 or amount <= 0 else 1 - math.floor(math.log10(amount))
+    return f"${amount:,.{decimals}f}"
 
 
 _QUOTABLE = str.maketrans({'"': "'", "\\": "/"} | dict.fromkeys(map(chr, range(32)), ""))
 
 
 def quotable(text: str) -> str:
-    """A text for a JSON string as it is: `"` becomes `'`, a backslash `/`, control characters go.
+    """Return a text that needs no escapes in JSON: `"` becomes `'`, a backslash `/`, control characters are removed.
 
-    EventBridge puts reasons of failed jobs into messages of alarms, and does not escape them (its user guide, "Common
-    issues with transforming input").
+    EventBridge inserts the reasons of failed jobs into alarm messages without escaping them (EventBridge user guide,
+    "Common issues with transforming input").
     """
     return text.translate(_QUOTABLE)
 
 
 def natural_key(name: str) -> tuple[list[str | int], str]:
-    """Sort key of a name in which digits count as numbers: cycle-9 comes before cycle-10."""
-    parts = re.split(r"([0-9]+)", name)  # text and digits in turn
-    return [int(part) if place % 2 else part for place, part in enumerate(parts)], name
+    """Return a sort key that compares digits in a name as numbers: cycle-9 before cycle-10."""
+    parts = re.split(r"([0-9]+)", name)  # alternates text and digits
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)], name

@@ -1,4 +1,4 @@
-"""Commands of Python: how a module of ours is started, and what of a user's command a launcher of ranks runs."""
+"""Python command lines: start a module of this project, and strip the interpreter from a user's command."""
 
 import re
 import sys
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 OWN_MODULE = (sys.executable, "-u", "-P", "-m")
-"""Starts a module of ours, also where the current folder has one by the same name."""
+"""Starts a module of this project, even if the current folder contains a module with the same name."""
 
 
-def without_interpreter(words: Sequence[str]) -> list[str]:
-    """What stands behind `python`, at any path, and its `-u`: ranks run under an interpreter of their own."""
-    first = words[0] if words else ""
-    if first != sys.executable and not re.fullmatch(r"python[\d.]*", Path(first).name):
-        return list(words)
-    return list(words[2:] if list(words[1:2]) == ["-u"] else words[1:])
+def strip_interpreter(command: Sequence[str]) -> list[str]:
+    """Return a command without `python`, at any path, and `-u`. The launcher starts ranks with its own interpreter."""
+    program = command[0] if command else ""
+    if program != sys.executable and not re.fullmatch(r"python[\d.]*", Path(program).name):
+        return list(command)
+    return list(command[2:] if list(command[1:2]) == ["-u"] else command[1:])

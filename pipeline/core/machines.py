@@ -1,6 +1,6 @@
-"""Every Neuron machine we know, in one table: sizes, speed, network, ranks and price. Pure.
+"""Table of Neuron instance types: sizes, speed, network, ranks and prices. Pure.
 
-Sources: AWS Neuron documentation, Trn1 and Trn2 architecture pages, where a row or a field names no other.
+Sources: AWS Neuron documentation, Trn1 and Trn2 architecture pages, unless a row or field names another source.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Node:
-    """What one node of a job can ask for on a machine."""
+    """Resources that a job can request on one node."""
 
     vcpus: int
     memory_mib: int
@@ -27,23 +27,23 @@ class Machine:
     vcpus: int
     memory_gib: int
     job_memory_mib: int
-    """A machine registers with AWS Batch what its kernel has left, less what the ECS agent keeps; a job that asks for
-    more waits for ever, and memory is a limit only: nothing needs the rest."""
+    """Memory that a machine offers AWS Batch, without that of the kernel and the ECS agent. Jobs that request more wait
+    forever."""
     num_devices: int
     num_cores: int
     core_memory_bytes: int
-    """The 25.8 GB that memory errors on trn2 name (reported by users) are the 24 GiB below."""
+    """Memory errors on trn2 report 25.8 GB (according to users), which are the 24 GiB below."""
     core_tflops_bf16: float
     """Dense peak of one core."""
     core_tflops_fp32: float
     num_efa: int
-    """EFA interfaces that we attach; without one a job is on one node."""
+    """EFA interfaces to attach. Without one, jobs are limited to one node."""
     rank_counts: tuple[int, ...]
-    """How many ranks may run on it; over many nodes only as many as there are cores, the last."""
+    """Allowed numbers of ranks. On several nodes only the last one, the number of cores, is allowed."""
     bus_gib_s: float | None
     """Bus bandwidth of an all-reduce of 128 MiB over all cores, in 2^30 bytes a second."""
     usd_per_hour: float | None
-    """None: no price is published."""
+    """None if no price is published."""
 
     @property
     def node(self) -> Node:
@@ -52,17 +52,17 @@ class Machine:
 
 # TFLOPS of a chip, bf16 and fp32: 190 and 47.5 for the two cores of trn1, 667 and 181 for the four of trn2.
 # trn2.3xlarge: vCPUs and memory from EC2's "Specifications for accelerated computing instances"
-# (docs.aws.amazon.com/ec2/latest/instancetypes/ac.html), as others quote it; users see 124 of the 128 GiB, and report
-# machines without an EFA device. Whether one can be attached is not confirmed, and a job on one machine needs none.
+# (docs.aws.amazon.com/ec2/latest/instancetypes/ac.html), as quoted by others. Users see 124 of the 128 GiB and report
+# machines without an EFA device. It is unconfirmed whether one can be attached. Jobs on one machine do not need it.
 # EFA of trn2.48xlarge: github.com/aws-neuron/aws-neuron-eks-samples, pull request 10.
-# trn2u.48xlarge: one column with trn2.48xlarge on the Trn2 architecture page; 16 network cards with EFA on EC2's page
-# above; no list price is known. Four of them are one UltraServer. Trn3 has no row: AWS states whole UltraServers (64 or
-# 144 chips, Trn3 architecture page), and EC2's page names no type of it.
-# Ranks: docs/neuron.md for trn1; no page found for trn2, users run trn2.3xlarge with 1, 2 and 4.
-# Bandwidth: examples of the nccom-test user guide; for large machines that of two instances, which one alone exceeds.
-# Prices: on-demand list prices of us-east-1 in USD an hour, from third-party tables as of November 2026; other regions,
-# spot and reserved machines differ by a factor of two to three, so `estimate.price_usd_per_hour` goes before them.
-# trn2.3xlarge: a capacity block; trn2.48xlarge: 16 times the chip of trn2.3xlarge.
+# trn2u.48xlarge: same column as trn2.48xlarge on the Trn2 architecture page, 16 network cards with EFA on EC2's page
+# above, unknown list price. Four of them are one UltraServer. Trn3 has no row: AWS describes only UltraServers (64 or
+# 144 chips, Trn3 architecture page), and EC2's page lists no Trn3 instance type.
+# Ranks: docs/neuron.md for trn1. No documentation for trn2. Users run trn2.3xlarge with 1, 2 and 4.
+# Bandwidth: examples of the nccom-test user guide. For large machines it is that of two instances, a lower bound.
+# Prices: on-demand list prices in us-east-1 in USD per hour, from third-party tables of November 2026. Other regions,
+# spot and reserved machines differ by a factor of two to three, so `estimate.price_usd_per_hour` overrides them.
+# trn2.3xlarge: the price of a capacity block. trn2.48xlarge: 16 times the chip of trn2.3xlarge.
 _TRN1 = Machine(
     "trn1.32xlarge",
     vcpus=128,
@@ -128,12 +128,12 @@ MACHINES: Mapping[str, Machine] = {
     )
 }
 NODES: Mapping[str, Node] = {name: machine.node for name, machine in MACHINES.items()}
-"""What a node of a job can ask for on each of them."""
+"""Resources that a job can request on one node of each instance type."""
 PRICES_USD_PER_HOUR: dict[str, float] = {
     name: machine.usd_per_hour for name, machine in MACHINES.items() if machine.usd_per_hour is not None
 }
 
 
-def price_usd_per_hour(instance: str, given: float | None) -> float | None:
-    """Return the price in the settings, else that of the table; None for an instance that nobody has priced."""
-    return PRICES_USD_PER_HOUR.get(instance) if given is None else given
+def price_usd_per_hour(instance: str, configured: float | None) -> float | None:
+    """Return the price in the settings, else the one in the table, None if unknown."""
+    return PRICES_USD_PER_HOUR.get(instance) if configured is None else configured

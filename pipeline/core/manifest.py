@@ -1,4 +1,4 @@
-"""The manifest: the one marker that makes an artefact visible, with the size and checksum of each of its files."""
+"""The manifest, the marker of a committed artefact with the size and checksum of each of its files."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ SCHEMA_VERSION = 1
 
 
 def _check_name(name: str) -> str:
-    """A manifest comes from outside: its names must not lead out of the folder they are fetched into."""
+    """Check that a file name from a manifest, which is untrusted input, does not leave the folder of the artefact."""
     if name == MANIFEST_NAME or "\\" in name or "\0" in name or any(p in ("", ".", "..") for p in name.split("/")):
         raise ValueError(f"file name {name!r} is not a plain relative path")
     return name
@@ -24,14 +24,14 @@ FileName = Annotated[str, AfterValidator(_check_name)]
 
 
 class FileRecord(Record):
-    """One file: its size and the hex xxh3_128 of its bytes."""
+    """The size of a file and the hex xxh3_128 of its bytes."""
 
     size_bytes: int = Field(ge=0)
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
 
 
 class Manifest(Record):
-    """What a committed folder holds. `fields` belongs to the artefact's kind."""
+    """The content of a committed folder. The meaning of `fields` depends on `kind`."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str = Field(min_length=1)
@@ -41,22 +41,22 @@ class Manifest(Record):
 
     @property
     def digest(self) -> str:
-        """sha256 of the canonical JSON of everything else; names the content, equal for equal artefacts."""
+        """SHA-256 of the canonical JSON of all other fields. Equal for equal artefacts."""
         return _digest(self.model_dump(mode="json"))
 
     @property
     def size_bytes(self) -> int:
-        """Sum over the files."""
+        """Total size of the files."""
         return sum(record.size_bytes for record in self.files.values())
 
     def to_json(self) -> bytes:
-        """The stored form. ValueError when a field is NaN or infinite."""
+        """Return the stored form. Raises ValueError if a field is NaN or infinite."""
         body = self.model_dump(mode="json")
         return json.dumps({**body, "digest": _digest(body)}, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes, *, source: str = "manifest") -> "Manifest":
-        """Read and check. DataError naming `source` when it is no manifest, of a later version or was altered."""
+        """Parse and check a manifest. Raises DataError naming `source` if it is invalid, modified or too new."""
         try:
             body: Any = json.loads(data)
         except ValueError as error:
@@ -72,7 +72,7 @@ class Manifest(Record):
         digest = body.pop("digest", None)
         try:
             if digest != _digest(body):
-                raise _bad(source, "has a digest that does not fit its content")
+                raise _bad(source, "has a digest that does not match its content")
             return cls.model_validate(body, strict=True)
         except (ValidationError, ValueError) as error:
             raise _bad(source, "does not have the fields of a manifest") from error
@@ -83,9 +83,9 @@ def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _bad(source: str, what: str) -> DataError:
+def _bad(source: str, problem: str) -> DataError:
     return DataError(
-        f"{source} {what}",
+        f"{source} {problem}",
         expected="the manifest as it was committed",
         next_command="delete that folder and run the stage that wrote it again",
     )

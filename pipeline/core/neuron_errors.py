@@ -1,8 +1,8 @@
-"""What an error of the Neuron runtime, driver, network or compiler means: one table, and the error to raise for a text.
+"""Table of errors of the Neuron runtime, driver, network and compiler, and the error to raise for an output.
 
 Status codes: the Neuron runtime's nrt_status.h. Log patterns: AWS Neuron documentation, runtime troubleshooting.
-RETRY: the same work may pass elsewhere or later; FIX: fails on every machine. If the facts leave both open, RETRY: a
-few short attempts cost less than a night lost to one sick machine.
+RETRY: the same work may succeed later or elsewhere. FIX: it fails on every machine. Unclear cases are RETRY, because a
+few short attempts cost less than a night lost to a faulty machine.
 """
 
 import re
@@ -12,42 +12,42 @@ from enum import IntEnum
 
 from pipeline.core.errors import ConfigError, NumericError, TransientError, TrnpipeError
 
-# -9 is what Python calls a process ended by SIGKILL; F137 is neuronx-cc's own word when that hit one of its children.
+# -9 is the return code in Python of a process killed by SIGKILL. neuronx-cc reports F137 if a child was killed.
 COMPILER_KILLED = re.compile(
     r"neuronx-cc was forcibly killed|\[F137\]|neuronx-cc.*Signals\.SIGKILL"
     r"|(?:neuronx-cc|[Cc]ompil\w*)\b.*(?:failed|exited|returned|status|code|terminated)\D{0,20}(?<![\w.])-9(?!\.?\w)"
     r"|failed compilation:\D{0,80}(?<![\w.])-9(?!\.?\w)"
 )
-"""One line of a compile's log that reports it."""
+"""Matches a line in the log of a compilation which reports that the compiler was killed."""
 
 
 class Evidence(IntEnum):
-    """How much a row says about the cause. In one log a single fault shows as many messages."""
+    """The strength of a row as evidence of the cause. A single fault causes many messages in a log."""
 
     ECHO = 0
-    """Often only follows another error, or comes from a peer."""
+    """Often the consequence of another error, possibly on another rank."""
     LIKELY = 1
     PROOF = 2
-    """Broken hardware, named: the cause whatever else is reported."""
+    """Reports broken hardware, which is the cause regardless of other messages."""
 
 
 @dataclass(frozen=True)
 class NeuronError:
-    """A row. `sign`: NRT status, or a regular expression for one line."""
+    """A row of the table. `pattern`: NRT status, or a regular expression for one line."""
 
     name: str
     error: type[TrnpipeError]
     action: str
-    sign: int | str
+    pattern: int | str
     evidence: Evidence = Evidence.LIKELY
 
 
 _REPLACE = "replace the machine: terminate it, or stop and start it"
 _RELOAD = "sudo modprobe -r neuron; sudo modprobe neuron; if it repeats, replace the machine"
-_SOFTWARE = "no machine helps: report it with the runtime's log (NEURON_RT_LOG_LEVEL=INFO)"
-_HANG = "look at dmesg here and for the first error on the other nodes, then run the job again"
-_CORES = f"end the processes that hold the cores (neuron-ls) and wait 10 s; else {_RELOAD}"
-_VERSIONS = "compile again with the neuronx-cc of this SDK: compiler, runtime and driver must belong together"
+_SOFTWARE = "another machine does not help: report it with the log of the runtime (NEURON_RT_LOG_LEVEL=INFO)"
+_HANG = "check dmesg here and the first error on the other nodes, then run the job again"
+_CORES = f"end the processes that use the cores (neuron-ls) and wait 10 s; else {_RELOAD}"
+_VERSIONS = "compile again with the neuronx-cc of this SDK: compiler, runtime and driver must have matching versions"
 _MEMORY = "fewer loader workers, a smaller micro-batch, or a machine with more memory"
 ECHO, LIKELY, PROOF = Evidence
 RETRY, FIX = TransientError, ConfigError
@@ -68,10 +68,10 @@ ROWS = (
     NeuronError("NRT_QUEUE_EMPTY", FIX, _SOFTWARE, 15, ECHO),
     NeuronError("NRT_EXEC_UNIT_UNRECOVERABLE", RETRY, _RELOAD, 101),
     NeuronError("NRT_EXEC_BAD_INPUT", FIX, _SOFTWARE, 1002),
-    NeuronError("NRT_EXEC_COMPLETED_WITH_NUM_ERR", NumericError, "NaN: look at the model and the data", 1003),
-    NeuronError("NRT_EXEC_COMPLETED_WITH_ERR", RETRY, "dmesg: a memory error? If it repeats, the graph", 1004),
+    NeuronError("NRT_EXEC_COMPLETED_WITH_NUM_ERR", NumericError, "NaN: check the model and the data", 1003),
+    NeuronError("NRT_EXEC_COMPLETED_WITH_ERR", RETRY, "check dmesg for memory errors; if it repeats, the graph", 1004),
     NeuronError("NRT_EXEC_NC_BUSY", RETRY, _CORES, 1005),
-    NeuronError("NRT_EXEC_OOB", FIX, "an index beyond a table: token ids against the vocabulary, positions", 1006),
+    NeuronError("NRT_EXEC_OOB", FIX, "index out of bounds: check token ids and positions", 1006),
     NeuronError("NRT_COLL_PENDING", RETRY, "run the job again", 1100),
     NeuronError("NRT_EXEC_HW_ERR_COLLECTIVES", RETRY, _HANG, 1200),
     NeuronError("NRT_EXEC_HW_ERR_HBM_UE", RETRY, _REPLACE, 1201, PROOF),
@@ -83,8 +83,8 @@ ROWS = (
     NeuronError(
         "hardware error",
         RETRY,
-        f"{_REPLACE}; a memory error may be repaired by: {_RELOAD}",
-        # Any type that is not known: an error the kernel calls one of hardware is believed.
+        f"{_REPLACE}; a memory error may be repaired with: {_RELOAD}",
+        # Any unknown type is treated as a hardware error, because the kernel reports it as one.
         r"NEURON_HW_ERR=(?!HANG_ON_COLLECTIVES\b)\w|Uncorrectable (?:HBM )?memory error"
         r"|DMA [TR]X engine \d+ is in an abort state",
         PROOF,
@@ -105,7 +105,9 @@ ROWS = (
     ),
     NeuronError("compiler cache lock", RETRY, "trnpipe cache repair", r"Another process must be compiling"),
     NeuronError(
-        *("peer died", RETRY, _HANG, r"RX, connection closed by remote peer|Call to recv failed\s*: Broken pipe", ECHO)
+        *("peer died", RETRY, _HANG),
+        r"RX, connection closed by remote peer|Call to recv failed\s*: Broken pipe",
+        ECHO,
     ),
     NeuronError(
         "no EFA for many nodes",
@@ -126,7 +128,7 @@ ROWS = (
         r"Out of memory: Killed process|neuronx-cc was forcibly killed|\[F137\]"
         r"|neuronx-cc\b[^\n]{0,200}(?:(?<![\w.])-9(?!\.?\w)|SIGKILL|(?:status|code)\D{0,12}70\b)",
     ),
-    NeuronError("killed with SIGTERM", RETRY, "dmesg: was it the host's memory?", r"Received 15 death signal", ECHO),
+    NeuronError("killed with SIGTERM", RETRY, "check dmesg for out of memory", r"Received 15 death signal", ECHO),
 )
 
 # `nrt_execute: status=1004`, `nrt_init failed with error code 1`, `Inference completed with err: 1004`.
@@ -139,41 +141,41 @@ _NAME = re.compile(r"\b(NRT_[A-Z_]+)\b")
 
 @dataclass(frozen=True)
 class Match:
-    """A row, and the first line that shows it."""
+    """A row of the table and the first line that matches it."""
 
     row: NeuronError
     line: str
 
 
 def classify(text: str) -> tuple[Match, ...]:
-    """Return every row that `text` shows, each once, in order of appearance."""
+    """Return the rows that match `text`, each once, in order of appearance."""
     starts: dict[str, int] = {}
     for pattern in (_CODE, _NAME):
         for match in pattern.finditer(text):
             starts.setdefault(match[1], match.start())
-    found = []
+    matches = []
     for row in ROWS:
-        if isinstance(row.sign, str):
-            shown = re.search(row.sign, text)
-            places = [shown.start()] if shown else []
+        if isinstance(row.pattern, str):
+            first = re.search(row.pattern, text)
+            positions = [first.start()] if first else []
         else:
-            places = [starts[key] for key in (row.name, str(row.sign)) if key in starts]
-        if places:
-            start = min(places)
+            positions = [starts[key] for key in (row.name, str(row.pattern)) if key in starts]
+        if positions:
+            start = min(positions)
             line = text[text.rfind("\n", 0, start) + 1 :].partition("\n")[0].strip()
             if len(line) > 300:
                 line = text[start : start + 300].partition("\n")[0].strip()
-            found.append((start, Match(row, line)))
-    return tuple(match for _, match in sorted(found, key=lambda item: item[0]))
+            matches.append((start, Match(row, line)))
+    return tuple(match for _, match in sorted(matches, key=lambda item: item[0]))
 
 
 def decisive(matches: Iterable[Match]) -> Match | None:
-    """Return the match to act on: broken hardware first, echoes last, then FIX before RETRY, then the first."""
+    """Return the match to act on: strongest evidence first, then FIX before RETRY, then the first."""
     return max(matches, key=lambda match: (match.row.evidence, match.row.error is not RETRY), default=None)
 
 
 def device_error(text: str) -> TrnpipeError | None:
-    """Return the error to raise for what a program on Neuron devices printed; None if the table does not know it."""
+    """Return the error to raise for the output of a program on Neuron devices, None if no row matches."""
     match = decisive(classify(text))
     if match is None:
         return None

@@ -1,8 +1,8 @@
-"""Packages that only one feature needs: what to install, and the error for one that is missing.
+"""Optional packages, with the command to install them and the error if one is missing.
 
-Importing the one module that uses such a package raises ImportError. The caller that was asked for the feature turns it
-into the error of `missing_package`. Commands name the package, not an extra of trnpipe: this project is on no package
-index, so whatever is found there under its name is a stranger's.
+Importing the module that uses such a package raises ImportError, which the caller of the feature translates with
+`missing_package`. Commands install the package instead of an extra of trnpipe, because trnpipe is not on a package
+index: a package with this name there would be a stranger's.
 """
 
 import shlex
@@ -17,16 +17,16 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard>=2.18",),
     "torch_xla": ("torch-xla==2.9.0", "torch==2.9.1"),
 }
-"""By the name of the module that is imported, as the extras of pyproject.toml have them."""
+"""Requirements by the name of the imported module, as in the extras of pyproject.toml."""
 
 
 def install_command(module: str) -> str:
-    """Return the command that installs what `module` is imported from."""
+    """Return the command that installs the packages of `module`."""
     return f"pip install {' '.join(map(shlex.quote, REQUIREMENTS[module]))}"
 
 
 def missing_package(module: str, feature: str, error: ImportError, *, otherwise: str = "") -> ConfigError:
-    """Return the error for `feature`, whose package cannot be imported. `otherwise`: what helps without it."""
+    """Return the error for a feature whose package cannot be imported. `otherwise`: alternative to installing it."""
     return ConfigError(
         f"{feature} needs {module}, which cannot be imported: {first_line(error)}",
         expected=" and ".join(REQUIREMENTS[module]),

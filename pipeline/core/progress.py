@@ -1,29 +1,29 @@
-"""How far long work is. Whoever does it counts; the rim names a display once, and without one nothing is shown."""
+"""Progress of long operations. Library code reports it, and the command selects a display, if any."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 Say = Callable[[str], object]
-"""Where a line for people goes."""
+"""Prints a line for the user."""
 
 Advance = Callable[[int], None]
-"""Adds to what is done; 0 only says that the work goes on."""
+"""Adds a number of finished units. 0 refreshes the display."""
 Display = Callable[[str, int | None, str], AbstractContextManager[Advance]]
-"""(name, total or None when unknown, unit) to an Advance, for as long as the work takes."""
+"""Shows an operation (name, total or None if unknown, unit) in a context that yields an Advance."""
 
 _display: ContextVar[Display | None] = ContextVar("display", default=None)
 
 
 @contextmanager
 def no_display(name: str, total: int | None, unit: str) -> Iterator[Advance]:
-    """Show nothing of work that is part of another."""
+    """Show nothing, for an operation inside another one."""
     yield lambda count: None
 
 
 @contextmanager
-def shown_on(display: Display) -> Iterator[None]:
-    """Progress of this thread goes to `display`. Threads and processes that it starts show nothing of their own."""
+def use_display(display: Display) -> Iterator[None]:
+    """Show the progress of this thread on `display`. Threads and processes that it starts show nothing."""
     token = _display.set(display)
     try:
         yield
@@ -33,10 +33,10 @@ def shown_on(display: Display) -> Iterator[None]:
 
 @contextmanager
 def progress(name: str, total: int | None, unit: str) -> Iterator[Advance]:
-    """Work of `total` units. A display shows it with its rate and an ETA once it takes more than a few seconds.
+    """Report the progress of an operation of `total` units. A display shows rate and ETA after a few seconds.
 
     Args:
-        unit: what is counted, in the plural; `bytes` are shown with binary prefixes.
+        unit: plural of the unit. `bytes` are shown with binary prefixes.
     """
     display = _display.get()
     with (display or no_display)(name, total, unit) as advance:

@@ -1,4 +1,4 @@
-"""The base of settings and of what is stored as JSON."""
+"""The base class of settings and of records that are stored as JSON."""
 
 import shlex
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Record(BaseModel):
-    """Immutable; a field that this version does not know is refused."""
+    """Base class of immutable models that reject unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     retired: ClassVar[Mapping[str, Any]] = {}
-    """Fields of earlier versions, with the only value that a stored record or file may still give them (...: any)."""
+    """Fields of earlier versions, each with the only value that is still accepted in records and files (...: any)."""
     short: ClassVar[tuple[str, ...]] = ()
-    """Two fields that the text `a=b` sets in a list of such records among the settings."""
+    """The two fields that the short form `a=b` sets, for settings that are lists of such records."""
 
     @model_validator(mode="before")
     @classmethod
@@ -25,42 +25,36 @@ class Record(BaseModel):
 
 
 def without_retired(retired: Mapping[str, Any], value: Any) -> Any:
-    """Return a mapping without its retired fields.
-
-    Raises ValueError if one of them has a value that this version cannot honour.
-    """
+    """Return a mapping without its retired fields. Raises ValueError if one of them has an unsupported value."""
     if not retired or not isinstance(value, Mapping):
         return value
     for name in retired.keys() & value.keys():
         neutral = retired[name]
         if neutral is not ... and value[name] != neutral and value[name] != _as_text(neutral):
-            raise ValueError(f"{name} = {value[name]}: this version has no such setting; it reads {neutral} only")
+            raise ValueError(f"{name} = {value[name]}: this setting was removed, only {neutral} is still accepted")
     return {name: item for name, item in value.items() if name not in retired}
 
 
 def with_retired(record: Record) -> dict[str, Any]:
-    """Return the fields for JSON, retired ones at their neutral values: what is hashed of them stays as it was."""
-    found = {name: value for name, value in record.retired.items() if value is not ...}
+    """Return the fields for JSON, with retired ones at their neutral values, so that hashes do not change."""
+    fields = {name: value for name, value in record.retired.items() if value is not ...}
     for name, value in record.model_dump(mode="json").items():
         inner = getattr(record, name)
-        found[name] = with_retired(inner) if isinstance(inner, Record) else value
-    return found
+        fields[name] = with_retired(inner) if isinstance(inner, Record) else value
+    return fields
 
 
-def fitted(kind: Any, value: Any, *, inside: bool = False) -> Any:
-    """A value in which numbers, booleans and days `inside` a list or mapping of texts are texts, as in the data.
-
-    A text in a list of records is their short form, `a` or `a=b`.
-    """
+def coerce_texts(kind: Any, value: Any, *, inside: bool = False) -> Any:
+    """Convert values `inside` lists and mappings of strings to strings, and expand the short form of records."""
     options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    for option in (get_args(one)[0] if get_origin(one) is Annotated else one for one in options):
+    for option in (get_args(option)[0] if get_origin(option) is Annotated else option for option in options):
         origin, args = get_origin(option), get_args(option)
         if option is str and inside:
             return _as_text(value)
         if origin is tuple and isinstance(value, list | tuple):
-            return [fitted(args[0], item, inside=True) for item in value]
+            return [coerce_texts(args[0], item, inside=True) for item in value]
         if origin is dict and isinstance(value, Mapping):
-            return {key: fitted(args[1], item, inside=True) for key, item in value.items()}
+            return {key: coerce_texts(args[1], item, inside=True) for key, item in value.items()}
         if isinstance(option, type) and issubclass(option, Record):
             return _record(option, value)
     return value
@@ -75,12 +69,14 @@ def _as_text(value: Any) -> Any:
 
 
 def _record(model: type[Record], value: Any) -> Any:
-    """The fields of a record in a list, from a table or from its short form."""
+    """Return the fields of a record in a list, from a table or its short form."""
     if isinstance(value, str) and model.short:
         first, equals, second = value.partition("=")
-        words = shlex.split(second) if get_origin(model.model_fields[model.short[1]].annotation) is tuple else second
-        value = {model.short[0]: first} | ({model.short[1]: words} if equals else {})
+        is_tuple = get_origin(model.model_fields[model.short[1]].annotation) is tuple
+        value = {model.short[0]: first} | (
+            {model.short[1]: shlex.split(second) if is_tuple else second} if equals else {}
+        )
     if not isinstance(value, Mapping):
         return value
     kinds = {name: field.annotation for name, field in model.model_fields.items()}
-    return {name: fitted(kinds.get(name), item, inside=True) for name, item in value.items()}
+    return {name: coerce_texts(kinds.get(name), item, inside=True) for name, item in value.items()}

@@ -1,4 +1,4 @@
-"""Order of samples as a pure function: a keyed permutation that is computed, never stored.
+"""Keyed permutations of samples that are computed on the fly and never stored.
 
 A Feistel network over the smallest even-bit domain that holds `size`, cycle-walked back into range (Black and Rogaway,
 "Ciphers with Arbitrary Finite Domains", CT-RSA 2002): a bijection of [0, size) in O(1) memory for any size.
@@ -8,14 +8,14 @@ import numpy as np
 
 from pipeline.core.arrays import Int64s, UInt64s
 
-_ROUNDS = 8  # with 4, one place of 5 was 34% off uniform over 3,000 keys; with 8, within chance
+_ROUNDS = 8  # with 4, one of 5 positions was 34% off uniform over 3,000 keys, with 8 within chance
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = 2**64 - 1
 
 
 def mix64(values: UInt64s) -> UInt64s:
-    """The finaliser of splitmix64 (Steele et al. 2014): a 64-bit hash, element by element."""
+    """Return an elementwise 64-bit hash, the finaliser of splitmix64 (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * _MIX1
         values = (values ^ (values >> np.uint64(27))) * _MIX2
@@ -23,9 +23,9 @@ def mix64(values: UInt64s) -> UInt64s:
 
 
 def stream_key(seed: int, *parts: int) -> int:
-    """A 64-bit key for one named use of a seed: (seed, purpose, epoch, ...)."""
+    """Return a 64-bit key for one use of a seed: (seed, purpose, epoch, ...)."""
     key = seed & _MASK64
-    for part in parts:  # mix64 in Python's integers: 15 times faster for a single value
+    for part in parts:  # mix64 with Python integers, which is 15 times faster for a single value
         key = (key * int(_GOLDEN) + part + int(_GOLDEN)) & _MASK64
         key = ((key ^ (key >> 30)) * int(_MIX1)) & _MASK64
         key = ((key ^ (key >> 27)) * int(_MIX2)) & _MASK64
@@ -34,11 +34,11 @@ def stream_key(seed: int, *parts: int) -> int:
 
 
 def permute(positions: Int64s, size: int, key: int) -> Int64s:
-    """Where each position of a shuffled sequence of `size` items points to.
+    """Return the item at each position of a shuffled sequence of `size` items.
 
     Args:
         positions: int64 of any shape, each in [0, size).
-        size: number of items; positions map one to one onto [0, size).
+        size: number of items. All positions map one to one onto [0, size).
         key: 64-bit key, see `stream_key`.
     """
     if size <= 1:
@@ -53,18 +53,18 @@ def permute(positions: Int64s, size: int, key: int) -> Int64s:
 
 
 def permute_runs(positions: Int64s, size: int, key: int, run: int) -> Int64s:
-    """`permute` of whole runs of `run` neighbouring items, which stay in order. O(1) memory.
+    """Permute runs of `run` neighbouring items, which stay in order. O(1) memory.
 
-    Runs are counted from an item that the key chooses, and around the end, so that with another key other items stay
-    together. Items that fill no whole run come last.
+    The first run starts at an item that the key selects, and the sequence wraps around, so that another key keeps other
+    items together. Items that do not fill a run are last.
     """
     if run == 1 or size <= run:
         return permute(positions, size, key)
     runs = size // run
-    number, place = np.divmod(positions, run)
-    whole = number < runs
-    number[whole] = permute(number[whole], runs, key)
-    result: Int64s = (number * run + place + stream_key(key, size) % size) % size
+    run_index, offset = np.divmod(positions, run)
+    is_full = run_index < runs
+    run_index[is_full] = permute(run_index[is_full], runs, key)
+    result: Int64s = (run_index * run + offset + stream_key(key, size) % size) % size
     return result
 
 

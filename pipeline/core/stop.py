@@ -1,4 +1,4 @@
-"""The one stop signal that every long loop polls."""
+"""The stop signal that every long loop polls."""
 
 import threading
 
@@ -6,16 +6,16 @@ from pipeline.core.errors import Preempted
 
 
 class StopSignal:
-    """Set once by a signal handler, read everywhere. Thread-safe."""
+    """Flag that a signal handler sets and all loops poll. Thread-safe."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self.reason = ""
-        self.is_shown = False
-        """Whether a picture on the terminal answers Ctrl-C, which a line would damage."""
+        self.has_live_display = False
+        """A live display on the terminal responds to Ctrl-C, so no line may be printed."""
 
     def set(self, reason: str) -> None:
-        """Ask every loop to stop at its next safe point; the first reason is kept."""
+        """Request all loops to stop at their next safe point. The first reason is kept."""
         if not self._event.is_set():
             self.reason = reason
             self._event.set()
@@ -24,13 +24,13 @@ class StopSignal:
         return self._event.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until the signal or the time-out; True when the signal is set."""
+        """Sleep until the signal is set or the time-out. Return whether it is set."""
         return self._event.wait(timeout_s)
 
     def raise_if_set(self, doing: str) -> None:
-        """Raise Preempted when set. `doing` says what was interrupted."""
+        """Raise Preempted if set. `doing` describes the interrupted work."""
         if self.is_set():
             raise Preempted(
                 f"stopped by {self.reason} while {doing}",
-                next_command="run the same command again; it continues where it stopped",
+                next_command="run the same command again to continue",
             )

@@ -19,10 +19,10 @@ from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.readers import Planner, object_version, read_file, suffix_format, version_of
 from pipeline.data.rows import READER_VERSION, RawBatch, shorten
-from pipeline.io.commit import record_of
+from pipeline.io.commit import stream_record
 from pipeline.io.paths import user_path
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import ObjectStat, Storage, open_storage, os_errors, place_of
+from pipeline.io.storage import ObjectStat, Storage, open_parent, open_storage, os_errors
 
 FLAT = "flat"
 _MAX_NAMES = 5
@@ -76,7 +76,7 @@ class Files:
                 if storage.local_path(stat.key) is not None:
                     version = version_of(storage, stat.key)
                     with storage.open_read(stat.key) as file:
-                        content = record_of(file, storage.stop, advance).xxh3_128
+                        content = stream_record(file, storage.stop, advance).xxh3_128
                 content_id = fingerprint([content, READER_VERSION])
                 inputs.append(InputFile(stat.key, name, content_id, stat.size_bytes, version))
         return tuple(inputs)
@@ -134,7 +134,7 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
     """
     is_local = "://" not in path or path.startswith("file:///")
     local = user_path(path.removeprefix("file://") if is_local else "/")
-    with os_errors("looking at", path):
+    with os_errors("checking", path):
         is_folder = local.is_dir() if is_local else not urlsplit(path).path.strip("/")
         is_missing = is_local and not local.exists()
     if is_missing:
@@ -150,7 +150,7 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
             next_command=f"{setting} {re.sub('(?<!:)//+.*', '/', path)}",
         )
     if not is_folder:
-        storage, name = place_of(path, retry=retry or RetryPolicy(), stop=stop)
+        storage, name = open_parent(path, retry=retry or RetryPolicy(), stop=stop)
         stat = storage.stat(name)
         below = [] if is_local else list(islice(open_storage(path, retry=retry, stop=stop).list(""), 1))
         if stat and below and stat.size_bytes and not path.endswith("/"):

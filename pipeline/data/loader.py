@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.batch_order import BatchPlan, RankShare, rank_slice
+from pipeline.core.batch_order import BatchPlan, RankSlice, rank_slice
 from pipeline.core.shuffle import mix64
 from pipeline.data.shards import Arrays
 from pipeline.model.relevance import GroupInputs, RelevanceInputs
@@ -49,7 +49,7 @@ class MicroBatch:
 
 
 def training_batches(
-    source: GroupSource, plan: BatchPlan, share: RankShare, start: int, stop: int
+    source: GroupSource, plan: BatchPlan, share: RankSlice, start: int, stop: int
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of optimizer steps `start` <= position < `stop`, `share.accumulation` of each.
 

@@ -90,7 +90,7 @@ def version_of(storage: Storage, key: str) -> str:
     if path is None:
         stat = storage.stat(key)
         return object_version(stat) if stat else ""
-    with os_errors("looking at", storage.uri(key)):
+    with os_errors("checking", storage.uri(key)):
         try:
             found = path.stat()
         except (FileNotFoundError, NotADirectoryError):

@@ -87,11 +87,13 @@ def reading_progress(doing: str, files: Sequence[InputFile]) -> Iterator[Callabl
         yield tell
 
 
-def read_products(source: Source, stop: StopSignal) -> Iterator[RawBatch]:
-    """Yield id, title and text of the product of every row. Raises as Source.read, and Preempted."""
+def read_products(
+    source: Source, stop: StopSignal, fields: Sequence[str] = ("product_id", "title", "text")
+) -> Iterator[RawBatch]:
+    """Yield some fields of every row, by default those of its product. Raises as Source.read, and Preempted."""
     with reading_progress("reading products", source.files) as tell:
         for file in source.files:
-            for batch in source.read(file, ["product_id", "title", "text"]):
+            for batch in source.read(file, fields):
                 stop.raise_if_set(f"reading {file.key}")
                 tell(batch)
                 yield batch

@@ -144,6 +144,8 @@ _ORDERS = (
 )
 """Known sets of labels in small letters with their gains, least relevant first."""
 _MAX_SHOWN = 20
+_RARE = 0.005
+"""Share of the rows below which a label that does not fit the others is taken for a mistake."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,12 @@ def known_order(labels: Sequence[str]) -> dict[str, float] | None:
         return None
     low, high = values[0], values[-1]
     return {label: (value - low) / (high - low) if high > low else float(value > 0) for value, label in grades}
+
+
+def common_labels(counts: Mapping[str, int]) -> list[str]:
+    """Return the labels without rare ones, which look like mistakes if the others have a known order; else all."""
+    common = [name for name, rows in counts.items() if rows >= _RARE * sum(counts.values())]
+    return common if known_order(common) else [*counts]
 
 
 def decide_labels(config: DataConfig, fixed: Mapping[str, float], seen: Survey | None) -> LabelSet:
@@ -204,10 +212,13 @@ def decide_labels(config: DataConfig, fixed: Mapping[str, float], seen: Survey |
     if (ordered := known_order([*seen.labels])) is not None:
         return LabelSet(ordered, tuple(ordered.values()))
     by_rows = sorted(seen.labels, key=lambda name: (-seen.labels[name].rows, name))[:_MAX_SHOWN]
-    value = json.dumps(by_rows) if any("," in name or name[:1] in "[{" for name in by_rows) else ",".join(by_rows)
+    ordered = known_order(common_labels({name: one.rows for name, one in seen.labels.items()}))
+    given, what = list(ordered or by_rows), "put in order: the least relevant first"
+    what = "which makes the rows of all other labels bad rows" if ordered else what
+    value = json.dumps(given) if any("," in name or name[:1] in "[{" for name in given) else ",".join(given)
     raise DataError(
         f"cannot infer the order of the {len(seen.labels)} labels in column {column!r}: "
         + ", ".join(f"{name} ({seen.labels[name].rows:,} rows)" for name in by_rows),
         expected="data.labels, a column of gains that differ, or grades from 0",
-        next_command=f"--data.labels={shlex.quote(value)}, put in order: the least relevant first",
+        next_command=f"--data.labels={shlex.quote(value)}, {what}",
     )

@@ -27,7 +27,7 @@ from pipeline.data.sources import Source
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import HEAD_BYTES, KeyNotFound, Storage, check_downloaded, open_storage, place_of
+from pipeline.io.storage import HEAD_BYTES, KeyNotFound, Storage, check_downloaded, open_parent, open_storage
 from pipeline.proc.pool import run_tasks
 
 SAMPLE_ROWS = 1_000_000
@@ -273,7 +273,7 @@ def given_tokenizer(config: DataConfig, parent: bytes | None, stop: StopSignal) 
         return None if parent is None else TextTokenizer(parent, "the parent model's tokenizer")
     path = config.tokenizer.path
     try:
-        storage, name = place_of(path, retry=RetryPolicy(), stop=stop)
+        storage, name = open_parent(path, retry=RetryPolicy(), stop=stop)
         data = storage.read_bytes(name)
     except KeyNotFound as error:
         raise ConfigError(

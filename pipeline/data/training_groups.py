@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.arrays import Int32s, Int64s
-from pipeline.core.batch_order import EMPTY, Groups, deal_groups, first_rows, locate, place_among_equals
+from pipeline.core.batch_order import EMPTY, Groups, deal_groups, first_rows, locate, rank_among_equals
 from pipeline.core.shuffle import mix64, permute_runs, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
@@ -181,7 +181,7 @@ class MinedGroups:
         """Look up the queries of groups: `query_id` has an array for each length."""
         together = np.concatenate(list(query_id))
         starts = first_rows([len(ids) for ids in query_id])
-        return MinedGroups(products, starts, products.places(together), *place_among_equals(together))
+        return MinedGroups(products, starts, products.places(together), *rank_among_equals(together))
 
     def choose(self, pools: Int64s, numbers: Int64s, epoch: int) -> Int64s:
         """Return products [N, slots] of groups `numbers[i]` of pool `pools[i]` in an epoch."""
@@ -242,7 +242,7 @@ class GroupedRows:
         tokens = query[first] + np.where(members == EMPTY, 0, product[members]).sum(axis=1)
         if mined is not None:
             tokens += mined.room(query_id[first])
-        groups = Groups.of(members, tokens, lengths)
+        groups = Groups.from_members(members, tokens, lengths)
         asking = None
         if mined is not None:
             asking = MinedGroups.of(mined, [query_id[members[:, 0]] for members in groups.members])
@@ -410,7 +410,7 @@ def _topic_order(source: RowSource, query_id: Int64s, first: Int64s) -> Int64s:
 
     `first` [G]: a row of each group.
     """
-    place, _ = place_among_equals(query_id[first])
+    place, _ = rank_among_equals(query_id[first])
     keys = [np.zeros((0, _TOPIC_TOKENS // 3), dtype=np.int64)]
     for texts in _blocks(source, first, ("query",)):
         shown = texts["query"][:, 1 : 1 + _TOPIC_TOKENS]  # the first one begins every text

@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.backends import prefetched
 from pipeline.context import Figure, StageContext
 from pipeline.core.arrays import Int64s
-from pipeline.core.format import format_count, format_duration, format_share
+from pipeline.core.format import format_count, format_duration, format_percent
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.catalogue import TextRules, WorkShard, make_window, read_shard
@@ -231,7 +231,7 @@ class EmbedWatch:
         return (
             f"embed {format_count(self.done + rows)}/{format_count(self.total)} rows"
             f" | {format_count(device.texts / seconds)} texts/s | {format_count(device.tokens / seconds)} tokens/s"
-            f" | padding {format_share(device.padding_share)} | idle {format_share(device.idle_share)}{eta}"
+            f" | padding {format_percent(device.padding_share)} | idle {format_percent(device.idle_share)}{eta}"
         )
 
     def finish(self) -> dict[str, Figure]:

@@ -48,7 +48,7 @@ from pipeline.embed.vectors import (
 )
 from pipeline.io.commit import check_sizes, hash_bytes, read_manifest
 from pipeline.io.parts import Part, Parts
-from pipeline.io.storage import Storage, join_key, names_in
+from pipeline.io.storage import Storage, join_key, list_names
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
 
@@ -179,7 +179,7 @@ def part_store(storage: Storage, plan: EmbedPlan) -> Parts[PartRecord]:
         files=vectors_prefix(plan.cycle),
         kind=PartRecord,
         names=lambda index: plan.layout.names(part_stem(index)),
-        is_ours=is_of_plan,
+        is_same_work=is_of_plan,
     )
 
 
@@ -293,7 +293,7 @@ def _finish(
     check_sizes(workspace, prefix, manifest)
     workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())  # another worker may have been first
     # Files of rewritten parts and of an earlier plan.
-    superseded = {name for name in names_in(workspace, prefix) if name.startswith("part-")} - manifest.files.keys()
+    superseded = {name for name in list_names(workspace, prefix) if name.startswith("part-")} - manifest.files.keys()
     workspace.delete(join_key(prefix, name) for name in sorted(superseded))
     return result
 

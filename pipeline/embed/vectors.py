@@ -30,7 +30,7 @@ from pipeline.io.atomic import exclusive, make_dirs, staging_dir
 from pipeline.io.commit import check_sizes, commit_dir, read_manifest
 from pipeline.io.paths import cache_folder, user_path
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import Storage, join_key, open_storage, os_errors, place_of
+from pipeline.io.storage import Storage, join_key, open_parent, open_storage, os_errors
 
 IdType = Literal["int64", "uint64", "string"]
 ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(), "string": pa.string()}
@@ -356,7 +356,7 @@ def open_vectors(uri: str, cache: str | Path | None = None, *, stop: StopSignal 
     cache has them. Raises DataError if there are none, ConfigError for a bad URI.
     """
     stop = stop or StopSignal()
-    storage, name = place_of(uri, retry=RetryPolicy(), stop=stop)
+    storage, name = open_parent(uri, retry=RetryPolicy(), stop=stop)
     manifest, folder = read_manifest(storage, name), storage.local_path(name)
     if manifest is not None and manifest.kind == KIND:
         folder = user_path(str(cache or cache_folder(os.environ) / "vectors")) / manifest.digest

@@ -13,7 +13,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.evaluate.config import OnGolden
 from pipeline.evaluate.gate.compare import GateCheck, Outcome
 from pipeline.evaluate.report import GoldenOutcome, GoldenReport
-from pipeline.io.storage import place_of
+from pipeline.io.storage import open_parent
 from pipeline.settings import Settings
 
 _SHOWN = 5
@@ -43,7 +43,7 @@ def read_golden(settings: Settings, stop: StopSignal) -> tuple[GoldenQuery, ...]
     if path is None:
         return ()
     depth = max(settings.gate.with_ranks(settings.evaluate.metrics).retrieval_at)
-    storage, name = place_of(path, retry=settings.storage, stop=stop)
+    storage, name = open_parent(path, retry=settings.storage, stop=stop)
     try:
         found = _File.model_validate(tomllib.loads(storage.read_bytes(name).decode())).golden
         if deep := [one for one in found if one.top > depth]:

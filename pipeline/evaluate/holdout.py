@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.format import format_share
+from pipeline.core.format import format_percent
 from pipeline.core.progress import progress
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
@@ -112,7 +112,7 @@ class Leak:
         return (self.by_id + self.by_text) / max(1, self.queries)
 
     def text(self) -> str:
-        found = f"{self.by_id + self.by_text:,} of {self.queries:,} holdout queries ({format_share(self.share)})"
+        found = f"{self.by_id + self.by_text:,} of {self.queries:,} holdout queries ({format_percent(self.share)})"
         return f"{found} were trained on ({self.by_id:,} by id, {self.by_text:,} by text)"
 
 
@@ -155,7 +155,7 @@ def refuse_leak(leak: Leak) -> None:
     if leak.share > MAX_LEAK_SHARE:
         raise DataError(
             leak.text(),
-            expected=f"at most {format_share(MAX_LEAK_SHARE)}: they score too well",
+            expected=f"at most {format_percent(MAX_LEAK_SHARE)}: they score too well",
             next_command="give the data a split column that keeps queries apart, prepare and train again;"
             " or --evaluate.leak warn",
         )

@@ -35,7 +35,7 @@ from pipeline.evaluate.score import (
     save_scores,
 )
 from pipeline.io.commit import read_manifest
-from pipeline.model.config import ModelConfig
+from pipeline.model.config import ModelConfig, difference
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.process_group import ProcessGroup
@@ -175,7 +175,7 @@ def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint
         if theirs[name] != ours[name]:
             raise ConfigError(
                 f"the data has other {name} than the {role} {checkpoint.uri} was trained with:"
-                f" {ours[name]!r}, there {theirs[name]!r}",
+                f" {difference(ours[name], theirs[name])}",
                 expected="data that the model can read",
                 next_command=hint,
             )

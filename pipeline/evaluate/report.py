@@ -375,23 +375,22 @@ def load_digest(workspace: Storage, cycle: str) -> ScoreDigest | None:
     return read_record(workspace, digest_key(cycle), ScoreDigest, "a digest of scores", writer)
 
 
-def store_digest(
-    workspace: Storage,
+def score_digest(
     cycle: str,
     models: Sequence[tuple[str, Side]],
     limit: int,
     texts_of: TextsOf,
     moved_by: str,
     moved: Sequence[MovedQuery],
-) -> None:
-    """Store what pages draw of the scores of the candidate and, after it, the incumbent, each with its digest.
+) -> ScoreDigest:
+    """Return what pages draw of the scores of the candidate and, after it, the incumbent, each with its digest.
 
     An incumbent whose scores mean nothing is compared by search alone. `limit`, `texts_of`: see `find_examples`.
     """
     (digest, ours), *others = models
     compared = [(mark, side.rows) for mark, side in others if not side.rows.meaningless]
     examples, lost, won = find_examples(ours.rows, compared[0][1] if compared else None, limit, texts_of)
-    made = ScoreDigest(
+    return ScoreDigest(
         cycle=cycle,
         labels=ours.rows.labels,
         top_gain=max(ours.rows.label_gains),
@@ -404,7 +403,6 @@ def store_digest(
         won=won,
         examples=examples,
     )
-    workspace.write_bytes(digest_key(cycle), made.model_dump_json(indent=1).encode() + b"\n")
 
 
 def model_digest(digest: str, rows: ScoredRows) -> ModelDigest:

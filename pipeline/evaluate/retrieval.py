@@ -131,7 +131,7 @@ class JudgedCatalogue:
         items, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         num_nameless = 0
         for batch in self.batches(("id", "query", "query_id")):
-            ids, queries, names = (_texts(batch, name) for name in ("id", "query", "query_id"))
+            ids, queries, names = (field_texts(batch, name) for name in ("id", "query", "query_id"))
             named = zip(queries, names, strict=True)
             of_rows = [hash63(name or query) if query else NO_QUERY for query, name in named]
             asks = filter_mask(batch.columns, config.queries)
@@ -168,7 +168,7 @@ class JudgedCatalogue:
         held: list[str] = []
         number = row = 0
         for batch in self.batches(("title", "text")):
-            titles, texts = _texts(batch, "title"), _texts(batch, "text")
+            titles, texts = field_texts(batch, "title"), field_texts(batch, "text")
             kept = is_item[row : row + len(titles)].tolist()
             row += len(titles)
             rows_of = zip(titles, texts, kept, strict=True)
@@ -209,7 +209,7 @@ def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> Judg
     return JudgedCatalogue(config, open_files(path, "auto", stop, "--evaluate.retrieval.catalogue"))
 
 
-def _texts(batch: RawBatch, field: str) -> list[str]:
+def field_texts(batch: RawBatch, field: str) -> list[str]:
     """Return a field of every row, stripped; empty texts if the file lacks it."""
     if field not in batch.columns.schema.names:
         return [""] * len(batch.columns)
@@ -543,7 +543,7 @@ class ModelSearch:
             source = open_source(self.settings.data, scratch=self.ctx.scratch, stop=self.ctx.stop)
             batches, name = read_products(source, self.ctx.stop), "product_id"
         for batch in batches:
-            for one, title, text in zip(*(_texts(batch, each) for each in (name, "title", "text")), strict=True):
+            for one, title, text in zip(*(field_texts(batch, each) for each in (name, "title", "text")), strict=True):
                 yield one, title, prefix + product_text(title, text, limit)
 
     @cached_property

@@ -10,7 +10,7 @@ from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.arrays import Int64s
-from pipeline.core.errors import DataError, TransientError
+from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.baselines import ScoredBaseline, fuse, score_baselines
 from pipeline.evaluate.gate.compare import Side
@@ -20,7 +20,8 @@ from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, l
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.models import Models, ModelScorer
-from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, MovedQuery, store_digest
+from pipeline.evaluate.originals import with_originals
+from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, MovedQuery, digest_key, score_digest
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult, moved_queries
 from pipeline.evaluate.score import ScoreSet
 from pipeline.health.device import diagnose_device_error
@@ -311,7 +312,13 @@ class Evaluation:
         limit, metric, moved = self.settings.report.examples, self.search.ndcg, list[MovedQuery]()
         if theirs and ours.found and theirs.found and not isinstance(task := self.search.task, str):
             moved = moved_queries(task, ours.found, theirs.found, metric, min(limit, MAX_MOVED))
-        store_digest(self.ctx.workspace, self.ctx.cycle, models, limit, texts_of, metric, moved)
+        digest = score_digest(self.ctx.cycle, models, limit, texts_of, metric, moved)
+        try:
+            info = self.holdout.sets[0].info
+            digest = with_originals(digest, info, self.search.tokenizer, self.settings.data, self.ctx)
+        except (ConfigError, DataError) as error:  # the verdict does not depend on it
+            self.ctx.console.warn(f"the page shows decoded texts: {error.seen}")
+        self.ctx.workspace.write_bytes(digest_key(self.ctx.cycle), digest.model_dump_json(indent=1).encode() + b"\n")
 
     def _measured(self, model: ScoredModel, scored: list[ScoredBaseline]) -> ModelReport:
         state, metrics, found = model.checkpoint.state, self.settings.evaluate.metrics, model.found

@@ -385,15 +385,15 @@ def check_nccom_run(
         return bad(HealthVerdict.FIX, f"{NAME} is not installed", advice="install aws-neuronx-tools in the image")
     if _USAGE.search(run.output) and not rows:
         advice = "nccom-test --help: does your version of the tools support these options?"
-        return bad(HealthVerdict.FIX, run.told(), advice=advice)
+        return bad(HealthVerdict.FIX, run.summary(), advice=advice)
     failure = last_line(match[0]) if (match := _FAILED.search(run.output)) else ""
     if run.failure or failure:
         cause = decisive(classify(run.output))
         if cause and cause.row.error is ConfigError and cause.row.evidence is not Evidence.PROOF:
             return bad(HealthVerdict.FIX, f"{cause.row.name}: {cause.line}", advice=cause.row.action)
-        return bad(HealthVerdict.RETRY, failure or run.told())
+        return bad(HealthVerdict.RETRY, failure or run.summary())
     if len(rows) < test.num_sizes:  # sizes may be rounded to a multiple of the number of ranks
-        return bad(HealthVerdict.RETRY, f"results for {len(rows)} of {test.num_sizes} sizes ({run.told()})")
+        return bad(HealthVerdict.RETRY, f"results for {len(rows)} of {test.num_sizes} sizes ({run.summary()})")
     # The bandwidth of small sizes is printed as 0.00.
     if not busbw_gib_s > 0 or not all(0 <= row < math.inf for row in rows.values()):
         return bad(HealthVerdict.RETRY, "a bandwidth is not a positive number")
@@ -427,7 +427,7 @@ def check_kernel_log(
     if run.exit_code == 0:
         return CheckResult("kernel-log", HealthVerdict.PASS)
     verdict = HealthVerdict.WARN if on_neuron else HealthVerdict.PASS
-    seen, advice = f"not readable ({run.told()})", "add the capability SYSLOG to the container"
+    seen, advice = f"not readable ({run.summary()})", "add the capability SYSLOG to the container"
     return CheckResult("kernel-log", verdict, seen, "a readable kernel log", advice, seconds=run.seconds)
 
 

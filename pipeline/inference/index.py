@@ -23,7 +23,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.embed.catalogue import TextRules, read_shard, validate_rows
 from pipeline.embed.plan import pinned_plan
 from pipeline.embed.vectors import MappedVectors, VectorSet, open_vectors
-from pipeline.io.atomic import exclusive, make_dirs, staging_dir
+from pipeline.io.atomic import exclusive, make_dirs, remove_tree, staging_dir
 from pipeline.io.commit import check_sizes, commit_dir, read_manifest
 from pipeline.io.paths import cache_folder
 from pipeline.io.storage import Storage, open_storage, os_errors
@@ -34,6 +34,8 @@ _KIND = "words"
 _TITLES = "titles.arrow"
 BLOCK_ROWS = 4096
 """Vectors converted to fp32 and compared at a time: 6 MB at 384 dimensions, half the time of four times as many."""
+KEPT = 4
+"""Sets of vectors on this machine: production and the model before it, of two workspaces."""
 DEPTH = 100
 """Items of each list that hybrid search joins, if not more are asked for."""
 
@@ -84,11 +86,22 @@ def open_index(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Prod
     Raises DataError if the catalogue is not what it was when it was embedded, ConfigError, Preempted.
     """
     mapped = open_vectors(workspace.uri(vectors.prefix), stop=stop)
-    folder = cache_folder(os.environ) / _KIND / vectors.manifest.digest
+    cache, digest = cache_folder(os.environ), vectors.manifest.digest
+    folder = cache / _KIND / digest
     _write_words(workspace, vectors, folder, stop)
+    for kind in (_KIND, "vectors"):
+        _keep_newest(cache / kind, digest)
     with os_errors("reading", folder.as_uri()):
         titles = pa.ipc.open_file(pa.memory_map(str(folder / _TITLES))).read_all()["title"]
         return ProductIndex(mapped, titles, Bm25(saved=folder))
+
+
+def _keep_newest(folder: Path, used: str) -> None:
+    """Remove all but the KEPT sets that were used last. A process that has mapped one can still read it."""
+    with suppress(OSError):  # another process removes them too, or they are not ours
+        os.utime(folder / used)
+        for path in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)[KEPT:]:
+            remove_tree(path)
 
 
 def _write_words(workspace: Storage, vectors: VectorSet, folder: Path, stop: StopSignal) -> None:

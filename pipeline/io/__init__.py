@@ -1,1 +1,1 @@
-"""The only seam to storage: local folders and S3 behind one interface."""
+"""One storage interface for local folders and S3. No other package accesses either directly."""

@@ -1,4 +1,4 @@
-"""Atomic, durable local files (temp file beside the target, fsync, rename), and locks between processes."""
+"""Atomic, durable local files (temp file next to the target, fsync, rename), and locks between processes."""
 
 import errno
 import fcntl
@@ -15,12 +15,12 @@ from pipeline.core.stop import StopSignal
 
 TEMP_PREFIX = ".trnpipe-tmp-"
 COPY_BLOCK_BYTES = 8 * 2**20
-# A temp file is created a moment before it is locked; younger ones are left alone.
+# A temp file is created shortly before it is locked, so younger ones are not swept.
 SWEEP_MIN_AGE_S = 10.0
 
 
 def is_temp(name: str) -> bool:
-    """True for the last part of a name that only a writer may see."""
+    """Return whether a file name, without its folder, is that of a temp file."""
     return name.startswith(TEMP_PREFIX)
 
 
@@ -34,7 +34,7 @@ def fsync_path(path: Path) -> None:
 
 
 def make_dirs(path: Path) -> None:
-    """mkdir -p whose new entries survive a power cut."""
+    """Create a folder and its parents, durably: the new entries survive a power cut."""
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -44,19 +44,19 @@ def make_dirs(path: Path) -> None:
         fsync_path(folder.parent)
 
 
-def temp_beside(path: Path) -> Path:
-    """A fresh hidden name in the folder of `path`."""
+def temp_path_for(path: Path) -> Path:
+    """Return a new hidden name in the folder of `path`."""
     return path.with_name(f"{TEMP_PREFIX}{secrets.token_hex(8)}")
 
 
 @contextmanager
 def temp_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """A locked temp file beside `path`, removed on leaving unless it was renamed."""
+    """Open a locked temp file in the folder of `path`. It is removed on exit unless it was renamed."""
     make_dirs(path.parent)
-    temp = temp_beside(path)
+    temp = temp_path_for(path)
     try:
         with temp.open("xb+") as file:
-            lock_softly(file.fileno())
+            mark_in_use(file.fileno())
             yield file, temp
     finally:
         temp.unlink(missing_ok=True)
@@ -64,12 +64,12 @@ def temp_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
 
 @contextmanager
 def temp_dir(path: Path) -> Iterator[Path]:
-    """A locked temp folder beside `path`, removed on leaving with all that is in it."""
-    temp = temp_beside(path)
+    """Create a locked temp folder next to `path`. It is removed with its content on exit."""
+    temp = temp_path_for(path)
     temp.mkdir()
     descriptor = os.open(temp, os.O_RDONLY)
     try:
-        lock_softly(descriptor)
+        mark_in_use(descriptor)
         yield temp
     finally:
         shutil.rmtree(temp, ignore_errors=True)
@@ -78,7 +78,7 @@ def temp_dir(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def staging_dir(folder: Path) -> Iterator[Path]:
-    """A temp folder within `folder`, which writers may share; what dead ones left there is swept first."""
+    """Create a temp folder inside `folder`, which writers may share, after sweeping those of dead writers."""
     make_dirs(folder)
     sweep_temps(folder)
     with temp_dir(folder / "staged") as temp:
@@ -86,7 +86,7 @@ def staging_dir(folder: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Replace `path` by what `fill` writes. OSError passes through, the temp file removed."""
+    """Replace `path` with the bytes that `fill` writes. If it raises OSError, the temp file is removed."""
     with temp_file(path) as (file, temp):
         fill(file)
         file.flush()
@@ -100,7 +100,7 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 
 
 def create_atomic(path: Path, data: bytes) -> bool:
-    """Create `path` with `data`; False when it exists. Of many racing writers exactly one gets True."""
+    """Create `path` with `data`. Return False if it exists. Exactly one of several racing writers gets True."""
     with temp_file(path) as (file, temp):
         file.write(data)
         file.flush()
@@ -122,25 +122,25 @@ def copy_into(source: Path, target: BinaryIO, stop: StopSignal) -> None:
 
 
 def publish_file(source: Path, path: Path, stop: StopSignal) -> None:
-    """Put `source` at `path` atomically: a hard link where the file system has them, else a copy. Source stays.
+    """Publish `source` at `path` atomically, as a hard link if possible, else as a copy. `source` is kept.
 
-    What a symbolic link points to is copied: it belongs to somebody else, who may change it.
+    The target of a symbolic link is copied, because its owner may change it.
     """
     make_dirs(path.parent)
-    temp = temp_beside(path)
+    temp = temp_path_for(path)
     try:
         with source.open("rb") as file:
-            lock_softly(file.fileno())
+            mark_in_use(file.fileno())
             os.fsync(file.fileno())
             try:
                 if source.is_symlink():
                     raise OSError(errno.ELOOP, "a symbolic link")
                 os.link(source, temp)
             except OSError:
-                # Also another file system, or one without hard links: the copy reports any real fault of the target.
+                # Another file system, or one without hard links. The copy reports any real fault of the target.
                 write_atomic(path, lambda out: copy_into(source, out, stop))
                 return
-            # rename() does nothing when both names are one file, so the temp name must be removed below.
+            # rename() does nothing if both names are one file, so the temp name must be removed below.
             temp.replace(path)
     finally:
         temp.unlink(missing_ok=True)
@@ -148,11 +148,11 @@ def publish_file(source: Path, path: Path, stop: StopSignal) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder: a rename makes it vanish at once; what a kill leaves is hidden, and swept by a later commit."""
-    doomed = temp_beside(folder)
+    """Remove a folder: rename it to a temp name, then delete it. After a kill, a later commit sweeps the rest."""
+    doomed = temp_path_for(folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        lock_softly(descriptor)
+        mark_in_use(descriptor)
         folder.rename(doomed)
         fsync_path(folder.parent)
         shutil.rmtree(doomed)
@@ -161,9 +161,9 @@ def remove_tree(folder: Path) -> None:
 
 
 def sweep_temps(folder: Path, min_age_s: float | None = None) -> int:
-    """Remove what dead writers left in `folder` (not below it): old temp names that nobody locks. Returns how many.
+    """Remove unlocked temp files and folders of dead writers directly in `folder`. Return their number.
 
-    `min_age_s`: since their last change (default: SWEEP_MIN_AGE_S); a living writer locks its name by then.
+    `min_age_s`: seconds since their last change (default: SWEEP_MIN_AGE_S). A living writer locks its file by then.
     """
     if not folder.is_dir():
         return 0
@@ -171,41 +171,38 @@ def sweep_temps(folder: Path, min_age_s: float | None = None) -> int:
     for path in [Path(entry.path) for entry in os.scandir(folder) if is_temp(entry.name)]:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, or not ours to open: not ours to remove either
+        except OSError:  # removed since the scan, or owned by another user
             continue
         try:
-            # The change time, not the modification time: a hard link made just now has an old mtime.
+            # The change time, not the modification time: a new hard link has an old mtime.
             if time.time() - os.fstat(descriptor).st_ctime < (SWEEP_MIN_AGE_S if min_age_s is None else min_age_s):
                 continue
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             removed += 1
-        except OSError:  # locked by a living writer, or a file system without locks: leave it
+        except OSError:  # locked by a living writer, or a file system without locks
             continue
         finally:
             os.close(descriptor)
     return removed
 
 
-def lock_softly(descriptor: int) -> None:
-    """Mark a temp file as alive. Without lock support it is simply never swept."""
+def mark_in_use(descriptor: int) -> None:
+    """Take a shared lock on a temp file, so that it is not swept. Without lock support nothing is ever swept."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return
 
 
-# A lock between processes of one machine (or of one file system with flock), released by the kernel at death.
+# A lock between processes of one machine (or of one file system with flock). The kernel releases it when they die.
 
 POLL_S = 0.05
 
 
 @contextmanager
 def exclusive(path: Path, stop: StopSignal) -> Iterator[None]:
-    """Hold the lock of an existing folder, or of a file that is created, with the folders above it.
-
-    Raises Preempted when stopped while waiting.
-    """
+    """Lock a folder, or a file that is created if missing. Raises Preempted if stopped while waiting."""
     flags = os.O_RDONLY
     if not path.is_dir():
         flags = os.O_RDWR | os.O_CREAT

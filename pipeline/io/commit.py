@@ -1,7 +1,7 @@
-"""The one helper that stages and commits every artefact.
+"""Commit, verify and fetch artefacts.
 
-Rule of commit: the files first, their sizes checked where they lie, then MANIFEST.json as the only marker. Readers
-trust nothing without it. A writer killed at any byte leaves a folder that is not committed, and may simply run again.
+Commit rule: the files are written first, their sizes are checked in place, then MANIFEST.json is written as the only
+marker. Readers ignore a folder without it. A writer killed at any byte leaves an uncommitted folder and may run again.
 """
 
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ from pipeline.io import atomic
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import KeyNotFound, Storage, check_key, folder_key, join_key, key_not_found, os_errors
 
-# xxh3_128: the content checksum of every artefact (fast enough to be disk-bound; not a defence against malice).
+# xxh3_128: the content checksum of every artefact. It is fast enough to be disk-bound, and not cryptographic.
 
 BLOCK_BYTES = 8 * 2**20
 
 
 def hash_bytes(data: bytes) -> str:
-    """Hex xxh3_128 of bytes in memory."""
+    """Return the hex xxh3_128 of `data`."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def record_of(file: BinaryIO, stop: StopSignal | None = None, advance: Advance = lambda count: None) -> FileRecord:
-    """Size and checksum of the rest of a stream, polling `stop` and telling `advance` every 8 MiB."""
+def stream_record(file: BinaryIO, stop: StopSignal | None = None, advance: Advance = lambda count: None) -> FileRecord:
+    """Return size and checksum of the rest of a stream. Polls `stop` and calls `advance` every 8 MiB."""
     hasher, size_bytes = xxhash.xxh3_128(), 0
     while block := file.read(BLOCK_BYTES):
         if stop is not None:
@@ -43,18 +43,18 @@ def record_of(file: BinaryIO, stop: StopSignal | None = None, advance: Advance =
 
 
 def file_record(path: Path, stop: StopSignal | None = None) -> FileRecord:
-    """Size and checksum of a local file."""
+    """Return size and checksum of a local file."""
     with path.open("rb") as file:
-        return record_of(file, stop)
+        return stream_record(file, stop)
 
 
-# Reading the marker of a committed folder and checking the files against it.
+# Read the manifest of a committed folder and check the files against it.
 
 NUM_VERIFY_THREADS = 4
 
 
 def read_manifest(storage: Storage, prefix: str) -> Manifest | None:
-    """The manifest of a committed folder, None when it is not committed, DataError when the manifest is damaged."""
+    """Return the manifest of a folder, None if it is not committed. Raises DataError if the manifest is damaged."""
     key = join_key(prefix, MANIFEST_NAME)
     try:
         data = storage.read_bytes(key)
@@ -64,7 +64,7 @@ def read_manifest(storage: Storage, prefix: str) -> Manifest | None:
 
 
 def require_manifest(storage: Storage, prefix: str) -> Manifest:
-    """The manifest; KeyNotFound (a DataError) when the folder is not committed."""
+    """Return the manifest of a folder. Raises KeyNotFound (a DataError) if it is not committed."""
     manifest = read_manifest(storage, prefix)
     if manifest is None:
         raise key_not_found(storage.uri(join_key(prefix, MANIFEST_NAME)))
@@ -72,9 +72,9 @@ def require_manifest(storage: Storage, prefix: str) -> Manifest:
 
 
 def verify_dir(storage: Storage, prefix: str, *, deep: bool) -> Manifest:
-    """Check every file: sizes by one listing, and with `deep` the checksums by reading all bytes.
+    """Check the size of every file with one listing and, if `deep`, the checksums by reading all bytes.
 
-    Raises DataError naming the first bad file (in name order), KeyNotFound when the folder is not committed.
+    Raises DataError naming the first bad file (in name order), KeyNotFound if the folder is not committed.
     """
     manifest = require_manifest(storage, prefix)
     check_sizes(storage, prefix, manifest)
@@ -84,7 +84,7 @@ def verify_dir(storage: Storage, prefix: str, *, deep: bool) -> Manifest:
         def check(name: str) -> None:
             key = join_key(prefix, name)
             with os_errors("reading", storage.uri(key)), storage.open_read(key) as file:
-                check_record(storage.uri(key), manifest.files[name], record_of(file, storage.stop))
+                check_record(storage.uri(key), manifest.files[name], stream_record(file, storage.stop))
 
         run_parallel(
             check,
@@ -98,16 +98,16 @@ def verify_dir(storage: Storage, prefix: str, *, deep: bool) -> Manifest:
 
 
 def check_sizes(storage: Storage, prefix: str, manifest: Manifest) -> None:
-    """DataError naming the first file that is missing or has another size."""
-    found = _sizes(storage, prefix, manifest)
+    """Raise DataError naming the first file that is missing or has another size."""
+    sizes = _sizes(storage, prefix, manifest)
     for name, record in sorted(manifest.files.items()):
-        if found.get(name) != record.size_bytes:
-            seen = f"has {found[name]} bytes" if name in found else "is missing"
+        if sizes.get(name) != record.size_bytes:
+            seen = f"has {sizes[name]} bytes" if name in sizes else "is missing"
             raise bad_file(storage.uri(join_key(prefix, name)), seen, f"{record.size_bytes} bytes")
 
 
 def _sizes(storage: Storage, prefix: str, manifest: Manifest) -> dict[str, int]:
-    """Sizes of the files that are there: one listing on S3; no listing on disk, as that would hash for the etags."""
+    """Return the sizes of the existing files. On disk no listing is used, because it hashes files for the etags."""
     folder = storage.local_path(prefix)
     if folder is not None:
         return {name: (folder / name).stat().st_size for name in manifest.files if (folder / name).is_file()}
@@ -115,18 +115,18 @@ def _sizes(storage: Storage, prefix: str, manifest: Manifest) -> dict[str, int]:
     return {stat.key[cut:]: stat.size_bytes for stat in storage.list(prefix)}
 
 
-def check_record(uri: str, expected: FileRecord, seen: FileRecord) -> None:
-    """DataError when size or checksum differ."""
-    if seen != expected:
+def check_record(uri: str, expected: FileRecord, actual: FileRecord) -> None:
+    """Raise DataError if size or checksum differ."""
+    if actual != expected:
         raise bad_file(
             uri,
-            f"has {seen.size_bytes} bytes and xxh3_128 {seen.xxh3_128}",
+            f"has {actual.size_bytes} bytes and xxh3_128 {actual.xxh3_128}",
             f"{expected.size_bytes} bytes and xxh3_128 {expected.xxh3_128}",
         )
 
 
 def bad_file(uri: str, seen: str, expected: str) -> DataError:
-    """The one wording for a file that is not what its manifest says."""
+    """Return the error for a file that does not match its manifest."""
     return DataError(
         f"{uri} {seen}",
         expected=f"{expected} as in its {MANIFEST_NAME}",
@@ -134,15 +134,16 @@ def bad_file(uri: str, seen: str, expected: str) -> DataError:
     )
 
 
-# A committed folder as verified local files, shared by the processes of one machine.
+# Fetch a committed folder as verified local files, shared by the processes of one machine.
 
 
 def fetch_dir(storage: Storage, prefix: str, cache_dir: Path, *, deep: bool = True) -> Path:
-    """A local folder with the verified files of a committed one: itself under file://, else `cache_dir/<digest>`.
+    """Return a local folder with the verified files of a committed one: itself on disk, else `cache_dir/<digest>`.
 
-    A download resumes file by file, is verified and marked with the manifest. Processes that fetch the same content
-    at the same time download it once. `deep=False` trusts sizes of files that are already local; a download is
-    always checked in full. Raises DataError naming the bad file, KeyNotFound when the folder is not committed.
+    A download resumes file by file, is verified and is marked with the manifest. Processes that fetch the same content
+    at the same time download it once. With `deep=False` only the sizes of files that are already local are checked. A
+    download is always checked in full. Raises DataError naming the bad file, KeyNotFound if the folder is not
+    committed.
     """
     real = storage.local_path(prefix)
     if real is not None:
@@ -156,7 +157,7 @@ def fetch_dir(storage: Storage, prefix: str, cache_dir: Path, *, deep: bool = Tr
             return folder
         atomic.make_dirs(folder)
         with atomic.exclusive(folder.with_suffix(".lock"), storage.stop):
-            # Without the marker a file may be a dead writer's: only its checksum proves it.
+            # Without the marker a file may come from a dead writer: only its checksum proves that it is complete.
             missing = _bad_names(folder, manifest, storage, deep=deep or not marker.exists())
             if missing:
                 _download(storage, prefix, folder, manifest, missing)
@@ -166,7 +167,7 @@ def fetch_dir(storage: Storage, prefix: str, cache_dir: Path, *, deep: bool = Tr
 
 
 def _download(storage: Storage, prefix: str, folder: Path, manifest: Manifest, names: list[str]) -> None:
-    """Get the named files; one that arrives damaged is got once more before it is called bad."""
+    """Download the named files. A damaged file is downloaded once more before it is reported."""
     for part in {folder, *((folder / name).parent for name in names)}:
         atomic.sweep_temps(part)
     storage.download_dir(prefix, folder, names)
@@ -181,7 +182,7 @@ def _download(storage: Storage, prefix: str, folder: Path, manifest: Manifest, n
 
 
 def _bad_names(folder: Path, manifest: Manifest, storage: Storage, *, deep: bool) -> list[str]:
-    """Files that are missing or differ from the manifest, in name order."""
+    """Return the files that are missing or differ from the manifest, in name order."""
 
     def is_bad(name: str) -> bool:
         path, record = folder / name, manifest.files[name]
@@ -190,13 +191,12 @@ def _bad_names(folder: Path, manifest: Manifest, storage: Storage, *, deep: bool
         return deep and file_record(path, storage.stop) != record
 
     names = sorted(manifest.files)
-    doing = f"verifying {folder}"
     bad = run_parallel(
         is_bad,
         names,
         num_threads=NUM_VERIFY_THREADS,
         stop=storage.stop,
-        doing=doing,
+        doing=f"verifying {folder}",
         size_bytes=lambda name: manifest.files[name].size_bytes,
     )
     return [name for name, flag in zip(names, bad, strict=True) if flag]
@@ -210,10 +210,10 @@ def commit_dir(
 ) -> Manifest:
     """Publish every file below `local_dir` under `prefix` and return the manifest, which is written last.
 
-    On S3 the files are uploaded and `local_dir` stays. On file:// they are moved into place (copied from another file
-    system) and `local_dir` is emptied, unless it is the target itself: then they are only made durable. A folder
-    committed earlier is withdrawn first, so nobody sees old and new files under one manifest.
-    Raises DataError when `local_dir` is missing, DiskFull, TransientError, ConfigError, Preempted.
+    On S3 the files are uploaded and `local_dir` is kept. On file:// they are moved into place (copied from another file
+    system) and `local_dir` is emptied. If `local_dir` is the target itself, its files are only made durable. An earlier
+    manifest is deleted first, so that no reader sees old and new files under one manifest.
+    Raises DataError if `local_dir` is missing, DiskFull, TransientError, ConfigError, Preempted.
     """
     prefix = check_key(folder_key(prefix))
     names = _names(local_dir)
@@ -234,22 +234,22 @@ def commit_dir(
         storage.upload_dir(prefix, local_dir, names)
     else:
         with os_errors("writing", storage.uri(prefix)):
-            _place(storage, local_dir, target, names)
+            _move_into_place(storage, local_dir, target, names)
     check_sizes(storage, prefix, manifest)
     storage.write_bytes(join_key(prefix, MANIFEST_NAME), marker)
-    if target is not None and not _same_dir(local_dir, target):
+    if target is not None and not local_dir.samefile(target):
         with os_errors("emptying", f"file://{local_dir}"):
-            _remove(local_dir, names)
+            _remove_sources(local_dir, names)
     return manifest
 
 
 def commit_files(
     storage: Storage, prefix: str, *, kind: str, fields: Mapping[str, JsonValue], files: Mapping[str, FileRecord]
 ) -> Manifest:
-    """Write the marker of files that lie under `prefix` already, each made durable by whoever wrote it.
+    """Write the manifest of files that their writers have already stored under `prefix`, durably.
 
-    Several may do so at once, of the same files: they write the same marker. Raises DataError naming a file that is
-    missing or has another size.
+    Several processes may commit the same files at once, because they write the same manifest. Raises DataError naming
+    a file that is missing or has another size.
     """
     manifest = _manifest(kind, fields, {name: files[name] for name in sorted(files)})
     check_sizes(storage, prefix, manifest)
@@ -262,7 +262,7 @@ def _manifest(kind: str, fields: Mapping[str, JsonValue], files: dict[str, FileR
 
 
 def _names(local_dir: Path) -> list[str]:
-    """Every file to commit, relative and sorted; not the marker itself, nor what dead writers left."""
+    """Return the files to commit, relative and sorted, without the manifest and temp files of dead writers."""
     if not local_dir.is_dir():
         raise DataError(f"{local_dir} is not a folder", expected="the folder with the files to commit")
     paths = (path.relative_to(local_dir) for path in local_dir.rglob("*") if path.is_file())
@@ -270,17 +270,13 @@ def _names(local_dir: Path) -> list[str]:
     return sorted(name for name in names if name != MANIFEST_NAME)
 
 
-def _same_dir(left: Path, right: Path) -> bool:
-    return left.samefile(right)
-
-
-def _place(storage: Storage, local_dir: Path, target: Path, names: list[str]) -> None:
-    """Files under their final names, durable, with no marker yet. Sources stay until the marker is there."""
+def _move_into_place(storage: Storage, local_dir: Path, target: Path, names: list[str]) -> None:
+    """Publish the files under their final names, durably. The sources are kept until the manifest is written."""
     atomic.make_dirs(target)
     for folder in {target.parent, target, *((target / name).parent for name in names)}:
         atomic.sweep_temps(folder)
-    atomic.fsync_path(target)  # an earlier marker is gone for good before its files change
-    if not _same_dir(local_dir, target):
+    atomic.fsync_path(target)  # makes the deletion of an earlier manifest durable before its files change
+    if not local_dir.samefile(target):
         for name in names:
             storage.stop.raise_if_set(f"committing {target}")
             atomic.publish_file(local_dir / name, target / name, storage.stop)
@@ -292,8 +288,8 @@ def _place(storage: Storage, local_dir: Path, target: Path, names: list[str]) ->
     atomic.fsync_path(target.parent)
 
 
-def _remove(local_dir: Path, names: list[str]) -> None:
-    """Take away the committed sources and the folders they leave empty."""
+def _remove_sources(local_dir: Path, names: list[str]) -> None:
+    """Delete the committed sources and the folders that become empty."""
     for name in names:
         (local_dir / name).unlink(missing_ok=True)
     folders = sorted((path for path in local_dir.rglob("*") if path.is_dir()), reverse=True)

@@ -1,4 +1,4 @@
-"""Paths on this machine as people write them, and the folders that no setting names."""
+"""Local paths as users type them, and the default cache and temporary folders."""
 
 import os
 import tempfile
@@ -9,28 +9,25 @@ from pipeline.core.errors import ConfigError
 
 
 def user_path(text: str) -> Path:
-    """Return the absolute path of a text that may begin with `~` or `~user`.
-
-    Raises ConfigError for a user without a home, and for a relative path where the current folder is gone.
-    """
+    """Expand `~` and `~user` and return an absolute path. Raises ConfigError without a home or current folder."""
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError:
         raise ConfigError(
-            f"{text}: no home folder of {text.partition('/')[0]} is known",
-            expected="a user with a home folder; for ~ that is HOME in the environment",
-            next_command="give the whole path",
+            f"{text}: {text.partition('/')[0]} has no home folder",
+            expected="a user with a home folder (for ~: HOME in the environment)",
+            next_command="use an absolute path",
         ) from None
     except FileNotFoundError:
         raise ConfigError(
-            f"{text}: the current folder does not exist any more",
-            expected="a path from the root, or a current folder",
-            next_command="cd to a folder that exists, or give the whole path",
+            f"{text}: the current folder no longer exists",
+            expected="an absolute path, or a path relative to an existing folder",
+            next_command="cd to an existing folder, or use an absolute path",
         ) from None
 
 
-def shown_path(uri: str) -> str:
-    """Return a path or a file:// URI so that it can be pasted: relative to the current folder if it is below it."""
+def display_path(uri: str) -> str:
+    """Return a path or a file:// URI as a path to paste, relative to the current folder if inside it."""
     path = uri.removeprefix("file://")
     return (
         path if "://" in path or not Path(path).is_relative_to(Path.cwd()) else str(Path(path).relative_to(Path.cwd()))
@@ -38,9 +35,9 @@ def shown_path(uri: str) -> str:
 
 
 def cache_folder(env: Mapping[str, str]) -> Path:
-    """Return the folder for what can be made again: `$XDG_CACHE_HOME/trnpipe`, else ~/.cache/trnpipe.
+    """Return the cache folder: `$XDG_CACHE_HOME/trnpipe`, else ~/.cache/trnpipe, else a temporary folder of this user.
 
-    Without a home that can be written to, a folder of this user among the temporary files. Raises ConfigError.
+    Raises ConfigError if that temporary folder cannot be created or belongs to another user.
     """
     if env.get("XDG_CACHE_HOME"):
         return user_path(env["XDG_CACHE_HOME"]) / "trnpipe"
@@ -54,20 +51,20 @@ def cache_folder(env: Mapping[str, str]) -> Path:
     folder = temporary_folder() / f"trnpipe-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        is_ours = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+        is_own = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
     except OSError:
-        is_ours = False
-    if not is_ours:  # a name that anybody can take
+        is_own = False
+    if not is_own:  # any user can create this name
         raise ConfigError(
-            f"there is no home folder that can be written to, and {folder} is not a folder of this user",
-            expected="a folder for files that can be made again",
+            f"there is no writable home folder, and {folder} is not a folder of this user",
+            expected="a writable folder for the cache",
             next_command="set XDG_CACHE_HOME to one",
         )
     return folder
 
 
 def temporary_folder() -> Path:
-    """Return the folder for temporary files. Raises ConfigError where none can be written to."""
+    """Return the folder for temporary files. Raises ConfigError if none is writable."""
     try:
         return Path(tempfile.gettempdir())
     except FileNotFoundError as error:

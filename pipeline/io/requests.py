@@ -1,4 +1,4 @@
-"""Requests to storage: repeated under one deadline, sent side by side in threads."""
+"""Storage requests: retried under one deadline, and run in parallel threads."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class RetryPolicy(Record):
-    """How long one request may be repeated before its error counts. A long transfer has this budget per part."""
+    """Retry policy of one storage request. A large transfer has this budget for each of its parts."""
 
-    first_wait_s: float = Field(0.2, gt=0, le=60, description="Bound of the first random wait; doubles")
-    max_wait_s: float = Field(20.0, gt=0, le=300, description="Upper bound of any wait")
-    total_deadline_s: float = Field(120.0, ge=0, le=3600, description="No attempt starts later than this")
+    first_wait_s: float = Field(0.2, gt=0, le=60, description="Maximum first random wait, doubled with every attempt")
+    max_wait_s: float = Field(20.0, gt=0, le=300, description="Maximum wait between two attempts")
+    total_deadline_s: float = Field(120.0, ge=0, le=3600, description="Time after which no further attempt starts")
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -37,10 +37,10 @@ def call_with_retry(
     stop: StopSignal,
     doing: str,
 ) -> T:
-    """The result of `call`, repeated while `retryable(error)` and time is left; then the last error itself.
+    """Return the result of `call`, retried while `retryable(error)` holds and the deadline has not passed.
 
-    Full jitter (wait uniform in 0..first_wait_s * 2^n): AWS Architecture Blog, "Exponential Backoff and Jitter".
-    Preempted when `stop` is set before an attempt or during a wait.
+    Waits are uniform in 0..first_wait_s * 2^n (full jitter: AWS Architecture Blog, "Exponential Backoff and Jitter").
+    Raises the last error of `call`, or Preempted if `stop` is set before an attempt or during a wait.
     """
 
     def sleep(seconds: float) -> None:
@@ -71,9 +71,10 @@ def run_parallel(
     doing: str,
     size_bytes: Callable[[Item], int] | None = None,
 ) -> list[Result]:
-    """[call(item) for item in items], at most `num_threads` at a time. Raises the first failed item's error.
+    """Return [call(item) for item in items], computed in at most `num_threads` threads.
 
-    Progress is shown as `doing`: in bytes where `size_bytes` tells how many an item has, else in items.
+    Progress is shown as `doing`, in bytes if `size_bytes` returns the size of an item, else in items. Raises the error
+    of the first item that failed.
     """
 
     def checked(item: Item) -> Result:
@@ -96,7 +97,7 @@ def _in_threads(
 ) -> list[Result]:
     with ThreadPoolExecutor(min(num_threads, len(items)), thread_name_prefix="storage") as pool:
         futures = list[Future[Result]]()
-        with suppress(RuntimeError):  # the interpreter ends, and waits for the thread that calls us
+        with suppress(RuntimeError):  # the interpreter is shutting down and waits for the calling thread
             for item in items:
                 futures.append(pool.submit(call, item))
         for future, size in zip(futures, sizes, strict=False):

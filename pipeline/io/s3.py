@@ -1,4 +1,4 @@
-"""Storage on S3 and what speaks its protocol. Every object is written whole: S3 shows it at once or not at all."""
+"""Storage on S3 and compatible services. S3 writes are atomic: an object becomes visible as a whole or not at all."""
 
 import io
 import os
@@ -27,11 +27,11 @@ from pipeline.io.s3_client import (
     S3_ERRORS,
     PartialBody,
     S3Client,
-    code_of,
+    error_code,
+    http_status,
     is_missing,
     is_precondition_failed,
     missing_bucket,
-    status_of,
     translate,
 )
 from pipeline.io.storage import Names, ObjectStat, key_not_found, os_errors
@@ -44,7 +44,7 @@ BODY_BLOCK_BYTES = MIB
 
 @dataclass(frozen=True)
 class TransferSettings:
-    """Part size (S3 minimum 5 MiB) and threads. 8 x 16 MiB is what a download holds in memory."""
+    """Part size (S3 minimum 5 MiB) and number of threads. A download holds 8 x 16 MiB in memory."""
 
     part_bytes: int = 16 * MIB
     num_threads: int = 8
@@ -56,7 +56,7 @@ MIN_RANGE_BYTES = 8 * 2**20
 
 
 class RangeFile(io.RawIOBase):
-    """Raw reader: each read is one request."""
+    """Raw reader that sends one request for each read."""
 
     def __init__(self, read_range: Callable[[int, int], bytes], size_bytes: int) -> None:
         super().__init__()
@@ -92,24 +92,24 @@ class RangeFile(io.RawIOBase):
 
 
 def checked_length(data: bytes, expected: int) -> bytes:
-    """The data; PartialBody, which is retried, when it is not `expected` bytes."""
+    """Return `data`. Raises PartialBody, which is retried, if it does not have `expected` bytes."""
     if len(data) != expected:
         raise PartialBody(f"{len(data)} of {expected} bytes")
     return data
 
 
-# Files go through s3transfer, boto3's own: parts side by side, an upload that fails is aborted. Its requests go through
-# our client: boto3's retries have no total deadline and do not poll the stop signal.
+# Files are transferred by s3transfer, as in boto3: it sends parts in parallel and aborts failed uploads. Its requests
+# are sent through S3Client, because boto3's retries have no total deadline and do not poll the stop signal.
 
 
 class _TransferClient:
-    """boto3's client as s3transfer uses it. Each request has our retry budget, and errors of our family."""
+    """The boto3 client that s3transfer uses, with the retry policy and the errors of S3Client."""
 
     def __init__(self, client: S3Client) -> None:
         self._client, self.meta = client, client.raw.meta
 
     def __getattr__(self, operation: str) -> Callable[..., Any]:
-        """put_object, create_multipart_upload, upload_part: a repeat sends its body from the start."""
+        """Return put_object, create_multipart_upload or upload_part. A retry sends the body from its start."""
 
         def send(**request: Any) -> Any:
             def attempt(raw: Any) -> Any:
@@ -122,33 +122,33 @@ class _TransferClient:
         return send
 
     def get_object(self, **request: Any) -> dict[str, Any]:
-        """A part with its body in memory: one that breaks off is asked for again."""
+        """Get a part and read its body into memory, so that an interrupted one is requested again."""
 
         def get(raw: Any) -> dict[str, Any]:
-            answer = raw.get_object(**request)
-            return {**answer, "Body": io.BytesIO(_body(answer, self._client.stop))}
+            response = raw.get_object(**request)
+            return {**response, "Body": io.BytesIO(_body(response, self._client.stop))}
 
         return self._client.call("reading", _uri(request), get)
 
     def complete_multipart_upload(self, *, MpuObjectSize: int, **request: Any) -> None:
-        """Make the object visible. A repeat after a lost answer finds no upload any more, but the object."""
+        """Make the object visible. If a retry after a lost response finds no upload, check for the object instead."""
         try:
             self._client.attempt("writing", _uri(request), lambda raw: raw.complete_multipart_upload(**request))
         except S3_ERRORS as error:
-            where = {"Bucket": request["Bucket"], "Key": request["Key"]}
-            if code_of(error) == "NoSuchUpload":
-                found = self._client.call("looking at", _uri(request), lambda raw: raw.head_object(**where))
-                if int(found["ContentLength"]) == MpuObjectSize:
+            location = {"Bucket": request["Bucket"], "Key": request["Key"]}
+            if error_code(error) == "NoSuchUpload":
+                head = self._client.call("checking", _uri(request), lambda raw: raw.head_object(**location))
+                if int(head["ContentLength"]) == MpuObjectSize:
                     return
             raise translate(error, "writing", _uri(request)) from error
 
     def abort_multipart_upload(self, **request: Any) -> None:
-        """Free the parts. Once, without the retry budget: the process may be about to be killed."""
+        """Delete the uploaded parts. Not retried, because the process may be about to be killed."""
         self._client.raw.abort_multipart_upload(**request)
 
 
-class _Follower(BaseSubscriber):  # type: ignore[misc]
-    """Shows how far a file is, ends its transfer when stopped. A download is of exactly one version."""
+class _TransferProgress(BaseSubscriber):  # type: ignore[misc]
+    """Subscriber that shows the progress of a file, stops its transfer, and pins a download to one version."""
 
     def __init__(self, advance: Advance, stop: StopSignal, doing: str, version: ObjectStat | None = None) -> None:
         self._advance, self._stop, self._doing, self._version = advance, stop, doing, version
@@ -164,27 +164,27 @@ class _Follower(BaseSubscriber):  # type: ignore[misc]
 
 
 class _DurableFiles(OSUtils):  # type: ignore[misc]
-    """Files that appear whole, and on the device, under their names."""
+    """File operations of s3transfer that make each download atomic and durable."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes, self._names = sizes, dict[str, str]()
 
     def get_temp_filename(self, filename: str) -> str:
-        temp = str(atomic.temp_beside(Path(filename)))
+        temp = str(atomic.temp_path_for(Path(filename)))
         self._names[temp] = filename
         return temp
 
     def open(self, filename: str, mode: str) -> BinaryIO:
-        """Locked as that of a living writer. Fails at once when the disk is too small, not after hours."""
+        """Open and lock a temp file, and reserve its space so that a full disk fails at once, not after hours."""
         file = cast(BinaryIO, Path(filename).open(mode))  # noqa: SIM115 - s3transfer closes it
-        atomic.lock_softly(file.fileno())
+        atomic.mark_in_use(file.fileno())
         if size_bytes := self._sizes[self._names[filename]]:
             os.posix_fallocate(file.fileno(), 0, size_bytes)
         return file
 
     def rename_file(self, current_filename: str, new_filename: str) -> None:
         with Path(current_filename).open("rb") as file:
-            atomic.lock_softly(file.fileno())
+            atomic.mark_in_use(file.fileno())
             os.fsync(file.fileno())
             Path(current_filename).replace(new_filename)
         atomic.fsync_path(Path(new_filename).parent)
@@ -194,14 +194,14 @@ def _uri(request: Mapping[str, Any]) -> str:
     return f"s3://{request['Bucket']}/{request['Key']}"
 
 
-def _age_s(answer: Mapping[str, Any], modified: datetime) -> float | None:
-    """Return the seconds between `modified` and the Date of the same answer, so that no clock of ours counts."""
-    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+def _age_s(response: Mapping[str, Any], modified: datetime) -> float | None:
+    """Return the seconds between `modified` and the Date header of the response. The local clock is not used."""
+    date = response["ResponseMetadata"]["HTTPHeaders"].get("date")
     return None if date is None else (parsedate_to_datetime(date) - modified).total_seconds()
 
 
 class S3Storage:
-    """`s3://bucket/prefix`."""
+    """Storage under `s3://bucket/prefix`."""
 
     def __init__(self, client: S3Client, bucket: str, prefix: str, transfer: TransferSettings | None = None) -> None:
         self._client, self._bucket, self._prefix = client, bucket, prefix
@@ -219,20 +219,20 @@ class S3Storage:
         return None
 
     def stat(self, key: str) -> ObjectStat | None:
-        where = self._where(key, is_ours=False)
+        location = self._location(key, is_new=False)
         try:
-            found = self._client.attempt("looking at", self.uri(key), lambda raw: raw.head_object(**where))
+            head = self._client.attempt("checking", self.uri(key), lambda raw: raw.head_object(**location))
         except S3_ERRORS as error:
             if is_missing(error):
                 return None
-            raise translate(error, "looking at", self.uri(key)) from error
-        return ObjectStat(key, int(found["ContentLength"]), str(found["ETag"]), _age_s(found, found["LastModified"]))
+            raise translate(error, "checking", self.uri(key)) from error
+        return ObjectStat(key, int(head["ContentLength"]), str(head["ETag"]), _age_s(head, head["LastModified"]))
 
     def list(self, prefix: str) -> Iterator[ObjectStat]:
         cut = len(self._folder(""))
         for page in self._pages(prefix):
             for item in page.get("Contents", ()):
-                # An empty object whose key ends in '/' is what consoles create to show an empty folder.
+                # Consoles create an empty object with a key that ends in '/' to show an empty folder.
                 if item["Size"] or not item["Key"].endswith("/"):
                     age_s = _age_s(page, item["LastModified"])
                     yield ObjectStat(item["Key"][cut:], int(item["Size"]), str(item["ETag"]), age_s)
@@ -244,20 +244,20 @@ class S3Storage:
         return sorted(names, key=str.encode)  # S3 sorts them with their '/', which puts a-b before a
 
     def read_bytes(self, key: str) -> bytes:
-        where = self._where(key, is_ours=False)
-        return self._client.call("reading", self.uri(key), lambda raw: _body(raw.get_object(**where), self.stop))
+        location = self._location(key, is_new=False)
+        return self._client.call("reading", self.uri(key), lambda raw: _body(raw.get_object(**location), self.stop))
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         return self._read_range(key, start, length)
 
     def open_read(self, key: str) -> BinaryIO:
-        found = self._require(key)
-        file = RangeFile(partial(self._read_range, key, IfMatch=found.etag), found.size_bytes)
-        return cast(BinaryIO, io.BufferedReader(file, max(1, min(MIN_RANGE_BYTES, found.size_bytes))))
+        stat = self._require(key)
+        file = RangeFile(partial(self._read_range, key, IfMatch=stat.etag), stat.size_bytes)
+        return cast(BinaryIO, io.BufferedReader(file, max(1, min(MIN_RANGE_BYTES, stat.size_bytes))))
 
     def write_bytes(self, key: str, data: bytes) -> None:
-        where = self._where(key)
-        self._client.call("writing", self.uri(key), lambda raw: raw.put_object(**where, Body=data))
+        location = self._location(key)
+        self._client.call("writing", self.uri(key), lambda raw: raw.put_object(**location, Body=data))
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
         return self._write_if(key, data, IfNoneMatch="*")
@@ -265,13 +265,13 @@ class S3Storage:
     def write_if_match(self, key: str, data: bytes, etag: str) -> bool:
         return self._write_if(key, data, IfMatch=etag)
 
-    def delete(self, keys_: Iterable[str]) -> None:
-        objects = [{"Key": self._where(key)["Key"]} for key in keys_]
+    def delete(self, keys: Iterable[str]) -> None:
+        objects = [{"Key": self._location(key)["Key"]} for key in keys]
 
         def remove(raw: Any) -> None:
-            answer = raw.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
-            for error in answer.get("Errors", ()):
-                # The request is a 200 even when single keys fail: give such a key's error its usual form.
+            response = raw.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
+            for error in response.get("Errors", ()):
+                # The status is 200 even if single keys fail. Raise the error of such a key in its usual form.
                 raise ClientError({"Error": {"Code": error["Code"]}, "ResponseMetadata": {}}, "DeleteObjects")
 
         for start in range(0, len(objects), DELETE_BATCH):
@@ -280,10 +280,10 @@ class S3Storage:
 
     def delete_prefix(self, prefix: str) -> None:
         storage.check_key(storage.folder_key(prefix))
-        found = [stat.key for stat in self.list(prefix)]
-        markers = {key for key in found if key.rsplit("/", 1)[-1] == MANIFEST_NAME}
-        self.delete(sorted(markers))
-        self.delete(key for key in found if key not in markers)
+        keys = [stat.key for stat in self.list(prefix)]
+        manifests = {key for key in keys if key.rsplit("/", 1)[-1] == MANIFEST_NAME}
+        self.delete(sorted(manifests))
+        self.delete(key for key in keys if key not in manifests)
 
     def upload(self, local: Path, key: str) -> None:
         self._upload({key: local}, f"uploading {self.uri(key)}")
@@ -296,11 +296,11 @@ class S3Storage:
 
     def download_dir(self, prefix: str, local_dir: Path, names: Iterable[str]) -> None:
         keys = {name: storage.join_key(prefix, name) for name in names}
-        found = {stat.key: stat for stat in self.list(prefix)} if keys else {}
+        stats = {stat.key: stat for stat in self.list(prefix)} if keys else {}
         for key in keys.values():
-            if key not in found:
+            if key not in stats:
                 raise key_not_found(self.uri(key))
-        self._download({local_dir / name: found[key] for name, key in keys.items()}, f"downloading {prefix}")
+        self._download({local_dir / name: stats[key] for name, key in keys.items()}, f"downloading {prefix}")
 
     def _upload(self, files: Mapping[str, Path], doing: str) -> None:
         sizes = {key: local.stat().st_size if local.exists() else 0 for key, local in files.items()}
@@ -310,8 +310,8 @@ class S3Storage:
         ):
             futures = {}
             for key, local in files.items():
-                follower, size = _Follower(advance, self.stop, doing), {"MpuObjectSize": sizes[key]}
-                futures[local] = manager.upload(str(local), *self._where(key).values(), size, [follower])
+                subscriber, size = _TransferProgress(advance, self.stop, doing), {"MpuObjectSize": sizes[key]}
+                futures[local] = manager.upload(str(local), *self._location(key).values(), size, [subscriber])
             for local, future in futures.items():
                 with os_errors("reading", f"file://{local}"):
                     future.result()
@@ -320,14 +320,14 @@ class S3Storage:
         sizes = {str(local): stat.size_bytes for local, stat in files.items()}
         with (
             progress(doing, sum(sizes.values()), "bytes") as advance,
-            self._manager(_DurableFiles(sizes), 1) as manager,  # ranges also of a small file: only they name a version
+            self._manager(_DurableFiles(sizes), 1) as manager,  # small files in ranges too: only these pin a version
         ):
             futures = {}
             for local, stat in files.items():
                 with os_errors("writing", f"file://{local}"):
                     atomic.make_dirs(local.parent)
-                follower = _Follower(advance, self.stop, doing, stat)
-                futures[local] = manager.download(*self._where(stat.key).values(), str(local), None, [follower])
+                subscriber = _TransferProgress(advance, self.stop, doing, stat)
+                futures[local] = manager.download(*self._location(stat.key).values(), str(local), None, [subscriber])
             for local, future in futures.items():
                 with os_errors("writing", f"file://{local}"):
                     future.result()
@@ -339,25 +339,25 @@ class S3Storage:
             max_request_concurrency=self._transfer.num_threads,
             max_io_queue_size=64,
             io_chunksize=BODY_BLOCK_BYTES,
-            num_download_attempts=1,  # each has the retries of our client
+            num_download_attempts=1,  # S3Client retries
         )
         return TransferManager(_TransferClient(self._client), config, files)
 
-    def _where(self, key: str, *, is_ours: bool = True) -> dict[str, str]:
-        """Return bucket and key of an object for a request. Keys that others wrote may have empty parts."""
-        storage.check_key(key if is_ours else "/".join(filter(None, key.split("/"))))
+    def _location(self, key: str, *, is_new: bool = True) -> dict[str, str]:
+        """Return bucket and key of an object for a request. Existing keys of other programs may have empty parts."""
+        storage.check_key(key if is_new else "/".join(filter(None, key.split("/"))))
         return {"Bucket": self._bucket, "Key": storage.join_key(self._prefix, key)}
 
     def _folder(self, prefix: str) -> str:
-        """The S3 prefix of a folder: ends in '/', '' for the whole bucket."""
+        """Return the S3 prefix of a folder. It ends in '/', or is '' for the whole bucket."""
         folder = storage.join_key(self._prefix, storage.folder_key(prefix)).strip("/")
         return f"{folder}/" if folder else ""
 
     def _require(self, key: str) -> ObjectStat:
-        found = self.stat(key)
-        if found is None:
+        stat = self.stat(key)
+        if stat is None:
             raise key_not_found(self.uri(key))
-        return found
+        return stat
 
     def _pages(self, prefix: str, **options: str) -> Iterator[dict[str, Any]]:
         request = {"Bucket": self._bucket, "Prefix": self._folder(prefix), **options}
@@ -369,33 +369,33 @@ class S3Storage:
             request["ContinuationToken"] = page["NextContinuationToken"]
 
     def _read_range(self, key: str, start: int, length: int, **options: str) -> bytes:
-        """S3 answers 416 to a start at or after the end."""
-        where = self._where(key, is_ours=False)
+        """Return at most `length` bytes from `start`. S3 responds with 416 if `start` is at or after the end."""
+        location = self._location(key, is_new=False)
         if length <= 0:
             return b""
 
         def get(raw: Any) -> bytes:
             inclusive = f"bytes={start}-{start + length - 1}"
-            answer = raw.get_object(**where, Range=inclusive, **options)
-            total = int(str(answer["ContentRange"]).rsplit("/", 1)[-1])
-            return checked_length(_body(answer, self.stop), min(length, total - start))
+            response = raw.get_object(**location, Range=inclusive, **options)
+            total = int(str(response["ContentRange"]).rsplit("/", 1)[-1])
+            return checked_length(_body(response, self.stop), min(length, total - start))
 
         try:
             return self._client.attempt("reading", self.uri(key), get)
         except S3_ERRORS as error:
-            if status_of(error) == 416:
+            if http_status(error) == 416:
                 return b""
             raise translate(error, "reading", self.uri(key)) from error
 
     def _write_if(self, key: str, data: bytes, **condition: str) -> bool:
-        """A conditional PUT. When its answer is lost, the repeat meets our own object: the writer's tag tells."""
-        where, writer = self._where(key), secrets.token_hex(8)
+        """Send a conditional PUT. After a lost response the retry finds this writer's object, known by its tag."""
+        location, writer = self._location(key), secrets.token_hex(8)
         attempts = 0
 
         def put(raw: Any) -> None:
             nonlocal attempts
             attempts += 1
-            raw.put_object(**where, Body=data, Metadata={WRITER_TAG: writer}, **condition)
+            raw.put_object(**location, Body=data, Metadata={WRITER_TAG: writer}, **condition)
 
         try:
             self._client.attempt("writing", self.uri(key), put)
@@ -403,8 +403,8 @@ class S3Storage:
             if is_precondition_failed(error):
                 if attempts == 1:
                     return False
-                found = self._client.call("looking at", self.uri(key), lambda raw: raw.head_object(**where))
-                return bool(found.get("Metadata", {}).get(WRITER_TAG) == writer)
+                head = self._client.call("checking", self.uri(key), lambda raw: raw.head_object(**location))
+                return bool(head.get("Metadata", {}).get(WRITER_TAG) == writer)
             if "IfMatch" in condition and is_missing(error):
                 return False
             raise translate(error, "writing", self.uri(key)) from error
@@ -412,12 +412,12 @@ class S3Storage:
 
 
 def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
-    """The storage of an s3:// URI. ConfigError for a missing bucket or credentials."""
+    """Open the storage of an s3:// URI. Raises ConfigError if the bucket or credentials are missing."""
     parts = urlsplit(uri)
     if not parts.netloc or "@" in parts.netloc or ":" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError(
             "an s3:// URI with no bucket, or with a user, a port, '?' or '#'",
-            expected="s3://bucket/prefix; credentials come from the AWS environment",
+            expected="s3://bucket/prefix (credentials are read from the AWS environment)",
             next_command="correct the URI in the settings",
         )
     prefix, root = storage.folder_key(parts.path), f"s3://{parts.netloc}"
@@ -425,7 +425,7 @@ def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
         client = S3Client(retry, stop)
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(
-            f"no S3 client for {root} ({type(error).__name__})",
+            f"cannot create an S3 client for {root} ({type(error).__name__})",
             expected="a valid AWS profile, region and AWS_ENDPOINT_URL",
             next_command="aws configure list",
         ) from error
@@ -434,17 +434,17 @@ def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
     except S3_ERRORS as error:
         if is_missing(error):
             raise missing_bucket(root) from error
-        # A policy may allow the prefix only, and refuse this question about the bucket: then the first use will tell.
-        if status_of(error) != 403:
+        # A policy may allow only the prefix and deny HeadBucket. Missing permissions then show up at the first use.
+        if http_status(error) != 403:
             raise translate(error, "opening", root) from error
     return S3Storage(client, parts.netloc, prefix)
 
 
-def _body(answer: dict[str, Any], stop: StopSignal) -> bytes:
-    """All bytes of an answer, polling `stop` every MiB."""
+def _body(response: dict[str, Any], stop: StopSignal) -> bytes:
+    """Read the body of a response, polling `stop` every MiB."""
     blocks = []
-    with answer["Body"] as body:
+    with response["Body"] as body:
         while block := body.read(BODY_BLOCK_BYTES):
             stop.raise_if_set("reading an object")
             blocks.append(block)
-    return checked_length(b"".join(blocks), int(answer["ContentLength"]))
+    return checked_length(b"".join(blocks), int(response["ContentLength"]))

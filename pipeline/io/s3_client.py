@@ -1,4 +1,4 @@
-"""The boto3 client: one place for its settings and its retries."""
+"""The boto3 client with its configuration, retries and error translation."""
 
 import os
 import threading
@@ -17,11 +17,11 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy, call_with_retry
 from pipeline.io.storage import key_not_found
 
-# Which S3 errors are worth another try, and what the others mean to the user.
+# Classification of S3 errors: retryable or not, and the message for the user.
 #
-# Only the error code and HTTP status reach a message: the text that boto3 gives may quote an endpoint with a password.
+# Messages contain only the error code and HTTP status, because boto3's text may quote an endpoint with a password.
 
-# S3 API reference, "List of error codes"; RequestTimeout is a 400, the two conflicts are 409.
+# S3 API reference, "List of error codes". RequestTimeout is a 400, the two conflicts are 409.
 RETRYABLE_CODES = frozenset(
     {
         "SlowDown",
@@ -52,7 +52,7 @@ RETRYABLE_TYPES: tuple[type[BaseException], ...] = (
     ConnectionError,
     TimeoutError,
 )
-# What a request may raise, other than an OSError of the local side (a full disk must not pass for an S3 fault).
+# Errors of a request. Local OSErrors are not among them: a full disk must not be reported as an S3 error.
 S3_ERRORS: tuple[type[Exception], ...] = (
     boto.BotoCoreError,
     boto.ClientError,
@@ -63,44 +63,44 @@ S3_ERRORS: tuple[type[Exception], ...] = (
 
 
 class PartialBody(ConnectionError):
-    """Fewer bytes arrived than were announced or asked for."""
+    """A response with fewer bytes than announced or requested."""
 
 
-def code_of(error: BaseException) -> str:
-    """The S3 error code, '' when it is not an answer of the service."""
+def error_code(error: BaseException) -> str:
+    """Return the S3 error code, or '' if the error is not a response of the service."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, boto.ClientError) else ""
 
 
-def status_of(error: BaseException) -> int:
-    """The HTTP status, 0 when it is not an answer of the service."""
+def http_status(error: BaseException) -> int:
+    """Return the HTTP status, or 0 if the error is not a response of the service."""
     if not isinstance(error, boto.ClientError):
         return 0
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def is_retryable(error: BaseException) -> bool:
-    """True for throttling, server faults, time-outs, broken connections; never for other 4xx."""
+    """Return whether an error is throttling, a server fault, a time-out or a broken connection. No other 4xx is."""
     if isinstance(error, boto.ClientError):
-        return code_of(error) in RETRYABLE_CODES or status_of(error) in RETRYABLE_STATUS
+        return error_code(error) in RETRYABLE_CODES or http_status(error) in RETRYABLE_STATUS
     return isinstance(error, RETRYABLE_TYPES)
 
 
 def is_missing(error: BaseException) -> bool:
-    """The key does not exist (a missing bucket is something else)."""
-    return code_of(error) in MISSING_CODES
+    """Return whether the error means that the key, not the bucket, does not exist."""
+    return error_code(error) in MISSING_CODES
 
 
 def is_precondition_failed(error: BaseException) -> bool:
-    return code_of(error) == "PreconditionFailed" or status_of(error) == 412
+    return error_code(error) == "PreconditionFailed" or http_status(error) == 412
 
 
 def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
-    """The family member for an error that was not, or no longer, retried."""
-    code, status = code_of(error), status_of(error)
+    """Return the TrnpipeError for an S3 error that is not retried (any more)."""
+    code, status = error_code(error), http_status(error)
     name = f"{code or type(error).__name__}" + (f", HTTP {status}" if status else "")
     if is_retryable(error):
         return TransientError(
-            f"{uri}: {name} while {doing} it, until the retry budget was spent",
+            f"{uri}: {name} while {doing} it, until the retry deadline",
             expected="S3 to answer within storage retry total_deadline_s",
             next_command="run the same command again; check AWS_ENDPOINT_URL and the network if it repeats",
         )
@@ -121,9 +121,9 @@ def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
         )
     if code == "InvalidObjectState":
         return DataError(
-            f"{uri} is archived: its storage class is read only after a restore ({name})",
-            expected="an object that can be read at once",
-            next_command="aws s3api restore-object, and the same command when it is there; or move it elsewhere",
+            f"{uri} is archived and must be restored before it can be read ({name})",
+            expected="an object that can be read immediately",
+            next_command="aws s3api restore-object, then run the same command again after the restore",
         )
     if status == 403 or code == "AccessDenied":
         return ConfigError(
@@ -145,7 +145,7 @@ def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
 
 
 def missing_bucket(uri: str) -> ConfigError:
-    """The one wording for a bucket that is not there."""
+    """Return the error for a bucket that does not exist."""
     bucket = uri.removeprefix("s3://").split("/")[0]
     return ConfigError(
         f"bucket {bucket} does not exist (needed for {uri})",
@@ -156,30 +156,27 @@ def missing_bucket(uri: str) -> ConfigError:
 
 T = TypeVar("T")
 
-# Batch gives 30 s from SIGTERM to SIGKILL and we promise 20: a thread in a dead connection must end within it.
+# Batch sends SIGKILL 30 s after SIGTERM and commands must end within 20 s, also with a thread in a dead connection.
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 10
 MAX_CONNECTIONS = 32
 
-# Each client has a session of its own, with the credentials of that moment, but they share the parsed service models
-# (0.2 s to load each). Making a client is not thread-safe; using one is.
+# Each client has a separate session with the current credentials, but they share the parsed service models (0.2 s to
+# load each). Clients are thread-safe, creating them is not.
 _LOADER = botocore.loaders.create_loader()
-_MAKING = threading.Lock()
+_CREATE_LOCK = threading.Lock()
 
 
 def new_client(service: str, config: Config | None = None) -> Any:
-    """A client of boto3 from the standard AWS environment of now; sends nothing yet."""
-    with _MAKING:
+    """Create a boto3 client from the standard AWS environment. Sends no request."""
+    with _CREATE_LOCK:
         core = botocore.session.Session()
         core.register_component("data_loader", _LOADER)
         return boto3.session.Session(botocore_session=core).client(service, config=config)
 
 
 class S3Client:
-    """A boto3 client with its retry policy; `raw` is boto3's. Thread-safe, and usable after a fork.
-
-    boto3's own retries are off, so that the deadline is true.
-    """
+    """A boto3 client (`raw`) whose retries are replaced by a policy with a deadline. Thread-safe and fork-safe."""
 
     def __init__(self, policy: RetryPolicy, stop: StopSignal) -> None:
         self.policy, self.stop = policy, stop
@@ -188,20 +185,20 @@ class S3Client:
 
     @property
     def raw(self) -> Any:
-        """boto3's client. A forked child gets a new one: two processes must not talk on one connection."""
+        """boto3's client. A forked child gets a new one, because processes must not share a connection."""
         if self._pid != os.getpid():
             self._raw, self._pid = self._connect(), os.getpid()
         return self._raw
 
     def call(self, doing: str, uri: str, request: Callable[[Any], T]) -> T:
-        """`request(raw)` under the retry policy; an error at the end becomes one of the family."""
+        """Return `request(raw)`, retried according to the policy. Raises a TrnpipeError."""
         try:
             return self.attempt(doing, uri, request)
         except S3_ERRORS as error:
             raise translate(error, doing, uri) from error
 
     def attempt(self, doing: str, uri: str, request: Callable[[Any], T]) -> T:
-        """As call(), but boto3's own error comes through, for callers that give it a meaning."""
+        """Return `request(raw)` like call(), but raise boto3's own error, for callers that interpret it."""
         return call_with_retry(
             lambda: request(self.raw),
             self.policy,
@@ -211,16 +208,15 @@ class S3Client:
         )
 
     def _connect(self) -> Any:
-        """A client from the standard AWS environment; sends nothing yet."""
-        custom = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         config = Config(
             retries={"total_max_attempts": 1},
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=READ_TIMEOUT_S,
             max_pool_connections=MAX_CONNECTIONS,
             tcp_keepalive=True,
-            # bucket.host does not resolve on most servers that are not AWS.
-            s3={"addressing_style": "path"} if custom else None,
+            # bucket.host does not resolve on most servers other than AWS.
+            s3={"addressing_style": "path"} if endpoint else None,
             user_agent_extra="trnpipe",
         )
         return new_client("s3", config)

@@ -1,4 +1,4 @@
-"""The seam to storage: one protocol over `file://` and `s3://`, and how a URI becomes a Storage."""
+"""The storage interface over `file://` and `s3://`, its local implementation, and `open_storage` for a URI."""
 
 import errno
 import os
@@ -20,27 +20,27 @@ from pipeline.io.requests import RetryPolicy, run_parallel
 
 
 class KeyNotFound(DataError):
-    """A key that must exist does not."""
+    """A required key does not exist."""
 
 
 class DiskFull(TransientError):
-    """No space, or no quota, left on the file system. What was staged has been removed."""
+    """No space or quota left on the file system. Staged files have been removed."""
 
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 MISSING_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
 DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOLCK})
-# Doing one of these, "no such file" is about the key; otherwise it is about the folder it should go to.
-READING = frozenset({"reading", "looking at", "listing"})
+# "No such file" during one of these operations refers to the key, otherwise to the folder to write to.
+READING = frozenset({"reading", "checking", "listing"})
 
 
 def key_not_found(uri: str) -> KeyNotFound:
-    """The one wording for a missing key."""
+    """Return the error for a missing key."""
     return KeyNotFound(f"{uri} does not exist", expected="an object written earlier", next_command="check the URI")
 
 
 def translate_os_error(error: OSError, doing: str, uri: str) -> Exception:
-    """The family member for an OSError met while `doing` something with `uri`."""
+    """Return the TrnpipeError for an OSError that was raised while `doing` something with `uri`."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     if error.errno in FULL_ERRNOS:
         return DiskFull(
@@ -65,7 +65,7 @@ def translate_os_error(error: OSError, doing: str, uri: str) -> Exception:
 
 @contextmanager
 def os_errors(doing: str, uri: str) -> Iterator[None]:
-    """Raise DiskFull, KeyNotFound, ConfigError or TransientError in place of an OSError."""
+    """Translate an OSError to DiskFull, KeyNotFound, ConfigError or TransientError."""
     try:
         yield
     except OSError as error:
@@ -76,7 +76,7 @@ def os_errors(doing: str, uri: str) -> Iterator[None]:
 
 
 def check_key(key: str) -> str:
-    """The key itself. ConfigError when it is empty, absolute, or has an empty, '.', '..' or temporary part."""
+    """Return `key`. Raises ConfigError if it is empty, absolute, or has an empty, '.', '..' or temporary part."""
     parts = key.split("/")
     if any(part in ("", ".", "..") or atomic.is_temp(part) or "\0" in part for part in parts):
         raise ConfigError(
@@ -88,13 +88,13 @@ def check_key(key: str) -> str:
 
 
 def folder_key(prefix: str) -> str:
-    """A prefix without slashes at its ends, checked; '' stands for the root."""
+    """Return a prefix without slashes at its ends, checked. '' is the root."""
     stripped = prefix.strip("/")
     return check_key(stripped) if stripped else ""
 
 
 def join_key(prefix: str, name: str) -> str:
-    """`prefix/name`, or `name` under the root."""
+    """Return `prefix/name`, or `name` under the root."""
     return f"{prefix.strip('/')}/{name}" if prefix.strip("/") else name
 
 
@@ -121,20 +121,20 @@ Names = list[str]
 
 @dataclass(frozen=True)
 class ObjectStat:
-    """What is known of an object without reading it. `etag` changes with the content."""
+    """Metadata of an object. `etag` changes with the content."""
 
     key: str
     size_bytes: int
     etag: str
     age_s: float | None = field(default=None, compare=False)
-    """Seconds since it was written, by the clock of S3 alone; None on a disk."""
+    """Seconds since it was written, by the clock of S3. None on disk."""
 
 
 class Storage(Protocol):
-    """Objects under one root URI. Keys are '/'-separated and relative to it; a prefix is a folder, '' the root.
+    """Objects under one root URI. Keys are '/'-separated and relative to the root. A prefix is a folder, '' the root.
 
-    Every write is atomic: a reader sees the old object, the new one or none. Errors: KeyNotFound for a missing key,
-    ConfigError for rights and names, DiskFull and TransientError when another try may help, Preempted when stopped.
+    Every write is atomic: a reader sees the old object, the new one or none. Methods raise KeyNotFound for a missing
+    key, ConfigError for permissions and names, DiskFull and TransientError if a retry may help, Preempted if stopped.
     """
 
     @property
@@ -144,53 +144,53 @@ class Storage(Protocol):
 
     def uri(self, key: str) -> str: ...
     def local_path(self, key: str) -> Path | None:
-        """The real path under file://, for memory maps; None elsewhere."""
+        """Return the path under file://, for memory maps. None on S3."""
 
     def stat(self, key: str) -> ObjectStat | None: ...
     def list(self, prefix: str) -> Iterator[ObjectStat]:
-        """All objects below the folder `prefix`, sorted by key (UTF-8 bytes)."""
+        """Yield all objects below the folder `prefix`, sorted by key (UTF-8 bytes)."""
 
     def list_dirs(self, prefix: str) -> Names:
-        """Names of the folders directly below `prefix` that hold an object, sorted."""
+        """Return the sorted names of the folders directly below `prefix` that contain an object."""
 
     def read_bytes(self, key: str) -> bytes: ...
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        """At most `length` bytes from `start`; shorter only at the end of the object."""
+        """Return `length` bytes from `start`, fewer only at the end of the object."""
 
     def open_read(self, key: str) -> BinaryIO:
-        """A seekable, buffered reader; on S3 ranged requests of at least 8 MiB."""
+        """Open a seekable, buffered reader. On S3 it sends ranged requests of at least 8 MiB."""
 
     def write_bytes(self, key: str, data: bytes) -> None: ...
     def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Create; False when the key exists. Of racing writers exactly one gets True."""
+        """Create an object. Return False if the key exists. Exactly one of several racing writers gets True."""
 
     def write_if_match(self, key: str, data: bytes, etag: str) -> bool:
-        """Replace; False when the object is missing or its etag is another one."""
+        """Replace an object. Return False if it is missing or has another etag."""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; missing ones are fine."""
+        """Delete objects. Missing keys are ignored."""
 
     def delete_prefix(self, prefix: str) -> None:
-        """Remove a folder, manifests first, so that a kill half way leaves nothing committed."""
+        """Delete a folder, manifests first, so that nothing stays committed if the process is killed half way."""
 
     def upload(self, local: Path, key: str) -> None: ...
     def download(self, key: str, local: Path) -> None: ...
     def upload_dir(self, prefix: str, local_dir: Path, names: Iterable[str]) -> None:
-        """Put `local_dir/name` at `prefix/name` for every name, in parallel."""
+        """Upload `local_dir/name` to `prefix/name` for every name, in parallel."""
 
     def download_dir(self, prefix: str, local_dir: Path, names: Iterable[str]) -> None:
-        """Get `prefix/name` into `local_dir/name` for every name, in parallel."""
+        """Download `prefix/name` to `local_dir/name` for every name, in parallel."""
 
 
 # Storage on a file system.
 
-# Up to this size an etag is the hash of the content, as for S3; hashing data files at every listing would be slow.
+# Up to this size an etag is a hash of the content, as on S3. Hashing large data files in every listing would be slow.
 ETAG_HASH_MAX_BYTES = 8 * 2**20
 NUM_COPY_THREADS = 4
 
 
 class LocalStorage:
-    """`file://` storage rooted at an absolute folder, which the first write creates."""
+    """Storage under `file://` in an absolute folder, which the first write creates."""
 
     def __init__(self, folder: Path, *, stop: StopSignal) -> None:
         self.folder = folder
@@ -205,15 +205,15 @@ class LocalStorage:
 
     def stat(self, key: str) -> ObjectStat | None:
         path = self.local_path(check_key(key))
-        with os_errors("looking at", self.uri(key)):
+        with os_errors("checking", self.uri(key)):
             return _stat(key, path)
 
     def list(self, prefix: str) -> Iterator[ObjectStat]:
         folder = folder_key(prefix)
         with os_errors("listing", self.uri(folder)):
-            found = {join_key(folder, name): path for name, path in _walk(self.local_path(folder))}
-            for key in sorted(found, key=os.fsencode):
-                if stat := _stat(key, found[key]):
+            paths = {join_key(folder, name): path for name, path in _walk(self.local_path(folder))}
+            for key in sorted(paths, key=os.fsencode):
+                if stat := _stat(key, paths[key]):
                     yield stat
 
     def list_dirs(self, prefix: str) -> Names:
@@ -257,8 +257,8 @@ class LocalStorage:
                 atomic.write_bytes_atomic(path, data)
                 return True
 
-    def delete(self, keys_: Iterable[str]) -> None:
-        for key in keys_:
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
             path = self.local_path(check_key(key))
             with os_errors("deleting", self.uri(key)):
                 if path.is_file() or path.is_symlink():
@@ -266,7 +266,7 @@ class LocalStorage:
 
     def delete_prefix(self, prefix: str) -> None:
         folder = self.local_path(check_key(folder_key(prefix)))
-        with os_errors("deleting", self.uri(prefix)), suppress(FileNotFoundError):  # another worker deletes it too
+        with os_errors("deleting", self.uri(prefix)), suppress(FileNotFoundError):  # another worker may delete it too
             if folder.is_dir():
                 atomic.remove_tree(folder)
 
@@ -296,19 +296,19 @@ class LocalStorage:
 
 def _stat(key: str, path: Path) -> ObjectStat | None:
     try:
-        found = path.stat()
+        stat = path.stat()
         if not path.is_file():
             return None
-        if found.st_size <= ETAG_HASH_MAX_BYTES:
+        if stat.st_size <= ETAG_HASH_MAX_BYTES:
             data = path.read_bytes()
             return ObjectStat(key, len(data), xxhash.xxh3_128_hexdigest(data))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return ObjectStat(key, found.st_size, f"{found.st_size:x}-{found.st_mtime_ns:x}-{found.st_ino:x}")
+    return ObjectStat(key, stat.st_size, f"{stat.st_size:x}-{stat.st_mtime_ns:x}-{stat.st_ino:x}")
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:
-    """Visible entries of a folder; none when it is missing."""
+    """Return the entries of a folder without temp files. Empty if the folder does not exist."""
     try:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if not atomic.is_temp(entry.name)]
@@ -316,24 +316,24 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _walk(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[tuple[str, Path]]:
-    """(relative key, path) of every file below; links are followed, but not in a circle."""
+def _walk(folder: Path, parents: frozenset[str] = frozenset()) -> Iterator[tuple[str, Path]]:
+    """Yield (relative key, path) of every file below a folder. Links are followed, cycles are cut."""
     real = os.path.realpath(folder)
-    if real in above:
+    if real in parents:
         return
     for entry in _scan(folder):
         if entry.is_dir():
-            for name, path in _walk(Path(entry.path), above | {real}):
+            for name, path in _walk(Path(entry.path), parents | {real}):
                 yield f"{entry.name}/{name}", path
         elif entry.is_file():
             yield entry.name, Path(entry.path)
 
 
 def open_storage(uri: str, *, retry: RetryPolicy | None = None, stop: StopSignal | None = None) -> Storage:
-    """The storage of a root URI: `s3://bucket/prefix`, `file:///folder` or a plain path.
+    """Open the storage of a root URI: `s3://bucket/prefix`, `file:///folder` or a plain path.
 
-    Raises ConfigError for another scheme, a missing bucket, no credentials, or a root that is a file.
-    Text of a rejected URI is not repeated in the message: it may hold a password.
+    Raises ConfigError for another scheme, a missing bucket, missing credentials, or a root that is a file. Messages do
+    not repeat a rejected URI, because it may contain a password.
     """
     stop = stop or StopSignal()
     if "://" not in uri:
@@ -342,7 +342,7 @@ def open_storage(uri: str, *, retry: RetryPolicy | None = None, stop: StopSignal
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return _open_local(uri.split("://", 1)[1].removeprefix("localhost"), stop)
     if parts.scheme == "s3":
-        # boto3 takes 0.3 s to import; local runs need not pay it.
+        # Importing boto3 takes 0.3 s, which local runs save.
         from pipeline.io.s3 import open_s3
 
         return open_s3(uri, retry=retry or RetryPolicy(), stop=stop)
@@ -360,14 +360,14 @@ def _open_local(path: str, stop: StopSignal) -> Storage:
     with os_errors("opening", f"file://{folder}"):
         is_file = folder.exists() and not folder.is_dir()
     if is_file:
-        raise ConfigError(f"file://{folder} is a file", expected="a folder", next_command="name its folder instead")
+        raise ConfigError(f"file://{folder} is a file", expected="a folder", next_command="use its folder instead")
     return LocalStorage(folder, stop=stop)
 
 
-def place_of(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: bool = False) -> tuple[Storage, str]:
-    """Storage of the parent folder, and the last name. Raises ConfigError where there is none, or for a bad URI.
+def open_parent(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: bool = False) -> tuple[Storage, str]:
+    """Open the storage of the parent folder and return it with the last name. Raises ConfigError for a bad URI.
 
-    `follow_links`: the place that a symbolic link leads to, for writing; a file read by its link keeps its own name.
+    `follow_links`: resolve symbolic links, for writing. A file that is read through a link keeps the name of the link.
     """
     path = text.removeprefix("file://") if text.startswith("file:///") else text
     if path and "://" not in path:
@@ -377,9 +377,9 @@ def place_of(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: b
     root, _, name = path.rpartition("/")
     if not name or path.endswith(":") or root.endswith(":/"):  # a root, a bare scheme, a whole bucket
         raise ConfigError(
-            f"{text!r} names no folder or file",
+            f"{text!r} does not name a folder or file",
             expected="a path, file:///folder/name or s3://bucket/folder/name",
-            next_command="name a folder in it",
+            next_command="add the name of a folder",
         )
     return open_storage(root or "/", retry=retry, stop=stop), check_key(name)
 
@@ -388,12 +388,12 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def read_record(
-    storage: Storage, key: str, kind: type[R], what: str, writer: str, *, next_command: str = ""
+    storage: Storage, key: str, kind: type[R], description: str, writer: str, *, next_command: str = ""
 ) -> R | None:
-    """The record under a key, None when there is none.
+    """Return the record under a key, None if it does not exist.
 
-    Raises DataError for anything else under its name: `what` it should be ("a stage result"), its `writer`
-    ("trnpipe evaluate") and the command to go on with (default: delete it, and the writer again).
+    Raises DataError if the file is not a valid record. The message contains a `description` ("a stage result"), the
+    `writer` ("trnpipe evaluate") and `next_command` (default: delete the file and run the writer again).
     """
     try:
         return kind.model_validate_json(storage.read_bytes(key))
@@ -401,16 +401,16 @@ def read_record(
         return None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
+        field_name = ".".join(map(str, first["loc"]))
         raise DataError(
-            f"{storage.uri(key)} is not {what}: {place + ': ' if place else ''}{first['msg']}",
+            f"{storage.uri(key)} is not {description}: {field_name + ': ' if field_name else ''}{first['msg']}",
             expected=f"a file written by {writer}",
             next_command=next_command or f"delete it and run {writer} again",
         ) from error
 
 
-def names_in(storage: Storage, prefix: str) -> set[str]:
-    """Names of the files directly in a folder. On disk without the listing's etags, for which it would read them."""
+def list_names(storage: Storage, prefix: str) -> set[str]:
+    """Return the names of the files directly in a folder. On disk it skips etags, which need the files' content."""
     folder = storage.local_path(prefix)
     if folder is not None:
         try:

@@ -256,6 +256,17 @@ class InputSpec(Record):
         return len(self.labels)
 
 
+def difference(ours: Any, theirs: Any) -> str:
+    """Return how a field of the data differs from that of a model: for names, those that are missing and new."""
+    if isinstance(ours, tuple) and isinstance(theirs, tuple) and {*ours} != {*theirs} and "" not in {*ours, *theirs}:
+        sides = (
+            ("missing", [one for one in theirs if one not in ours]),
+            ("new", [one for one in ours if one not in theirs]),
+        )
+        return "; ".join(f"{side}: {', '.join(map(str, names))}" for side, names in sides if names)
+    return f"{ours!r}, there {theirs!r}"
+
+
 def check_architecture(found: ModelConfig, ours: ModelConfig, *, where: str) -> None:
     """Raises ConfigError naming the first field in which two models differ in shape."""
     ignored = {"preset", "dropout", "init_from", "hidden_size", "num_layers", "num_heads", "intermediate_size"}

@@ -30,7 +30,7 @@ from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, fetch_dir
 from pipeline.io.paths import cache_folder, temporary_folder
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import Storage, os_errors, place_of
+from pipeline.io.storage import Storage, open_parent, os_errors
 from pipeline.parallel.mesh import raise_on_all_ranks, run_without_timeout
 from pipeline.parallel.process_group import collective_errors
 from pipeline.parallel.tensors import fused_parts, interleaved
@@ -166,7 +166,7 @@ def _is_main() -> bool:
 
 
 def _location(folder: str | Path) -> tuple[Storage, str]:
-    return place_of(str(folder), retry=RetryPolicy(), stop=StopSignal(), follow_links=True)
+    return open_parent(str(folder), retry=RetryPolicy(), stop=StopSignal(), follow_links=True)
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

@@ -37,7 +37,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.paths import temporary_folder
 from pipeline.parallel.world import NUM_NODES, is_lost_peer, torchrun_arguments
 from pipeline.proc.children import RANK_S
-from pipeline.proc.signals import end_in_time, show_stacks_when_asked
+from pipeline.proc.signals import enable_stack_dumps, limit_shutdown_time
 
 EXIT_DIR_VARIABLE = "TRN_EXIT_DIR"  # not TRNPIPE_: those are settings
 MODULE = "pipeline.parallel.launch"
@@ -176,8 +176,8 @@ def write_whole_lines(env: Mapping[str, str] = os.environ) -> None:
 def run_rank(words: Sequence[str]) -> None:
     """Run the script to its end. Raises SystemExit where it ends with anything but 0."""
     write_whole_lines()
-    show_stacks_when_asked()
-    end_in_time()
+    enable_stack_dumps()
+    limit_shutdown_time()
     # torchrun starts Python unbuffered, where the parts of a line come one by one, among those of other ranks.
     prefix = f"[{os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     for name in ("stdout", "stderr"):

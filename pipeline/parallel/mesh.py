@@ -66,10 +66,10 @@ def check_plan(plan: Spread, backend: Backend) -> None:
         "process_group": plan.process_group != "",
     }
     for feature, described in _FEATURES.items():
-        if asked[feature] and feature not in backend.spreads:
+        if asked[feature] and feature not in backend.parallelism:
             raise ConfigError(
                 f"the plan asks for {described}, which {backend.device_name()} cannot do here",
-                expected=f"a plan within what this device does: {', '.join(sorted(backend.spreads)) or 'shard state'}",
+                expected=f"a plan that the device supports: {', '.join(sorted(backend.parallelism)) or 'shard state'}",
                 next_command="docs/parallel.md, What each device allows",
             )
 
@@ -80,7 +80,7 @@ _FEATURES = {
     "offload": "activations offloaded to the host",
     "process_group": "a process group of its own",
 }
-"""Of Backend.spreads."""
+"""Of Backend.parallelism."""
 
 
 def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:

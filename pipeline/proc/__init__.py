@@ -1,1 +1,1 @@
-"""Child processes: started, marked, watched, stopped, and none left behind."""
+"""Start, mark, monitor and stop child processes."""

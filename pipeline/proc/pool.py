@@ -1,8 +1,8 @@
-"""Tasks made on the fly, run by worker processes: a thread here feeds each. `python -m pipeline.proc.pool PID` is one.
+"""Run tasks from an iterator in worker processes (`python -m pipeline.proc.pool PID`), each fed by a thread.
 
-Plain child processes, as those of multiprocessing import the parent's main module (and torch) in each one, and those of
-loky outlive a parent that is killed. Frames are pickles: first (function, context), then one task each; the answer to a
-task is ("done", result) or ("error", ...).
+Workers are plain child processes: those of multiprocessing import the parent's main module (and torch), and those of
+loky outlive a killed parent. Frames are pickles. The first is (function, context), then one for each task. The response
+to a task is ("done", result) or ("error", ...).
 """
 
 import os
@@ -44,37 +44,39 @@ def run_tasks(
     in_order: bool = False,
     waiting: Callable[[], object] = lambda: None,
 ) -> Generator[Result, None, None]:
-    """Results of `function(context, task)`, in the order they finish or that of the tasks. Closing it ends the workers.
+    """Yield the results of `function(context, task)` as they finish. Closing the generator ends the workers.
 
     Args:
-        function: a module-level function; context, tasks and results must pickle.
-        num_workers: 0 means one per core. Processes start only when there is a task for them. A task more is held than
-            there are workers, twice as many `in_order`.
-        doing: what is going on, for the message when stopped.
+        function: a module-level function. Context, tasks and results must be picklable.
+        num_workers: 0 means one per core. A process starts when there is a task for it. Up to `num_workers` + 1 tasks
+            are taken from the iterator ahead of their results, 2 * `num_workers` if `in_order`.
+        doing: describes the work in the message of Preempted.
+        in_order: yield results in the order of the tasks.
         waiting: called a few times a second while workers work.
-    Raises what the function raised (a bug as RuntimeError), TransientError when a worker died, Preempted.
+
+    Raises the error of the function (RuntimeError for a bug), TransientError if a worker dies, Preempted if stopped.
     """
     first_frame = pickle.dumps((function, context), protocol=5)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_workers = num_workers or cores
-    room = 2 * num_workers if in_order else num_workers + 1
-    mine, ended, processes = threading.local(), threading.Event(), list[subprocess.Popen[bytes]]()
+    max_pending = 2 * num_workers if in_order else num_workers + 1
+    local, ended, processes = threading.local(), threading.Event(), list[subprocess.Popen[bytes]]()
 
     def call(task: Task) -> Result:
-        """In one of the threads, each of which has a process of its own."""
+        """Run a task in the worker process of the current thread."""
         frames = pickle.dumps(task, protocol=5)
-        if not hasattr(mine, "process"):
-            mine.process, frames = _start(), first_frame + frames
-            processes.append(mine.process)
+        if not hasattr(local, "process"):
+            local.process, frames = _start(), first_frame + frames
+            processes.append(local.process)
             if ended.is_set():
-                mine.process.kill()
-        return cast(Result, _call(mine.process, frames))
+                local.process.kill()
+        return cast(Result, _call(local.process, frames))
 
     threads, pending = ThreadPoolExecutor(num_workers, "worker"), list[Future[Result]]()
     try:
         while True:
             stop.raise_if_set(doing)
-            for task in islice(tasks, room - len(pending)):
+            for task in islice(tasks, max_pending - len(pending)):
                 pending.append(threads.submit(call, task))
             if not pending:
                 return
@@ -87,8 +89,8 @@ def run_tasks(
         ended.set()
         threads.shutdown(wait=False, cancel_futures=True)
         for process in processes:
-            with suppress(BrokenPipeError), process:  # the unsent rest of a frame, and nobody left to read it
-                process.kill()  # whatever it writes is atomic
+            with suppress(BrokenPipeError), process:  # the rest of a frame cannot be sent to a killed worker
+                process.kill()  # its writes are atomic
         threads.shutdown()
 
 
@@ -99,7 +101,7 @@ def _start() -> subprocess.Popen[bytes]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([_PACKAGE_ROOT, *filter(None, sys.path)]),
     }
-    return subprocess.Popen(  # noqa: S603  (our own module)
+    return subprocess.Popen(  # noqa: S603  (this module)
         [*OWN_MODULE, "pipeline.proc.pool", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -108,51 +110,50 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _call(process: subprocess.Popen[bytes], frames: bytes) -> object:
-    """The answer of a worker to one task."""
-    tasks, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+    """Send a task to a worker and return its result."""
+    tasks, responses = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
     try:
         tasks.write(frames)
         tasks.flush()
-        kind, answer = pickle.load(answers)  # noqa: S301  (our own child wrote it)
+        kind, response = pickle.load(responses)  # noqa: S301  (written by the child)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
         status = process.wait()
         raise TransientError(
-            f"a worker process ended by itself ({f'signal {-status}' if status < 0 else f'exit {status}'})",
-            expected="workers that live until their input ends; signal 9 mostly means that memory ran out",
-            next_command="run the same command again; with signal 9 lower what a worker holds and how many there are:"
-            " --data.rows-per-chunk, --data.num-workers",
+            f"a worker process died ({f'signal {-status}' if status < 0 else f'exit {status}'})",
+            expected="workers that run until their input ends (signal 9 usually means that memory ran out)",
+            next_command="run the command again; after signal 9, lower --data.rows-per-chunk or --data.num-workers",
         ) from error
     if kind == "error":
-        family, seen, expected, next_command = answer
-        raise cast(type[TrnpipeError], family)(seen, expected=expected, next_command=next_command)
+        error_class, seen, expected, next_command = response
+        raise cast(type[TrnpipeError], error_class)(seen, expected=expected, next_command=next_command)
     if kind == "bug":
-        raise RuntimeError(f"in a worker process:\n{answer}")
-    return answer
+        raise RuntimeError(f"in a worker process:\n{response}")
+    return response
 
 
 def main() -> None:
-    """Serve tasks until the input ends, and not longer than the parent lives."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the parent decides
+    """Run tasks from standard input until it ends or the parent dies."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group, and handled by the parent
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(int(sys.argv[1]),), daemon=True).start()
-    tasks, answers = open(0, "rb"), os.fdopen(os.dup(1), "wb")  # noqa: SIM115
-    os.dup2(2, 1)  # whatever a library prints must not mix with the answers
+    tasks, responses = open(0, "rb"), os.fdopen(os.dup(1), "wb")  # noqa: SIM115
+    os.dup2(2, 1)  # output of libraries must not mix with the responses
     function, context = pickle.load(tasks)  # noqa: S301  (the parent wrote it)
     while tasks.peek(1):
         task = pickle.load(tasks)  # noqa: S301
-        answer: tuple[str, object]
+        response: tuple[str, object]
         try:
-            answer = ("done", function(context, task))
+            response = ("done", function(context, task))
         except TrnpipeError as error:
-            answer = ("error", (type(error), error.seen, error.expected, error.next_command))
+            response = ("error", (type(error), error.seen, error.expected, error.next_command))
         except Exception:
-            answer = ("bug", traceback.format_exc())  # raised again by the parent
-        pickle.dump(answer, answers)
-        answers.flush()
+            response = ("bug", traceback.format_exc())  # raised again by the parent
+        pickle.dump(response, responses)
+        responses.flush()
 
 
 def _exit_with_parent(parent: int) -> None:
-    """A parent killed with SIGKILL cannot tell us; being handed to another parent does."""
+    """Exit when this process gets another parent, which also happens after a SIGKILL of the first one."""
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_S)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT become the stop signal, and the process ends in time even when nobody polls it.
+"""Turn SIGTERM and SIGINT into the stop signal, and exit in time even if the stop signal is not polled.
 
 Python runs signal handlers only between bytecodes of the main thread, so a handler does not run while that thread is
 inside a long C++ call such as a compile. The C-level handler does write the signal number to the wake-up descriptor at
@@ -23,23 +23,23 @@ from pipeline.core.stop import StopSignal
 from pipeline.proc.children import LAST_HOOK_S, RANK_S
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-STACKS_VARIABLE = "TRN_STACKS_DIR"  # not TRNPIPE_: those are settings
+STACKS_VARIABLE = "TRN_STACKS_DIR"  # without the prefix TRNPIPE_ of settings
 _CLOSE = 0  # not a signal number
-STOPPING = "stopping: saving state (Ctrl-C again: at once)"
+STOPPING = "stopping: saving state (press Ctrl-C again to stop at once)"
 
 LastHook = Callable[[str], None]
 
 
 @contextmanager
 def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: LastHook | None = None) -> Iterator[None]:
-    """While inside, SIGTERM and SIGINT set `stop`; main thread only.
+    """Set `stop` on SIGTERM and SIGINT inside the context. For the main thread only.
 
-    The first SIGINT is answered at once, with a line on standard error unless `stop.is_shown`. When the process still
-    runs `grace_s` after the first signal, `last_hook(reason)` gets at most 3 s and the process ends with 143. A second
+    The first SIGINT prints a line to standard error at once, unless `stop.has_live_display`. If the process still runs
+    `grace_s` after the first signal, `last_hook(reason)` gets at most 3 s and the process exits with 143. A second
     SIGINT ends it at once.
-    After a signal the monitor stays on: shutdown may hang too. Forked workers share the wake-up descriptor: they let go
-    of it, so that ending one does not stop us, and ignore SIGINT, which a terminal sends to the whole group while it is
-    ours to decide.
+    After a signal the monitor keeps running, because shutdown may hang too. Forked workers close the shared wake-up
+    descriptor, so that a signal to one of them does not stop this process. They ignore SIGINT, which a terminal sends
+    to the whole process group and this process handles.
     """
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
@@ -59,68 +59,68 @@ def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: Las
             monitor.join()
 
 
-def end_in_time(grace_s: float = RANK_S) -> None:
-    """From now on SIGTERM and SIGINT, where the program handles them itself, end it with 143 after `grace_s`; for good.
+def limit_shutdown_time(grace_s: float = RANK_S) -> None:
+    """Exit with 143 if this process still runs `grace_s` after SIGTERM or SIGINT. Cannot be undone.
 
-    No handler is set here: where there is none, the signal ends the process at once.
+    No handler is installed. Without a handler in the program, the signal ends the process at once.
     """
     _guard_forks(lambda: True, resets=False)
     _start_monitor(StopSignal(), grace_s, None, "")
 
 
-def show_stacks_when_asked(env: Mapping[str, str] = os.environ) -> None:
-    """From now on SIGUSR1 writes the stacks of all threads to `<folder>/<process id>`, where the environment names one.
+def enable_stack_dumps(env: Mapping[str, str] = os.environ) -> None:
+    """Make SIGUSR1 write the stacks of all threads to `<folder>/<process id>`, if TRN_STACKS_DIR names a folder.
 
-    The handler is C code: it also answers while the main thread hangs in a collective.
+    The handler is C code, so it also works while the main thread hangs in a collective.
     """
     folder = Path(env.get(STACKS_VARIABLE, ""))
     if not env.get(STACKS_VARIABLE) or not folder.is_dir():
         return
     path = folder / f".{os.getpid()}"
     faulthandler.register(signal.SIGUSR1, path.open("w"), all_threads=True)  # keeps the file open
-    path.rename(folder / str(os.getpid()))  # the name says that the handler is there
+    path.rename(folder / str(os.getpid()))  # shows that the handler is installed
 
 
-def can_show_stacks(pid: int, folder: Path) -> bool:
-    """Whether SIGUSR1 makes this process show its stacks; it ends any other."""
+def has_stack_dumps(pid: int, folder: Path) -> bool:
+    """Return whether SIGUSR1 makes a process dump its stacks. It ends any other process."""
     return (folder / str(pid)).exists()
 
 
-def _guard_forks(is_ours: Callable[[], bool], *, resets: bool = True) -> None:
-    """Give forked children no wake-up descriptor and, if it `resets`, default SIGTERM and no SIGINT, while `is_ours()`.
+def _guard_forks(is_active: Callable[[], bool], *, resets: bool = True) -> None:
+    """Remove the wake-up descriptor in forked children and, with `resets`, default SIGTERM and ignore SIGINT.
 
-    Signals wait while a fork is under way: one that came between the fork and the change would be taken for the
-    parent's. Hooks cannot be removed again, so they ask each time.
+    Signals are blocked during a fork, because the child would pass one to the parent before the descriptor is removed.
+    Fork hooks cannot be unregistered, so they call `is_active` each time.
     """
-    earlier = threading.local()
+    saved = threading.local()
 
     def before() -> None:
-        earlier.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if is_ours() else None
+        saved.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if is_active() else None
 
     def in_parent() -> None:
-        if earlier.mask is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, earlier.mask)
+        if saved.mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, saved.mask)
 
     def in_child() -> None:
-        if earlier.mask is not None:
+        if saved.mask is not None:
             signal.set_wakeup_fd(-1)
             if resets:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.pthread_sigmask(signal.SIG_SETMASK, earlier.mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, saved.mask)
 
     os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
 
 
 def _start_monitor(
-    stop: StopSignal, grace_s: float, last_hook: LastHook | None, answer: str
+    stop: StopSignal, grace_s: float, last_hook: LastHook | None, notice: str
 ) -> tuple[socket.socket, int, threading.Thread]:
-    """Where signal numbers are written from now on, where they were before, and the thread that reads them."""
+    """Start the monitor. Return its wake-up socket, the earlier wake-up descriptor, and its thread."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     earlier = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     monitor = threading.Thread(
-        target=_monitor, args=((reader, writer), stop, grace_s, last_hook, answer), name="signals", daemon=True
+        target=_monitor, args=((reader, writer), stop, grace_s, last_hook, notice), name="signals", daemon=True
     )
     monitor.start()
     return writer, earlier, monitor
@@ -131,12 +131,9 @@ def _monitor(
     stop: StopSignal,
     grace_s: float,
     last_hook: LastHook | None,
-    answer: str,
+    notice: str,
 ) -> None:
-    """Read signal numbers; from the first on, count down. Owns both ends, which stay open as long as it runs.
-
-    `answer`: a line for the first SIGINT; empty: none.
-    """
+    """Read signal numbers: count down from the first, print `notice` at the first SIGINT. Owns the sockets."""
     reader, writer = pair
     deadline: float | None = None
     num_interrupts = 0
@@ -155,15 +152,15 @@ def _monitor(
                 stop.set(signal.Signals(signum).name)
                 deadline = deadline or time.monotonic() + grace_s
                 num_interrupts += signum == signal.SIGINT
-                if answer and num_interrupts == 1 and signum == signal.SIGINT and not stop.is_shown:
-                    with suppress(OSError):  # nobody reads it
-                        os.write(2, f"{answer}\n".encode())
+                if notice and num_interrupts == 1 and signum == signal.SIGINT and not stop.has_live_display:
+                    with suppress(OSError):  # standard error is closed
+                        os.write(2, f"{notice}\n".encode())
             if num_interrupts > 1:
                 _end("a second SIGINT", None)
 
 
 def _end(reason: str, last_hook: LastHook | None) -> None:
-    """Last words, then out with the children, without atexit handlers: they may be what hangs."""
+    """Print the reason, run the hook, kill the children and exit without atexit handlers, which may be hanging."""
     try:
         os.write(2, f"trnpipe: {reason}; exit {Preempted.exit_code}\n".encode())
         if last_hook is not None:

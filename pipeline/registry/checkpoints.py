@@ -21,8 +21,8 @@ from pipeline.checkpoint.store import (
     parse_state,
 )
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, first_line
-from pipeline.io.commit import check_record, record_of, verify_dir
-from pipeline.io.storage import KeyNotFound, Storage, join_key, place_of
+from pipeline.io.commit import check_record, stream_record, verify_dir
+from pipeline.io.storage import KeyNotFound, Storage, join_key, open_parent
 from pipeline.registry.records import CheckpointRef, check_prefix, load_verdict, one_line, pointer_key
 from pipeline.settings import Settings
 
@@ -40,7 +40,7 @@ def locate(named: str, settings: Settings, workspace: Storage) -> tuple[Storage,
     key = key_in(workspace, named)
     if key is not None:
         return workspace, check_prefix(key)
-    return place_of(named, retry=settings.storage, stop=workspace.stop)
+    return open_parent(named, retry=settings.storage, stop=workspace.stop)
 
 
 def prefix_in(workspace: Storage, named: str) -> str:
@@ -143,7 +143,7 @@ def read_checkpoint(workspace: Storage, prefix: str, *, every_byte: bool = False
         if every_byte and verify_dir(workspace, prefix, deep=True) != manifest:
             raise DataError("it is being replaced")
         data = workspace.read_bytes(join_key(prefix, STATE))
-        check_record(workspace.uri(join_key(prefix, STATE)), manifest.files[STATE], record_of(BytesIO(data)))
+        check_record(workspace.uri(join_key(prefix, STATE)), manifest.files[STATE], stream_record(BytesIO(data)))
         state = parse_state(data)
     except (DataError, ValidationError) as error:
         raise _bad(uri, error) from error

@@ -5,6 +5,7 @@ Memory: 20 bytes for each row of the data while it is looked through, then 32 fo
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -54,7 +55,12 @@ def decoded(tokens: Tokens, tokenizer: bytes) -> list[str]:
     """
     ids = tokens.ids.tolist()
     lists = [ids[start:end] for start, end in pairwise(tokens.offsets.tolist())]
-    return tokenizers.Tokenizer.from_str(tokenizer.decode()).decode_batch(lists, skip_special_tokens=True)
+    return _tokenizer(tokenizer).decode_batch(lists, skip_special_tokens=True)
+
+
+@lru_cache(maxsize=1)  # reading a vocabulary takes as long as decoding thousands of texts
+def _tokenizer(text: bytes) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(text.decode())
 
 
 @dataclass(frozen=True)

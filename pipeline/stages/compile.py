@@ -12,7 +12,7 @@ from pipeline.compile.neuron import SCORING, compile_on_neuron, drives_tool
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError
 from pipeline.core.format import format_duration
-from pipeline.core.progress import no_display, shown_on
+from pipeline.core.progress import no_display, use_display
 from pipeline.io import atomic
 from pipeline.parallel.process_group import open_ranks
 from pipeline.parallel.world import TRACE_FILE, World
@@ -70,7 +70,7 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
             trial = shapes.trial(settings, backend, process_group, recorder, ctx.stop, ctx.console)
             if not driven:
                 recorder.met = _progress(ctx, trial.num_graphs, started)
-            with shown_on(no_display):  # what a trial scores is nobody's holdout
+            with use_display(no_display):  # what a trial scores is nobody's holdout
                 trial.score() if is_scoring else trial.run()
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
     if not ctx.world.is_main:

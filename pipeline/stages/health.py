@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.backends import on_neuron
-from pipeline.context import Figure, StageContext, StageResult, nodes_of, store_result
+from pipeline.context import Figure, StageContext, StageResult, node_group, store_result
 from pipeline.core.errors import EXIT_OK
 from pipeline.health.check import (
     CheckResult,
@@ -52,7 +52,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
             sys.stdout.flush()
             os._exit(EXIT_OK)  # the verdict is in the report
         return _result(ctx, (report,), started)
-    nodes = nodes_of(ctx, "health/nodes", timeout_s=math.inf)
+    nodes = node_group(ctx, "health/nodes", timeout_s=math.inf)
     with nodes.telling(), guarded_temp_folder() as temporary:
         reports = _check(settings, ctx, nodes, temporary / "ranks")
     result = _result(ctx, reports, started)
@@ -110,7 +110,7 @@ def _check(settings: Settings, ctx: StageContext, nodes: Nodes, folder: Path) ->
         env["NEURON_CC_FLAGS"] = settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
         env["NEURON_COMPILE_CACHE_URL"] = settings.compile.cache_root(ctx.workspace.root)
     with temporary_environment(env):
-        launch([*(ctx.words or (NAME,)), "--cycle", ctx.cycle], processes, ctx.stop)
+        launch([*(ctx.command_line or (NAME,)), "--cycle", ctx.cycle], processes, ctx.stop)
     ctx.stop.raise_if_set("checking the ranks of this node")
     first = node_rank * processes
     return meet("ranks", merge_rank_results(folder, range(first, first + processes)), is_last=True)

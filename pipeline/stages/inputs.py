@@ -20,7 +20,7 @@ from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import incumbent_prefix, start_place
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
-from pipeline.train.config import rank_share
+from pipeline.train.config import rank_slice
 from pipeline.train.graph_trial import Trial
 
 # The checkpoint a cycle starts from, pinned at its first attempt, opened and verified.
@@ -92,7 +92,7 @@ class Shapes:
     def plan(self, settings: Settings, world: World, device: str) -> Plan:
         """What a run of these settings on `world` ranks of `device` must share with another to share its graphs."""
         return graph_plan(
-            settings, self.spec, self.buckets, rank_share(settings.train, world.world_size, world.rank), device
+            settings, self.spec, self.buckets, rank_slice(settings.train, world.world_size, world.rank), device
         )
 
     def scoring_plan(self, settings: Settings, world_size: int, device: str) -> Plan:

@@ -9,7 +9,7 @@ from pipeline.checkpoint.store import PublishedWeights
 from pipeline.compile.identity import graph_plan, open_guard
 from pipeline.compile.manifest import GraphWatch
 from pipeline.context import Figure, StageContext, StageResult, store_result
-from pipeline.core.batch_order import Bucket, RankShare
+from pipeline.core.batch_order import Bucket, RankSlice
 from pipeline.core.format import format_duration
 from pipeline.registry.checkpoints import key_in
 from pipeline.settings import Settings
@@ -47,7 +47,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         settings.backend, settings.model, settings.train, settings.checkpoint, settings.log, settings.health
     )
 
-    def open_watch(buckets: Sequence[Bucket], share: RankShare, backend: Backend) -> GraphWatch:
+    def open_watch(buckets: Sequence[Bucket], share: RankSlice, backend: Backend) -> GraphWatch:
         """Hold graphs against the manifest of this way of running, where the device has graphs."""
         if not (backend.is_lazy or backend.compiles_steps):
             return GraphWatch()

@@ -1,1 +1,1 @@
-"""What a person or a machine sees of a run: console lines, events, logs."""
+"""Console output and event log of a run."""

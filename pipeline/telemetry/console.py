@@ -1,4 +1,4 @@
-"""What a person sees of a run: dense lines, a progress bar where stdout is a terminal, TensorBoard's curves."""
+"""Console output of a run (log lines, and progress bars on a terminal) and TensorBoard curves."""
 
 import sys
 import threading
@@ -12,17 +12,17 @@ from typing import TextIO
 import rich.console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from pipeline.core.format import format_bytes, format_count, format_duration, format_share
+from pipeline.core.format import format_bytes, format_count, format_duration, format_percent
 from pipeline.core.optional import missing_package
 from pipeline.core.progress import Advance
 
 SECONDS_BETWEEN_LINES = 5.0
-"""Work that takes less shows nothing; longer work a line so often, or a bar from then on."""
+"""Progress is shown after this time and then at this interval, as a bar on a terminal, else as lines."""
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one console line: means over the steps since the last one. None = not known."""
+    """Values of one console line: means over the steps since the last line. None if unknown."""
 
     step: int
     max_steps: int
@@ -36,7 +36,7 @@ class StepFigures:
 
 
 def step_text(figures: StepFigures) -> str:
-    """`step   120/2000 | loss 0.6931 | grad 1.23 | lr 2.0e-04 | 812 samples/s | 26.1k tokens/s | ...`"""
+    """Return `step   120/2000 | loss 0.6931 | grad 1.23 | lr 2.0e-04 | 812 samples/s | 26.1k tokens/s | ...`."""
     width = max(5, len(str(figures.max_steps)))
     grad = "-" if figures.grad_norm is None else f"{figures.grad_norm:.2f}"
     eta = () if figures.eta_s is None else (f"eta {format_duration(figures.eta_s)}",)
@@ -48,7 +48,7 @@ def step_text(figures: StepFigures) -> str:
             f"lr {figures.learning_rate:.1e}",
             f"{format_count(figures.samples_per_s)} samples/s",
             f"{format_count(figures.tokens_per_s)} tokens/s",
-            f"data wait {format_share(figures.data_wait_share)}",
+            f"data wait {format_percent(figures.data_wait_share)}",
             *eta,
         )
     )
@@ -56,7 +56,7 @@ def step_text(figures: StepFigures) -> str:
 
 @dataclass
 class _ProgressState:
-    """How far one piece of work is. Only what is done since the start counts for the rate."""
+    """Progress of one operation. The rate counts only the work since the start."""
 
     name: str
     total: int | None
@@ -65,19 +65,19 @@ class _ProgressState:
     done: int = 0
 
     def figures(self, now: float) -> str:
-        """`1.20k/12.0k rows | 41.2 rows/s | eta 4m22s`; without a total the time so far in place of the ETA."""
+        """Return `1.20k/12.0k rows | 41.2 rows/s | eta 4m22s`. Without a total the elapsed time replaces the ETA."""
         seconds = max(1e-9, now - self.started)
         rate = self.done / seconds
         of_total = "" if self.total is None else f"/{self._amount(self.total)}"
         end = f"for {format_duration(seconds)}"
         if self.total is not None:
-            left = max(0, self.total - self.done)
-            end = f"eta {format_duration(left / rate if rate else None)}"
+            remaining = max(0, self.total - self.done)
+            end = f"eta {format_duration(remaining / rate if rate else None)}"
         done = f"{self._amount(self.done)}{of_total}" + (f" {self.unit}" if self.unit != "bytes" else "")
         return f"{done} | {self._amount(rate)}{'' if self.unit == 'bytes' else f' {self.unit}'}/s | {end}"
 
-    def last(self, now: float) -> str:
-        """`12.0k rows in 5m02s`."""
+    def summary(self, now: float) -> str:
+        """Return `12.0k rows in 5m02s`."""
         unit = "" if self.unit == "bytes" else f" {self.unit}"
         return f"{self._amount(self.done)}{unit} in {format_duration(now - self.started)}"
 
@@ -86,7 +86,7 @@ class _ProgressState:
 
 
 class Console:
-    """Lines for people on `stream` (default stdout); warnings carry a prefix. `quiet` for ranks other than 0."""
+    """Log lines, warnings and progress on `stream` (default: stdout). `quiet`: for ranks other than 0."""
 
     def __init__(
         self, *, quiet: bool = False, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -104,7 +104,7 @@ class Console:
         self._line(f"warning: {text}", style="yellow")
 
     def step_line(self, figures: StepFigures) -> None:
-        """A line of its own; on a terminal one line that the next figures replace, until something else is said."""
+        """Print the values of a step. On a terminal the next step overwrites the line, unless other lines follow."""
         if self._rich is None or self._quiet or self._bars is not None:
             self._line(step_text(figures))
             return
@@ -113,7 +113,7 @@ class Console:
         self._live_line = True
 
     def end_line(self) -> None:
-        """Leave the line of figures as it is, and go on below it."""
+        """Keep the current step line and continue below it."""
         if self._live_line:
             self._live_line = False
             self._stream.write("\n")
@@ -121,33 +121,30 @@ class Console:
 
     @contextmanager
     def progress(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """Yields advance(n), which any thread may call. A bar on a terminal, elsewhere lines, with rate and ETA.
-
-        Both begin when the work has taken a few seconds; what was shown ends with a line that says how long it took.
-        """
-        work = _ProgressState(name, total, unit, self._clock())
-        shown, lock = work.started, threading.Lock()
+        """Show the progress of an operation after a few seconds, and its duration. Any thread may call advance(n)."""
+        state = _ProgressState(name, total, unit, self._clock())
+        last_shown, lock = state.started, threading.Lock()
         task = None
 
         def advance(count: int) -> None:
-            nonlocal shown, task
+            nonlocal last_shown, task
             with lock:
-                work.done += count
+                state.done += count
                 now = self._clock()
-                if self._quiet or (now - shown < SECONDS_BETWEEN_LINES and task is None):
+                if self._quiet or (now - last_shown < SECONDS_BETWEEN_LINES and task is None):
                     return
                 if self._rich is None:
-                    self._line(f"{name}: {work.figures(now)}")
-                    shown = now
+                    self._line(f"{name}: {state.figures(now)}")
+                    last_shown = now
                     return
-                if self._bars is None:  # the one display of all bars: pieces of work may lie within each other
+                if self._bars is None:  # one display for all bars, because operations may be nested
                     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
                     self._bars = Progress(*columns, console=self._rich, transient=True)
                     self.end_line()
                     self._bars.start()
                 if task is None:
-                    task = self._bars.add_task(name, total=total, completed=work.done, figures=work.figures(now))
-                self._bars.update(task, completed=work.done, figures=work.figures(now))
+                    task = self._bars.add_task(name, total=total, completed=state.done, figures=state.figures(now))
+                self._bars.update(task, completed=state.done, figures=state.figures(now))
 
         try:
             yield advance
@@ -157,8 +154,8 @@ class Console:
                 if not self._bars.tasks:
                     self._bars.stop()
                     self._bars = None
-        if task is not None or shown != work.started:
-            self._line(f"{name}: {work.last(self._clock())}")
+        if task is not None or last_shown != state.started:
+            self._line(f"{name}: {state.summary(self._clock())}")
 
     def _line(self, text: str, style: str | None = None) -> None:
         if self._quiet:
@@ -171,7 +168,7 @@ class Console:
 
 
 class TensorBoardSink:
-    """Scalars into a local folder that `tensorboard --logdir` reads. ConfigError without tensorboard."""
+    """Writer of scalars to a local folder for `tensorboard --logdir`. Raises ConfigError if it is not installed."""
 
     def __init__(self, log_dir: Path) -> None:
         try:

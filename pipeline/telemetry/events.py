@@ -1,13 +1,13 @@
 """The event log of a cycle: one JSON line per event, readable after kill -9 at any byte.
 
 On file:// all writers append to one file. S3 cannot append, so every writer there (an attempt of a stage) has its own
-objects: `cycles/c/events.jsonl` becomes `cycles/c/events/<start>-<stage>-<attempt>-<random>-<n>.jsonl`. Readers take
-the file and the objects, so a workspace that has both, or was copied from S3 to a disk, is read whole.
+objects: `cycles/c/events.jsonl` becomes `cycles/c/events/<start>-<stage>-<attempt>-<random>-<n>.jsonl`. Readers read
+both the file and the objects, so that a workspace copied from S3 to a disk keeps its log.
 
 Requests: a put writes the current object, at most 64 KiB and the lines since the last put, at most every 30 s and for
 every durable flush. An object that has reached 64 KiB is followed by a new one. So n puts of b bytes of lines write at
 most n * 64 KiB + b bytes, into at most b / 64 KiB + 1 objects. Reading takes one HEAD, one LIST for each 1,000 objects,
-and one GET for each object, 8 at once.
+and one GET for each object, with 8 GETs in parallel.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ MAX_LAST_SEGMENTS = 16  # to read the end of a log
 
 
 class EventName(StrEnum):
-    """What can happen in a cycle. Readers may rely on these names; adding one is a reviewed change."""
+    """The events of a cycle. Readers rely on these names, so additions need a review."""
 
     STAGE_STARTED = "stage_started"
     STAGE_SKIPPED = "stage_skipped"
@@ -70,12 +70,11 @@ class EventName(StrEnum):
 
 
 class EventLog:
-    """Appends events to `key` of a storage. Thread-safe; writers never share an object.
+    """The log under `key` of a storage, opened to append events. Thread-safe. Writers never share an object.
 
-    On file:// a line is written to the file at once. While the disk is full, lines wait in memory: emit() goes on, a
-    durable flush raises DiskFull. Elsewhere lines wait for the next put, at most 30 s, and kill -9 loses them.
-    `writer` goes into the names of objects. `is_muted`: for ranks other than 0, and jobs of an array other than the
-    first, which write nothing.
+    On file:// a line is written to the file at once. While the disk is full, emit() keeps lines in memory and a durable
+    flush raises DiskFull. On S3 lines wait for the next put, at most 30 s, and kill -9 loses them. `writer` is part of
+    the names of objects. `is_muted`: write nothing, for ranks other than 0 and tasks of an array other than the first.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class EventLog:
     ) -> None:
         self._storage, self._clock, self._is_muted = storage, clock, is_muted
         self._lock = threading.RLock()
-        self._waiting = bytearray()  # whole lines
+        self._waiting = bytearray()  # complete lines
         path = None if is_muted else storage.local_path(key)
         self._file = None if path is None else _open_to_append(path)
         start = datetime.fromtimestamp(clock(), UTC).strftime("%Y%m%dT%H%M%S.%fZ")
@@ -98,10 +97,7 @@ class EventLog:
         self._last_put_s = clock()
 
     def emit(self, event: EventName, /, **fields: object) -> None:
-        """Append one line {"time": ISO 8601 UTC, "event": name, **fields}. Non-finite floats become strings.
-
-        A full disk does not stop the run: the line is kept for the next call.
-        """
+        """Append one line {"time": ISO 8601 UTC, "event": name, **fields}. Non-finite floats become strings."""
         if clash := RESERVED & fields.keys():
             raise ValueError(f"event fields {sorted(clash)} are reserved")
         if self._is_muted:
@@ -115,7 +111,7 @@ class EventLog:
                     self._append(self._file)
 
     def flush(self, durable: bool = False) -> None:
-        """`durable`: on the device, or on S3, when this returns. Otherwise S3 gets a put at most every 30 s."""
+        """Write the waiting lines to S3, at most every 30 s. With `durable`, write now and fsync a local file."""
         with self._lock:
             if self._file is None:
                 if self._waiting and (durable or self._clock() - self._last_put_s >= PUT_INTERVAL_S):
@@ -126,7 +122,7 @@ class EventLog:
                     os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush durably and close. Twice is fine."""
+        """Flush durably and close the log. May be called twice."""
         with self._lock:
             if self._file is None:
                 self.flush(durable=True)
@@ -137,7 +133,7 @@ class EventLog:
                     self._file.close()
 
     def _append(self, file: FileIO) -> None:
-        """Write the waiting lines in one call. A line that a full disk cuts in two is written again later."""
+        """Write the waiting lines in one call. A line that was cut by a full disk is written again later."""
         if not self._waiting:
             return
         with os_errors("writing", f"file://{file.name}"):
@@ -150,7 +146,7 @@ class EventLog:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _put(self) -> None:
-        """Write the current object anew with the waiting lines, which may be done again after a failure."""
+        """Rewrite the current object with the waiting lines. May be repeated after a failure."""
         content = self._segment + self._waiting
         self._storage.write_bytes(f"{self._prefix}-{self._num_full:05d}.jsonl", content)
         self._segment = content
@@ -161,7 +157,7 @@ class EventLog:
 
 
 def _open_to_append(path: Path) -> FileIO:
-    """Open a log; the next line begins a line of its own also where a killed writer left half of one."""
+    """Open a log file. If a killed writer left half a line, end it first."""
     with os_errors("opening", f"file://{path}"):
         make_dirs(path.parent)
         file = FileIO(path, "a+b")
@@ -173,17 +169,17 @@ def _open_to_append(path: Path) -> FileIO:
 
 
 def read_events(storage: Storage, key: str, *, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The events of a log by their time, those of one writer in its order; none when there is no log.
+    """Return the events of a log, sorted by time and in order for each writer. Empty if there is no log.
 
-    Half lines of a killed writer and lines that are no JSON objects are left out. `last_bytes`: about as much of the
-    newest.
+    Incomplete lines of a killed writer and lines that are not JSON objects are skipped. `last_bytes`: read only about
+    as many bytes, from the end.
     """
     file = storage.stat(key)
     stats = [*([file] if file else []), *storage.list(_segments_of(key))]
     if last_bytes is not None:
-        newest, stats = stats[: -MAX_LAST_SEGMENTS - 1 : -1], []  # names sort by the start of their writers
+        newest, stats = stats[: -MAX_LAST_SEGMENTS - 1 : -1], []  # names are sorted by the start of their writers
         for stat in newest:
-            if sum(one.size_bytes for one in stats) < last_bytes:
+            if sum(selected.size_bytes for selected in stats) < last_bytes:
                 stats.insert(0, stat)
 
     def read(stat: ObjectStat) -> bytes:
@@ -191,11 +187,11 @@ def read_events(storage: Storage, key: str, *, last_bytes: int | None = None) ->
             return storage.read_bytes(stat.key)
         return storage.read_range(stat.key, max(0, stat.size_bytes - last_bytes), last_bytes)
 
-    found = run_parallel(
+    contents = run_parallel(
         read, stats, num_threads=NUM_READ_THREADS, stop=storage.stop, doing=f"reading {storage.uri(key)}"
     )
     writers: dict[str, list[dict[str, Any]]] = {}
-    for stat, data in zip(stats, found, strict=True):
+    for stat, data in zip(stats, contents, strict=True):
         events = writers.setdefault(stat.key.rpartition("-")[0], [])
         for line in data.splitlines():
             with contextlib.suppress(ValueError):
@@ -210,7 +206,7 @@ def _segments_of(key: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """JSON has no NaN: the word is kept, as a string."""
+    """Return a value for JSON: NaN and infinity become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -220,15 +216,14 @@ def _plain(value: object) -> object:
     return value
 
 
-# Which code is running, for the log and the records kept beside every artefact.
+# The version of the running code, for the log and the records of every artefact.
 
-REVISION_VARIABLE = "TRN_REVISION"  # set by our images, which hold no .git
+REVISION_VARIABLE = "TRN_REVISION"  # set by the container images, which contain no .git
 
 
 @cache
 def code_version() -> str:
-    """The package version with `git describe` of the checkout it lies in (`-dirty` when edited), or with the revision
-    that an image was built from."""
+    """Return the package version with `git describe` of the checkout, or with the revision of the container image."""
     root = Path(pipeline.__file__).resolve().parents[1]
     if not (root / ".git").exists():
         revision = os.environ.get(REVISION_VARIABLE, "")
@@ -236,7 +231,7 @@ def code_version() -> str:
     command = ["git", "-C", str(root), "describe", "--always", "--tags", "--dirty"]
     try:
         described = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired):  # no git in the image: the package version is the answer
+    except (OSError, subprocess.TimeoutExpired):  # git is not installed
         return pipeline.__version__
     text = described.stdout.strip()
     return f"{pipeline.__version__}+{text}" if described.returncode == 0 and text else pipeline.__version__

@@ -15,7 +15,7 @@ from pipeline.checkpoint.save import CheckpointWriter, Snapshot
 from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, PublishedWeights, TrainState
 from pipeline.compile.manifest import GraphWatch
 from pipeline.context import StageContext
-from pipeline.core.batch_order import BatchPlan, Bucket, RankShare
+from pipeline.core.batch_order import BatchPlan, Bucket, RankSlice
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.shards import TokenRows
@@ -33,7 +33,7 @@ from pipeline.parallel.process_group import ProcessGroup, open_ranks
 from pipeline.registry.records import in_use
 from pipeline.settings import LogConfig
 from pipeline.telemetry.events import EventName
-from pipeline.train.config import CheckpointConfig, TrainConfig, batch_lengths, groups_per_batch, rank_share, run_layout
+from pipeline.train.config import CheckpointConfig, TrainConfig, batch_lengths, groups_per_batch, rank_slice, run_layout
 from pipeline.train.inputs import RunInputs, check_identity
 from pipeline.train.optimizer import SKIPPED
 from pipeline.train.step import TrainProgram, open_program
@@ -120,7 +120,7 @@ class RunConfig:
     health: HealthConfig
 
 
-OpenWatch = Callable[[Sequence[Bucket], RankShare, Backend], GraphWatch]
+OpenWatch = Callable[[Sequence[Bucket], RankSlice, Backend], GraphWatch]
 """Returns the graph watch of a run with these buckets."""
 
 
@@ -131,7 +131,7 @@ class Run:
     config: RunConfig
     ctx: StageContext
     inputs: RunInputs
-    share: RankShare
+    share: RankSlice
     process_group: ProcessGroup
     backend: Backend
     pools: TrainingPools
@@ -156,7 +156,7 @@ def open_run(
     `tokenizer`: content of tokenizer.json, saved with the weights.
     """
     train, world = config.train, ctx.world
-    share, layout = rank_share(train, world.world_size, world.rank), run_layout(train, world.world_size, world.rank)
+    share, layout = rank_slice(train, world.world_size, world.rank), run_layout(train, world.world_size, world.rank)
     with (
         open_ranks(config.backend, world, timeout_s=train.collective_timeout_s, layout=layout) as (
             process_group,

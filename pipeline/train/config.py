@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.core.batch_order import Bucket, RankShare, row_lengths
+from pipeline.core.batch_order import Bucket, RankSlice, row_lengths
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Layout, layout_of
 from pipeline.core.record import Record
@@ -191,7 +191,7 @@ def run_layout(config: TrainConfig, world_size: int, rank: int = 0) -> Layout:
     return layout_of(rank, world_size, shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree)
 
 
-def rank_share(config: TrainConfig, world_size: int, rank: int = 0) -> RankShare:
+def rank_slice(config: TrainConfig, world_size: int, rank: int = 0) -> RankSlice:
     """Choose the fewest equal micro-steps per data rank that fit `micro_batch_size` and split no group.
 
     Raises ConfigError if the global batch cannot be divided evenly.
@@ -202,10 +202,10 @@ def rank_share(config: TrainConfig, world_size: int, rank: int = 0) -> RankShare
     if rest or not max_groups:
         raise _uneven_error(config, layout.data_size)
     accumulation = next(steps for steps in range(-(-per_rank // max_groups), per_rank + 1) if per_rank % steps == 0)
-    return RankShare(layout.data_rank, layout.data_size, accumulation)
+    return RankSlice(layout.data_rank, layout.data_size, accumulation)
 
 
-def needs_two_passes(config: TrainConfig, share: RankShare, *, gathers_in_graph: bool) -> bool:
+def needs_two_passes(config: TrainConfig, share: RankSlice, *, gathers_in_graph: bool) -> bool:
     """Return whether the contrastive loss needs two passes, because no single graph has the whole global batch."""
     if not config.loss.contrastive_weight:
         return False

@@ -25,7 +25,7 @@ from pipeline.parallel.mesh import check_plan
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
-from pipeline.train.config import batch_lengths, groups_per_batch, needs_two_passes, rank_share
+from pipeline.train.config import batch_lengths, groups_per_batch, needs_two_passes, rank_slice
 from pipeline.train.loop import Cadence, EvaluationOutcome, TrainLoop
 from pipeline.train.step import open_program
 from pipeline.train.stream import BatchStream
@@ -103,7 +103,7 @@ class Trial:
     def num_graphs(self) -> int:
         """Estimated number of graphs of `run`, off by one or two if gradients are reduced on the host."""
         train = self.settings.train
-        share = rank_share(train, self.process_group.world.world_size, self.process_group.world.rank)
+        share = rank_slice(train, self.process_group.world.world_size, self.process_group.world.rank)
         two_passes = needs_two_passes(train, share, gathers_in_graph=self.backend.gathers_in_graph)
         per_length = 1 + (share.accumulation > 1) + two_passes
         lengths = len(batch_lengths(train, self.buckets))
@@ -126,7 +126,7 @@ class Trial:
             train.mined_per_query,
             STEPS_PER_LENGTH * batch,
         )
-        plan, share = BatchPlan(groups.sizes, batch, train.seed), rank_share(train, world.world_size, world.rank)
+        plan, share = BatchPlan(groups.sizes, batch, train.seed), rank_slice(train, world.world_size, world.rank)
         steps, log_every = plan.batches_per_epoch, self.settings.log.every_steps
         program = open_program(
             build_model(self.settings.model, self.spec, train.seed),

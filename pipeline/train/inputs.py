@@ -12,7 +12,7 @@ from pipeline.data.token_sets import Selection, TokenSet, TokenSetInfo, read_tok
 from pipeline.data.training_groups import GroupedRows
 from pipeline.io.storage import Storage
 from pipeline.mine.store import MINE, NegativeSet, check_negatives, find_negatives
-from pipeline.model.config import InputSpec, ModelConfig, check_architecture
+from pipeline.model.config import InputSpec, ModelConfig, check_architecture, difference
 from pipeline.train.config import TrainConfig
 
 
@@ -145,7 +145,8 @@ def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: st
         current, required = spec.model_dump(), state.inputs.model_dump()
         name = next(name for name in current if current[name] != required[name])
         raise ConfigError(
-            f"the data has {name} {current[name]!r}, but {parent.prefix} was trained with {required[name]!r}",
+            f"the data has other {name} than {parent.prefix} was trained with: "
+            f"{difference(current[name], required[name])}",
             expected="the values of the parent",
             next_command="prepare the data with the parent's settings, or --train.start scratch",
         )

@@ -441,7 +441,7 @@ class TrainLoop:
         return seconds
 
     def _forget_host_operators(self) -> None:
-        self.backend.forget_host_operators()
+        self.backend.reset_host_operators()
         self._on_host = Counter(self.backend.host_operators())
 
     def _note_host_operators(self, steps: int) -> None:

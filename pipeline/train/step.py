@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend, HostGather, HostMean, step_program
 from pipeline.compile.manifest import GraphPosition, GraphWatch
-from pipeline.core.batch_order import Bucket, RankShare
+from pipeline.core.batch_order import Bucket, RankSlice
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.model.encoder import TextEncoder
 from pipeline.model.ops import choose_forms
@@ -38,7 +38,7 @@ def open_program(
     model: RelevanceModel,
     backend: Backend,
     config: TrainConfig,
-    share: RankShare,
+    share: RankSlice,
     process_group: ProcessGroup,
     *,
     metric_rows: int,
@@ -133,7 +133,7 @@ class TrainProgram:
         strategy: ParallelStrategy,
         backend: Backend,
         config: TrainConfig,
-        share: RankShare,
+        share: RankSlice,
         *,
         metric_rows: int,
         buckets: Sequence[Bucket],

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pipeline.backends import Batch
-from pipeline.core.batch_order import BatchPlan, RankShare
+from pipeline.core.batch_order import BatchPlan, RankSlice
 from pipeline.data.loader import GroupSource, sample_digest, training_batches
 from pipeline.train.config import TrainConfig
 from pipeline.train.optimizer import control_values, learning_rate_at
@@ -19,7 +19,7 @@ class BatchStream:
     """Micro-batches of steps `start` (0-based) to `max_steps`. Iterated once, by the device loader's thread."""
 
     def __init__(
-        self, source: GroupSource, plan: BatchPlan, share: RankShare, config: TrainConfig, start: int, max_steps: int
+        self, source: GroupSource, plan: BatchPlan, share: RankSlice, config: TrainConfig, start: int, max_steps: int
     ) -> None:
         self.accumulation, self.start, self.max_steps = share.accumulation, start, max_steps
         self._source, self._plan, self._share, self._optimizer = source, plan, share, config.optimizer

@@ -21,7 +21,7 @@ from pipeline.backends import xla as xla_module
 from pipeline.backends.xla import XlaTracer
 from pipeline.compile.hlo import Instruction, arrays, lint, read_instructions
 from pipeline.compile.manifest import Recorder
-from pipeline.core.batch_order import RankShare
+from pipeline.core.batch_order import RankSlice
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Axis, Layout
 from pipeline.core.stop import StopSignal
@@ -119,7 +119,7 @@ def recorded(
         host_mean=lambda tensors: pytest.fail("the device reduces"),
         chunk_mib=chunk_mib,
     )
-    share = RankShare(0, 2, accumulation)
+    share = RankSlice(0, 2, accumulation)
     program = TrainProgram(strategy, backend, config, share, metric_rows=4, buckets=BUCKETS, watch=recorder)
     groups = grouped(rows, config)
     rates = {"control": control_values(1, 0.1, config.optimizer)}
@@ -190,7 +190,7 @@ def step_in_slices(
         replicas=RankGroup(grid.rank, grid.groups("replicate")),
         largest_bytes=LARGEST_BYTES,
     )
-    share = RankShare(rank, CORES, 1)
+    share = RankSlice(rank, CORES, 1)
     program = TrainProgram(strategy, backend, config, share, metric_rows=4, buckets=BUCKETS, watch=recorder)
     groups = grouped(rows, config)
     rates = {"control": control_values(1, 0.1, config.optimizer)}

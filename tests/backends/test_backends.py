@@ -14,7 +14,7 @@ import torch
 from pipeline.backends import (
     Backend,
     Batch,
-    auto_on_host,
+    auto_uses_xla_cpu,
     base,
     is_lazy_host,
     lazy_device_name,
@@ -55,7 +55,7 @@ def test_who_runs_on_neuron(name: str, device: str, may: bool, does: bool) -> No
     ("name", "device", "expected"), [("auto", "CPU", True), ("auto", "NEURON", False), ("xla", "CPU", False)]
 )
 def test_where_auto_would_compile_for_the_host(name: str, device: str, expected: bool) -> None:
-    assert auto_on_host(name, {"PJRT_DEVICE": device}) is expected
+    assert auto_uses_xla_cpu(name, {"PJRT_DEVICE": device}) is expected
 
 
 def test_the_name_of_a_device_that_is_not_open() -> None:

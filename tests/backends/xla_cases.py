@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.backends import Backend, Batch, RankGroup, is_lazy_host, lazy_device_name, open_backend
 from pipeline.backends.cpu import CpuBackend
 from pipeline.compile.manifest import Recorder
-from pipeline.core.batch_order import RankShare
+from pipeline.core.batch_order import RankSlice
 from pipeline.core.errors import ConfigError
 from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
@@ -105,7 +105,7 @@ def trained(backend: Backend, rows: TokenRows, config: TrainConfig, model: Model
 
 def run(program: TrainProgram, rows: TokenRows, config: TrainConfig) -> None:
     groups = grouped(rows, config)
-    stream = BatchStream(groups, plan_of(groups, config), RankShare(), config, 0, 6)
+    stream = BatchStream(groups, plan_of(groups, config), RankSlice(), config, 0, 6)
     with program.backend.loader(stream) as batches:
         for step, item in enumerate(batches):
             stream.received(step)
@@ -167,7 +167,7 @@ def test_a_batch_however_cut_has_the_gradient_of_the_eager_cpu(
     def reduced(backend: Backend, parts: int) -> Tensor:
         """The gradient of the batch and behind it its loss, which a second step gives without a new graph."""
         program = make_program(backend, config, SMALL, parts)
-        share = RankShare(accumulation=parts)
+        share = RankSlice(accumulation=parts)
         micros = [one.tensors for one in training_batches(groups, plan_of(groups, config), share, 0, 1)]
         for _ in range(2):
             compiled = backend.compile_count()
@@ -236,7 +236,7 @@ def test_state_in_slices_goes_through_the_host(xla: Backend, rows: TokenRows) ->
         )
         recorder = Recorder(xla, {})
         # Two ranks, since one alone has no reason to end a graph before it reduces.
-        share = RankShare(0, 2, 1)
+        share = RankSlice(0, 2, 1)
         program = TrainProgram(strategy, xla, config, share, metric_rows=8, buckets=BUCKETS, watch=recorder)
         run(program, rows, config)
         assert not [place for place in recorder.outside if not place.startswith("start")]  # what came before it
@@ -263,7 +263,7 @@ def test_a_poisoned_step_changes_nothing(xla: Backend, rows: TokenRows) -> None:
     program = make_program(xla, model=SMALL)
     xla.synchronise()
     groups = grouped(rows)
-    item = next(iter(BatchStream(groups, plan_of(groups), RankShare(), TRAIN, 0, 1)))
+    item = next(iter(BatchStream(groups, plan_of(groups), RankSlice(), TRAIN, 0, 1)))
     on_device = {name: tensor.to(xla.device) for name, tensor in item.items()}
     on_device["numeric"] = (item["numeric"] * float("nan")).to(xla.device)
     before = {name: tensor.clone() for name, tensor in program.snapshot()[0].items()}

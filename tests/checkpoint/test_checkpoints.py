@@ -312,7 +312,7 @@ def test_a_half_deleted_checkpoint_is_not_taken_for_whole(place: Place, monkeypa
 
 def test_leftovers_of_a_killed_attempt_do_no_harm(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic, "SWEEP_MIN_AGE_S", -1.0)
-    leftovers = atomic.temp_beside(place.folder / "staging" / "step")
+    leftovers = atomic.temp_path_for(place.folder / "staging" / "step")
     leftovers.mkdir(parents=True)
     (leftovers / "half").write_bytes(b"x")
     half_committed = place.path(3, WEIGHTS)

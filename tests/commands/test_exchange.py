@@ -128,7 +128,7 @@ def test_an_import_without_data_says_what_it_assumes(ask: Ask, folder: Folder) -
     [
         (("import",), "the following arguments are required: PATH"),
         (("import", "nowhere"), "nowhere does not exist"),
-        (("import", "s3://bucket"), "names no folder or file"),
+        (("import", "s3://bucket"), "does not name a folder or file"),
         (("export", "checkpoints/none/step-1"), "no folder to export to"),
         (("export", "--out=x", "--format=onnx"), "--format onnx"),
         (("export", "--out=x", "--bucket=8x12"), "--bucket does not apply to format sentence-transformers"),

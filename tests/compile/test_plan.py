@@ -7,7 +7,7 @@ import pytest
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.identity import embed_plan, evaluation_plan, graph_plan, open_guard, open_part_guard
 from pipeline.compile.manifest import GraphManifest, GraphWatch, Guard, Plan, store_manifest
-from pipeline.core.batch_order import Bucket, RankShare
+from pipeline.core.batch_order import Bucket, RankSlice
 from pipeline.core.errors import ConfigError
 from pipeline.embed.config import EmbedConfig
 from pipeline.io.storage import Storage, open_storage
@@ -39,7 +39,7 @@ class NoCounters:
 
 def training(world_size: int, embed: EmbedConfig, *, device: str = DEVICE) -> Plan:
     settings = Settings(train=TRAIN, model=MODEL, embed=embed)
-    return graph_plan(settings, SPEC, (Bucket(4, 6),), RankShare(0, world_size), device)
+    return graph_plan(settings, SPEC, (Bucket(4, 6),), RankSlice(0, world_size), device)
 
 
 def evaluating(world_size: int, *, device: str = DEVICE, bucket: str = "4x6") -> Plan:
@@ -70,7 +70,7 @@ NOT_IN_GRAPHS = {*SAMPLES, *LENGTH, *TRAVELS_WITH_A_STEP, *ON_THE_HOST}
 def test_every_setting_of_training_is_in_the_plan_of_graphs_or_named_as_outside() -> None:
     def plan(train: TrainConfig) -> Plan:
         settings = Settings(model=MODEL).model_copy(update={"train": train})
-        return graph_plan(settings, SPEC, (Bucket(4, 6),), RankShare(0, 8, 1), DEVICE)
+        return graph_plan(settings, SPEC, (Bucket(4, 6),), RankSlice(0, 8, 1), DEVICE)
 
     check_named(without_effect(TRAIN, plan), NOT_IN_GRAPHS)
     spread = TrainPlan(recompute="units"), TrainPlan(shard="state", shard_degree=2)

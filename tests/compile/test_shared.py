@@ -64,7 +64,7 @@ def test_a_repair_and_a_release_go_by_the_clock_of_s3(live: Storage) -> None:
 
 
 def settings_of(workspace: str, **compile_settings: str) -> Settings:
-    return resolve([], {}, given={"workspace": workspace, "backend": "auto", "compile": compile_settings}).settings
+    return resolve([], {}, overrides={"workspace": workspace, "backend": "auto", "compile": compile_settings}).settings
 
 
 XLA = {"PJRT_DEVICE": "NEURON"}
@@ -129,7 +129,7 @@ def test_where_programs_are_exchanged() -> None:
 def native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     """An environment in which the backend is the native device."""
     for name in ("pipeline.compile.sync", "pipeline.compile.neuron"):
-        monkeypatch.setattr(f"{name}.compiled_cache", lambda backend: "TORCH_NEURONX_NEFF_CACHE_DIR")
+        monkeypatch.setattr(f"{name}.compiled_cache_variable", lambda backend: "TORCH_NEURONX_NEFF_CACHE_DIR")
         monkeypatch.setattr(f"{name}.has_graph_tool", lambda backend, env: False)
     return {"TORCH_NEURONX_NEFF_CACHE_DIR": str(tmp_path / "local")}
 

@@ -11,7 +11,7 @@ from pipeline.convert.exporting import CLAIM, destination
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import verify_dir
-from pipeline.io.storage import Storage, place_of
+from pipeline.io.storage import Storage, open_parent
 from tests.convert.conftest import RETRY
 
 
@@ -22,7 +22,7 @@ def target(storage_uri: str) -> str:
 
 @pytest.fixture
 def place(target: str) -> tuple[Storage, str]:
-    return place_of(target, retry=RETRY, stop=StopSignal())
+    return open_parent(target, retry=RETRY, stop=StopSignal())
 
 
 @contextmanager

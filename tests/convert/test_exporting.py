@@ -168,12 +168,19 @@ def test_a_stop_ends_an_export(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 def test_the_card(export: Export, checkpoint: Checkpoint) -> None:
     ancestors = (
-        Ancestor("checkpoints/c2/step-9", "d" * 64, "c2", 9, "2026-01-02", figures={"test_ndcg": 0.75}),
+        Ancestor(
+            "checkpoints/c2/step-9",
+            "d" * 64,
+            "c2",
+            9,
+            "2026-01-02",
+            figures={"loss": 1.0, "macro_f1": 0.5, "ndcg@10": 0.75},
+        ),
         Ancestor("checkpoints/c1/step-5", "e" * 64, "c1", 5, note="it came |from| <afar>\n# heading"),
     )
     text = (export("torchscript", ancestors=ancestors) / "README.md").read_text()
     for expected in (
-        "- test_ndcg: 0.75",
+        "- ndcg@10: 0.75\n- macro_f1: 0.5\n- loss: 1\n",
         f"- checkpoints/c2/step-9, data to 2026-01-02, digest {'d' * 64}\n",
         r"it came \|from\| \<afar\> \# heading",
         "cut to 20 tokens",
@@ -185,3 +192,6 @@ def test_the_card(export: Export, checkpoint: Checkpoint) -> None:
     ):
         assert expected in text, f"{expected}\n{text}"
     assert text.startswith('---\nlibrary_name: "pytorch"\n') and "\n# heading" not in text
+    card = (export("sentence-transformers", name="other") / "README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    assert "pooler.dense" in card and [line.split()[0] for line in code.split("\n") if line] == ["from", "vectors"]

@@ -15,7 +15,7 @@ from pipeline.core.batch_order import (
     assign_buckets,
     check_buckets,
     deal_groups,
-    place_among_equals,
+    rank_among_equals,
     rank_slice,
     row_lengths,
 )
@@ -96,7 +96,7 @@ def test_a_group_lies_in_the_shortest_row_that_holds_it(rows: list[tuple[int, bo
     members = deal_groups(*(np.array([row[i] for row in rows], dtype=kind) for i, kind in ((0, np.int64), (1, bool))),
                           slots=slots, seed=1)  # fmt: skip
     tokens = np.array([sum(rows[row][2] for row in member if row != EMPTY) for member in members.tolist()], np.int64)
-    groups = Groups.of(members, tokens, LENGTHS)
+    groups = Groups.from_members(members, tokens, LENGTHS)
     assert sum(groups.sizes) == len(members)
     for number, found in enumerate(groups.members):
         for member in found.tolist():
@@ -106,7 +106,7 @@ def test_a_group_lies_in_the_shortest_row_that_holds_it(rows: list[tuple[int, bo
 
 def test_a_group_that_no_row_holds_is_refused() -> None:
     with pytest.raises(ValueError, match="a group of 55 tokens for rows of 54"):
-        Groups.of(np.zeros((1, 2), dtype=np.int64), np.array([55]), LENGTHS)
+        Groups.from_members(np.zeros((1, 2), dtype=np.int64), np.array([55]), LENGTHS)
 
 
 @given(st.integers(1, 40), st.integers(0, 12), st.integers(1, 8), st.integers(0, 5))
@@ -127,7 +127,7 @@ def test_the_seed_decides_who_stands_together() -> None:
 
 @given(st.lists(st.integers(-3, 3), max_size=30))
 def test_place_among_equals(keys: list[int]) -> None:
-    place, count = place_among_equals(np.array(keys, dtype=np.int64))
+    place, count = rank_among_equals(np.array(keys, dtype=np.int64))
     assert place.tolist() == [keys[:index].count(key) for index, key in enumerate(keys)]
     assert count.tolist() == [keys.count(key) for key in keys]
 
@@ -135,7 +135,7 @@ def test_place_among_equals(keys: list[int]) -> None:
 def test_nothing_to_deal() -> None:
     none = np.zeros(0, dtype=np.int64)
     members = deal_groups(none, none.astype(np.bool_), slots=3, seed=1)
-    groups = Groups.of(members, none, LENGTHS)
+    groups = Groups.from_members(members, none, LENGTHS)
     assert members.shape == (0, 3) and groups.sizes == (0, 0, 0) and groups.fill == 1.0
 
 

@@ -61,9 +61,9 @@ def test_flops_are_those_that_torch_counts(tokens: int, tolerance: float) -> Non
 
 
 def test_mined_products_are_products_of_their_query() -> None:
-    work = Workload.of_groups(12, 24, slots=4, mined=2)
+    work = Workload.for_groups(12, 24, slots=4, mined=2)
     assert (work.rows, work.row_tokens) == (3, 24) and work.samples == 18
-    assert Workload.of_groups(12, 24, slots=4, mined=0) == Workload.of_groups(12, 24, slots=4)
+    assert Workload.for_groups(12, 24, slots=4, mined=0) == Workload.for_groups(12, 24, slots=4)
 
 
 def test_what_matched_tokens_keep_for_the_backward_pass() -> None:
@@ -80,9 +80,9 @@ def test_what_matched_tokens_keep_for_the_backward_pass() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         found = match(states, torch.ones(groups, tokens), states, torch.ones(groups, slots, tokens))
     assert found.requires_grad
-    work = Workload.of_groups(groups * slots, tokens, slots=slots, token_match=True)
+    work = Workload.for_groups(groups * slots, tokens, slots=slots, token_match=True)
     assert work.match_bytes == sum(kept.values())
-    without = footprint(1000, TINY, Workload.of_groups(groups * slots, tokens, slots=slots))
+    without = footprint(1000, TINY, Workload.for_groups(groups * slots, tokens, slots=slots))
     assert footprint(1000, TINY, work).activation_bytes - without.activation_bytes == work.match_bytes
 
 
@@ -94,7 +94,7 @@ def test_flops_of_groups_with_the_heads() -> None:
     with FlopCounterMode(display=False) as counter, written_out():
         model(inputs).logits.sum().backward()
     heads = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("encoder."))
-    expected = step_flops(TINY, Workload.of_groups(4, 24), heads)
+    expected = step_flops(TINY, Workload.for_groups(4, 24), heads)
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
 
 
@@ -133,12 +133,12 @@ def test_activations_of_fp32_are_what_autograd_keeps(recompute: bool) -> None:
 
 def test_unknown_instance() -> None:
     with pytest.raises(ConfigError, match=r"p4d\.24xlarge"):
-        estimate(1, TINY, Workload.of_groups(1, 16), instance="p4d.24xlarge", mfu=0.4)
+        estimate(1, TINY, Workload.for_groups(1, 16), instance="p4d.24xlarge", mfu=0.4)
 
 
 def test_two_passes_cost_a_forward_pass_more() -> None:
     one, two = (ContrastiveBatch(6, 24, two_passes=two) for two in (False, True))
-    work = {c: Workload.of_groups(8, 32, slots=4, accumulation=3, contrastive=c) for c in (None, one, two)}
+    work = {c: Workload.for_groups(8, 32, slots=4, accumulation=3, contrastive=c) for c in (None, one, two)}
     flops = {c: step_flops(TINY, of, sample_parameters=10) for c, of in work.items()}
     heads = 3 * 8 * 6.0 * 10
     loss = 6.0 * 6 * 24 * TINY.width  # three matrix products over the whole global batch

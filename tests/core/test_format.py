@@ -11,7 +11,7 @@ from pipeline.core.format import (
     format_bytes,
     format_count,
     format_duration,
-    format_share,
+    format_percent,
     natural_key,
     quotable,
     shortened,
@@ -79,12 +79,12 @@ def test_bytes(size_bytes: int, text: str) -> None:
 
 @pytest.mark.parametrize(("share", "text"), [(0.003, "0.3%"), (0.0999, "10%"), (0.97, "97%"), (1, "100%")])
 def test_shares(share: float, text: str) -> None:
-    assert format_share(share) == text
+    assert format_percent(share) == text
 
 
 @pytest.mark.parametrize("value", NOT_NUMBERS)
 def test_unknown_is_a_dash(value: float | None) -> None:
-    assert {f(value) for f in (format_duration, format_count, format_bytes, format_share)} == {"-"}
+    assert {f(value) for f in (format_duration, format_count, format_bytes, format_percent)} == {"-"}
 
 
 @given(st.floats(min_value=0, max_value=1e14))

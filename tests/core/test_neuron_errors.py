@@ -8,7 +8,7 @@ from pipeline.core.neuron_errors import ROWS, classify, decisive, device_error
 RETRY, FIX = TransientError, ConfigError
 pytestmark = pytest.mark.unit
 
-STATUS = {row.sign: (row.name, row.error) for row in ROWS if isinstance(row.sign, int)}
+STATUS = {row.pattern: (row.name, row.error) for row in ROWS if isinstance(row.pattern, int)}
 HW = "[ 912.1] NEURON_HW_ERR={} instance-id=i-05 hostname=ip-10-0-0-1 nd-id=0 nc-id=0 serial-num=19f action=TERMINATE"
 RELOAD = "Please reload the neuron driver or reboot your EC2 instance to prevent future impact."
 LINES: list[tuple[str, str, type[TrnpipeError]]] = [
@@ -85,7 +85,7 @@ def test_log_lines(line: str, name: str, error: type[TrnpipeError]) -> None:
 
 
 def test_every_row_of_the_log_table_is_shown_by_a_line() -> None:
-    assert {row.name for row in ROWS if isinstance(row.sign, str)} == {name for _, name, _ in LINES}
+    assert {row.name for row in ROWS if isinstance(row.pattern, str)} == {name for _, name, _ in LINES}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.core.batch_order import BatchPlan, RankShare
+from pipeline.core.batch_order import BatchPlan, RankSlice
 from pipeline.data.loader import MicroBatch, sample_digest, target_tensors, training_batches
 from pipeline.data.training_groups import TrainingPools
 from pipeline.train.stream import add_digests
@@ -31,7 +31,7 @@ def plan_of(pools: TrainingPools) -> BatchPlan:
 def global_batches(pools: TrainingPools, world_size: int, accumulation: int, start: int, stop: int) -> list[MicroBatch]:
     """What all ranks saw, put together per position in rank and micro-step order."""
     streams = [
-        list(training_batches(pools, plan_of(pools), RankShare(rank, world_size, accumulation), start, stop))
+        list(training_batches(pools, plan_of(pools), RankSlice(rank, world_size, accumulation), start, stop))
         for rank in range(world_size)
     ]
     joined = []

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from pipeline.core.errors import ConfigError, DataError, TransientError
-from pipeline.core.progress import shown_on
+from pipeline.core.progress import use_display
 from pipeline.core.stop import StopSignal
 from pipeline.data import prepare as prepare_module
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
@@ -57,7 +57,7 @@ def write_days(folder: Path, *, days: int = 2, config: SyntheticConfig = SYNTHET
 @pytest.mark.stage
 def test_shards_say_what_their_manifest_says(workplace: Make) -> None:
     place, shown = workplace("one"), Shown()
-    with shown_on(shown.display):
+    with use_display(shown.display):
         result = place.prepare(CONFIG)
     assert {"looking at labels and texts", "tokenising"} <= {name for name, _ in shown.works}
     shown.check_complete()

@@ -72,7 +72,7 @@ def test_a_name_that_is_not_utf8_matters_only_as_an_input(folder: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/", "s3://bucket", "s3://", ""])
 def test_a_tokenizer_is_a_file(path: str) -> None:
-    with pytest.raises(ConfigError, match="names no folder or file"):
+    with pytest.raises(ConfigError, match="does not name a folder or file"):
         given_tokenizer(DataConfig(tokenizer=TokenizerConfig(path=path)), None, StopSignal())
 
 

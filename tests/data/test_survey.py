@@ -48,6 +48,15 @@ def test_an_unknown_order_is_refused_with_the_labels_to_order(labels: str, comma
     assert caught.value.next_command.startswith(command)
 
 
+def test_rare_labels_that_look_like_mistakes_are_not_put_in_order() -> None:
+    """Nobody is taught to keep `n/a` among the grades."""
+    counts = {"2": 900, "0": 1000, "n/a": 1, "1": 900, "5": 1}
+    labels = {name: LabelCount(rows=rows) for name, rows in counts.items()}
+    with pytest.raises(DataError) as caught:
+        decide_labels(DataConfig(), {}, Survey(labels=labels, has_labels=True, has_rows=True))
+    assert caught.value.next_command.startswith("--data.labels=0,1,2, which makes")
+
+
 def rows(folder: Path, labels: str, gains: str = "") -> DataConfig:
     """Twenty rows for each label, more of the later ones."""
     lines = ["query,title,label" + (",gain" if gains else "")]

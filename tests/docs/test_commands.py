@@ -53,7 +53,7 @@ def test_commands_exist(path: Path, checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("trnpipe trian", "no command 'trian'"),
+        ("trnpipe trian", "unknown command 'trian'"),
         ("trnpipe train --train.max-stepz 3", "unknown setting"),
         ("trnpipe train --config configs/none.toml", "No such file"),
         ("trnjobs plan --jsno", "jsno"),

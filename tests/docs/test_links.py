@@ -1,5 +1,6 @@
 """Every link inside our documents leads somewhere."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def test_the_documents_are_found() -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_and_anchors_resolve(path: Path) -> None:
     assert problems(path) == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_a_list_of_contents_names_every_part(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    listed = [line for line in lines if re.fullmatch(r"- \[.*\]\(#.*\)", line)]
+    parts = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+    if len(listed) > 3:  # a list of contents
+        assert [line[3:].partition("](")[0] for line in listed] == parts
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pipeline.backends import Backend, open_backend
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.identity import embed_plan, graph_plan, open_part_guard
 from pipeline.compile.manifest import GraphManifest, Guard, Recorder, store_manifest
-from pipeline.core.batch_order import Bucket, RankShare
+from pipeline.core.batch_order import Bucket, RankSlice
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
@@ -43,7 +43,7 @@ def manifest(xla: Backend) -> GraphManifest:
     """What `trnpipe compile` meets of embedding, on two ranks."""
     train = TrainConfig(global_batch_size=8, micro_batch_size=4)
     settings = Settings(train=train, model=MODEL, embed=CONFIG)
-    recorder = Recorder(xla, graph_plan(settings, SPEC, (Bucket(8, 8),), RankShare(0, 2), xla.device_name()))
+    recorder = Recorder(xla, graph_plan(settings, SPEC, (Bucket(8, 8),), RankSlice(0, 2), xla.device_name()))
     Trial(
         settings=settings,
         spec=SPEC,

@@ -18,7 +18,7 @@ from pipeline.evaluate.golden import GoldenQuery, golden_check, items_named, jud
 from pipeline.evaluate.metrics.scored_rows import PerQuery
 from pipeline.evaluate.models import Models
 from pipeline.evaluate.report import GoldenReport
-from pipeline.evaluate.retrieval import _texts
+from pipeline.evaluate.retrieval import field_texts
 from pipeline.settings import Settings, settings_hash
 from tests.evaluate.holdouts import holdout
 
@@ -164,4 +164,4 @@ def test_a_bad_row_of_the_data_has_no_name() -> None:
     """A reader returns it beside the columns, of which one may be missing."""
     columns = pa.record_batch({"title": pa.array([b"red shoe"], pa.large_binary())})
     batch = RawBatch(columns, np.array([0]), (BadRow("a.csv", 1, "malformed row", "x"),))
-    assert [_texts(batch, name) for name in ("product_id", "title")] == [[""], ["red shoe"]]
+    assert [field_texts(batch, name) for name in ("product_id", "title")] == [[""], ["red shoe"]]

@@ -62,7 +62,7 @@ def killed_before_emptying(work: Callable[[], object]) -> None:
     """Run `work` in a child that dies where its first commit has just become visible."""
 
     def child() -> None:
-        commit_module._remove = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        commit_module._remove_sources = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         work()
 
     process = FORK.Process(target=child)

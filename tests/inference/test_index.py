@@ -1,5 +1,6 @@
 """The products that search looks through: written once for a content, whatever happens, and searched exactly."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import trnpipe
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.embed.vectors import MappedVectors, find_vectors
-from pipeline.inference.index import BLOCK_ROWS, ProductIndex, open_index
+from pipeline.inference.index import BLOCK_ROWS, KEPT, ProductIndex, open_index
 from pipeline.io.storage import Storage, open_storage
 from pipeline.retrieval.bm25 import Bm25
 from tests.kit.killing import FORK, killed_at
@@ -53,6 +54,18 @@ def test_processes_that_need_the_index_at_once(served: Storage, cache: Path) -> 
     written = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
     assert open_again(served) == 101
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()} == written
+
+
+def test_sets_that_were_not_used_for_long_are_removed(served: Storage, cache: Path) -> None:
+    for kind in ("vectors", "words"):
+        for age in range(1, 7):
+            (cache / "trnpipe" / kind / f"old-{age}").mkdir(parents=True)
+            os.utime(cache / "trnpipe" / kind / f"old-{age}", (1000 - age, 1000 - age))
+    assert open_again(served) == 101
+    for kind in ("vectors", "words"):
+        names = {path.name for path in (cache / "trnpipe" / kind).iterdir()}
+        assert len(names) == KEPT and {"old-1", "old-2", "old-3"} < names
+    assert open_again(served) == 101
 
 
 def test_a_cache_that_cannot_be_written_is_named(served: Storage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_files_of_other_work_are_replaced(storage: Storage, last: bytes | None) 
     storage.write_bytes("out/0.npy", b"other vectors")
     if last is not None:
         storage.write_bytes("out/0.ids", last)
-    commit(storage, 0, is_ours=lambda data: b"other" not in data)
+    commit(storage, 0, is_same_work=lambda data: b"other" not in data)
     assert {name: storage.read_bytes(f"out/{name}") for name in files(0)} == files(0)
 
 
@@ -70,7 +70,7 @@ def test_a_part_whose_file_was_deleted_is_made_again(storage: Storage, tmp_path:
     assert parts(storage).done() == set()
     with pytest.raises(TransientError, match=r"0\.npy"):
         parts(storage).fetch(0, tmp_path)
-    made = commit(storage, 0, b" anew", is_ours=lambda data: False)
+    made = commit(storage, 0, b" anew", is_same_work=lambda data: False)
     assert parts(storage).done() == {0} and parts(storage).read(0) == made
 
 

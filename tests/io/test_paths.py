@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import ConfigError
-from pipeline.io.paths import cache_folder, shown_path, temporary_folder, user_path
+from pipeline.io.paths import cache_folder, display_path, temporary_folder, user_path
 from pipeline.io.storage import open_storage
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_path_can_be_pasted_where_it_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     below, beside = f"file://{tmp_path}/a/b.html", f"{tmp_path}x/b.html"
-    assert [shown_path(one) for one in (below, beside, "s3://a/b")] == ["a/b.html", beside, "s3://a/b"]
+    assert [display_path(one) for one in (below, beside, "s3://a/b")] == ["a/b.html", beside, "s3://a/b"]
 
 
 @pytest.fixture
@@ -39,9 +39,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("homeless")
 def test_a_home_that_is_not_known_is_an_error_of_settings(text: str) -> None:
     for use in (user_path, open_storage):
-        with pytest.raises(
-            ConfigError, match=re.escape(f"{text}: no home folder of {text.partition('/')[0]} is known")
-        ):
+        with pytest.raises(ConfigError, match=re.escape(f"{text}: {text.partition('/')[0]} has no home folder")):
             use(text)
 
 

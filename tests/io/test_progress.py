@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.progress import shown_on
+from pipeline.core.progress import use_display
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir, fetch_dir, verify_dir
 from pipeline.io.requests import run_parallel
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_to_s3_and_back(s3_uri: str, folder: Path, tmp_path: Path) -> None:
     storage, shown = open_storage(s3_uri), Shown()
-    with shown_on(shown.display):
+    with use_display(shown.display):
         commit_dir(storage, folder, "one", kind="test", fields={})
         verify_dir(storage, "one", deep=True)
         fetch_dir(storage, "one", tmp_path / "cache")
@@ -38,7 +38,7 @@ def test_to_s3_and_back(s3_uri: str, folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_items_in_threads(num_threads: int) -> None:
     shown = Shown()
-    with shown_on(shown.display):
+    with use_display(shown.display):
         found = run_parallel(str, range(9), num_threads=num_threads, stop=StopSignal(), doing="counting")
     assert found == list("012345678")
     ((name, work),) = shown.works

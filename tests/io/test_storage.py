@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import KeyNotFound, Storage, names_in, open_storage
+from pipeline.io.storage import KeyNotFound, Storage, list_names, open_storage
 
 PARTS = st.lists(st.sampled_from(["a", "b", "dt=2026-01-01", "ä b", "z.txt", "a-"]), min_size=1, max_size=3)
 
@@ -160,7 +160,7 @@ def test_another_worker_deletes_the_folder_at_the_same_moment(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "is_dir", gone_after)
         storage.delete_prefix("tok")
-        assert names_in(storage, "tok") == set()
+        assert list_names(storage, "tok") == set()
 
 
 def test_the_root_cannot_be_deleted(storage: Storage) -> None:

@@ -16,7 +16,7 @@ class Work:
 
 @dataclass
 class Shown:
-    """Use as `with shown_on(shown.display)`."""
+    """Use as `with use_display(shown.display)`."""
 
     works: list[tuple[str, Work]] = field(default_factory=list)
 

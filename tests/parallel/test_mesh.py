@@ -81,7 +81,7 @@ def test_a_bad_plan_is_one_error(given: Any, match: str) -> None:
 )
 def test_what_a_device_cannot_do_is_refused_with_the_way_out(plan: dict[str, Any], match: str) -> None:
     class Traced:
-        spreads: frozenset[str] = frozenset()
+        parallelism: frozenset[str] = frozenset()
         compiles_steps = False
 
         def device_name(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.backends import Backend, RankGroup, open_host
 from pipeline.backends.cpu import CpuBackend
 from pipeline.compile.manifest import GraphWatch
-from pipeline.core.batch_order import RankShare
+from pipeline.core.batch_order import RankSlice
 from pipeline.data.loader import training_batches
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
@@ -30,7 +30,7 @@ from pipeline.parallel.strategies.zero1 import (
     buckets_of,
 )
 from pipeline.parallel.world import World, world_from_env
-from pipeline.train.config import OptimizerConfig, TrainPlan, rank_share, run_layout
+from pipeline.train.config import OptimizerConfig, TrainPlan, rank_slice, run_layout
 from pipeline.train.optimizer import AdamW, control_values
 from pipeline.train.step import TrainProgram, open_program, prepare_model
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
@@ -59,13 +59,13 @@ Files = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 def program_of(
     variant: str, degree: int, process_group: ProcessGroup, backend: Backend, seed: int
-) -> tuple[TrainProgram, RankShare]:
+) -> tuple[TrainProgram, RankSlice]:
     """`degree` 1: plain data parallel. Variant "plain" is as a run opens it, with no bucket smaller than a chunk."""
     plan = TrainPlan(shard="state", shard_degree=degree)
     config = BASE.model_copy(update={**VARIANTS[variant], "seed": seed, "parallel": plan})
     world = process_group.world
     process_group.layout = run_layout(config, world.world_size, world.rank)
-    share, model = rank_share(config, world.world_size, world.rank), build_model(MODEL, SPEC, seed)
+    share, model = rank_slice(config, world.world_size, world.rank), build_model(MODEL, SPEC, seed)
     if degree == 1 or variant == "plain":
         program = open_program(
             model, backend, config, share, process_group, metric_rows=STEPS, buckets=BUCKETS, watch=GraphWatch()
@@ -91,7 +91,7 @@ def chunk_mib(variant: str) -> float:
     return 0.004 if variant == "rich" else CHUNK_MIB
 
 
-def train(program: TrainProgram, share: RankShare, start: int, stop: int) -> Figures:
+def train(program: TrainProgram, share: RankSlice, start: int, stop: int) -> Figures:
     with TemporaryDirectory() as folder:
         rows = make_rows(Path(folder), [(40, 40)])
         groups = grouped(rows, BASE)

@@ -101,5 +101,5 @@ def test_kills_for_want_of_memory_are_counted_where_the_kernel_tells(tmp_path: P
     (tmp_path / "v1").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
     (tmp_path / "old").write_text("oom_kill_disable 0\nunder_oom 0\n")
     files = [str(tmp_path / name) for name in ("missing", "old", "v1")]
-    assert (children.kills_for_memory(files), children.kills_for_memory(files[:2])) == (3, None)
-    assert children.kills_for_memory(children.OF_MACHINE) is not None or sys.platform != "linux"
+    assert (children.oom_kill_count(files), children.oom_kill_count(files[:2])) == (3, None)
+    assert children.oom_kill_count(children.MACHINE_OOM_FILES) is not None or sys.platform != "linux"

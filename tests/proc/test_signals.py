@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.proc.signals import can_show_stacks
+from pipeline.proc.signals import has_stack_dumps
 
 pytestmark = pytest.mark.fault
 
@@ -95,7 +95,7 @@ def test_ctrl_c_is_answered_at_once_while_the_main_thread_is_in_c() -> None:
     with started("with stop_on_signals(stop, grace_s=600): block_in_c()") as process:
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        assert process.stderr.readline() == "stopping: saving state (Ctrl-C again: at once)\n"
+        assert process.stderr.readline() == "stopping: saving state (press Ctrl-C again to stop at once)\n"
         assert process.poll() is None
 
 
@@ -224,8 +224,8 @@ say(f"{before == handlers()} {before == inside} {signal.set_wakeup_fd(-1)} {moni
 def test_a_program_that_handles_signals_itself_is_ended_after_the_grace() -> None:
     """And it alone: the end of a worker that has inherited the handler is none of ours."""
     script = """
-from pipeline.proc.signals import end_in_time
-end_in_time(grace_s=0.5)
+from pipeline.proc.signals import limit_shutdown_time
+limit_shutdown_time(grace_s=0.5)
 parent, handled = os.getpid(), threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: os.getpid() == parent and (say("handled"), handled.set()))
 fork = multiprocessing.get_context("fork")
@@ -248,12 +248,12 @@ while True:
 
 def test_stacks_are_shown_on_request_even_from_within_c(tmp_path: Path) -> None:
     script = f"""
-from pipeline.proc.signals import show_stacks_when_asked
-show_stacks_when_asked({{"TRN_STACKS_DIR": {str(tmp_path)!r}}})
+from pipeline.proc.signals import enable_stack_dumps
+enable_stack_dumps({{"TRN_STACKS_DIR": {str(tmp_path)!r}}})
 block_in_c()
 """
     with started(script) as process:
-        assert can_show_stacks(process.pid, tmp_path)
+        assert has_stack_dumps(process.pid, tmp_path)
         file = tmp_path / str(process.pid)
         threads = ("say_when_stopping", "block_in_c")  # another one, and behind it the main one
         while not all(function in file.read_text() for function in threads):

@@ -44,7 +44,7 @@ def test_both_outputs_and_the_exit_code_are_kept_apart(tmp_path: Path) -> None:
     fake_tool(tmp_path, "tool", 'echo "[1]"; echo careful >&2; echo "args $*" >&2; exit 3')
     result = run(tmp_path)
     assert (result.exit_code, result.stdout, result.stderr) == (3, "[1]\n", "careful\nargs -j\n")
-    assert result.told() == "tool: exit code 3: args -j" and not result.failure
+    assert result.summary() == "tool: exit code 3: args -j" and not result.failure
 
 
 @pytest.mark.unit

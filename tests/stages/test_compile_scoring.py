@@ -112,7 +112,7 @@ def test_without_them_the_node_is_cold(ctx: StageContext, tool: Tool) -> None:
 def test_only_the_main_node_compiles_them_as_a_machine_alone(
     ctx: StageContext, tool: Tool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neuron, "nodes_of", lambda *rest: Together())
+    monkeypatch.setattr(neuron, "node_group", lambda *rest: Together())
     monkeypatch.setenv("TRNJOBS_NODES", "2")
     plans = {SCORING_RANKS: tool.plans[True]}
     for node_rank in range(2):

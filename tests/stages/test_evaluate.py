@@ -15,6 +15,8 @@ import pytest
 from pipeline.core.errors import DataError
 from pipeline.data import synthetic
 from pipeline.data.config import SyntheticConfig
+from pipeline.data.sources import Source
+from pipeline.evaluate import originals
 from pipeline.evaluate import run as evaluate_work
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak
 from pipeline.evaluate.models import ModelScorer
@@ -107,7 +109,12 @@ def test_a_worse_model_is_refused_and_again_without_new_work(promoted: Case, mon
     (changed,) = (one for one in digest.queries if one.metric == digest.moved_by)
     lost = [one for one in digest.moved if one.lost]
     assert lost and (len(lost), len(digest.moved) - len(lost)) == (min(10, changed.worse), min(10, changed.better))
-    assert all(product.text for one in lost for product in (*one.found_before, *one.found_now))
+    config = SyntheticConfig(num_queries=60, num_days=2)
+    made = [batch for day in synthetic.partitions(config) for batch in synthetic.generate(config, day)]
+    titles = {title for batch in made for title in batch["title"].to_pylist()}
+    shown = {product.text for one in digest.moved for product in (*one.found_before, *one.found_now)}
+    assert shown & titles and not any(text == text.lower() for text in shown), "as the input has them"
+    assert any(one.product in titles for one in digest.examples)
     assert all(one.query and len(one.found_now) == len(one.found_before) == 5 for one in lost)
     with monkeypatch.context() as patch:
         patch.setattr(Evaluation, "run", lambda self: pytest.fail("evaluated again"))
@@ -123,6 +130,18 @@ def test_a_worse_model_is_refused_and_again_without_new_work(promoted: Case, mon
     roll_back_model(promoted.storage, "relevance", "", reason="a rehearsal", author=author)
     again = f"trnpipe registry promote {worse} --force REASON puts it there again"
     assert f"rolled back since ({again})" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
+
+
+def test_without_its_input_the_texts_of_the_page_are_decoded(promoted: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object, **__: object) -> Source:
+        raise DataError("the input is gone", expected="a file", next_command="none")
+
+    monkeypatch.setattr(originals, "open_source", gone)
+    told = promoted.run(f"--evaluate.candidate={promoted.made('worse', noisy(1.0))}", code=80)
+    assert "the page shows decoded texts: the input is gone" in told
+    digest = load_digest(promoted.storage, "c1")
+    assert digest is not None and digest.examples
+    assert all(one.product and one.product == one.product.lower() for one in digest.examples)
 
 
 def test_scores_that_are_no_numbers_are_refused(promoted: Case) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.commands.doctor import estimates
 from pipeline.compile.manifest import Plan, graph_key
-from pipeline.core.batch_order import RankShare
+from pipeline.core.batch_order import RankSlice
 from pipeline.core.footprint import EncoderSizes, Estimate
 from pipeline.model.factory import FactoryEncoder
 from pipeline.parallel.world import World
@@ -47,7 +47,7 @@ OWN = (("--model.factory", "examples.own_encoder:build"), ("--model.hidden-size"
 
 def of_own(*flags: tuple[str, str]) -> Estimate:
     settings = resolve((), {}, (*OWN, ("--train.loss.contrastive-weight", "0"), *flags)).settings
-    found = estimates(settings, expected_shapes(settings), RankShare(0, 1, 1))
+    found = estimates(settings, expected_shapes(settings), RankSlice(0, 1, 1))
     return max(found.items())[1]
 
 

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.core.batch_order import BatchPlan, Bucket, RankShare
+from pipeline.core.batch_order import BatchPlan, Bucket, RankSlice
 from pipeline.data.loader import GroupSource, RowSource
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.token_sets import CategoricalInfo, ShardInfo, TokenSetInfo
@@ -179,7 +179,7 @@ def make_program(
     chunk_mib: float = CHUNK_MIB,
 ) -> TrainProgram:
     strategy = flat_strategy(build_model(model, SPEC, config.seed), backend, config, chunk_mib=chunk_mib)
-    return TrainProgram(strategy, backend, config, RankShare(0, 1, accumulation), metric_rows=8, buckets=BUCKETS)
+    return TrainProgram(strategy, backend, config, RankSlice(0, 1, accumulation), metric_rows=8, buckets=BUCKETS)
 
 
 def checkpoint_of(**state: Any) -> Checkpoint:

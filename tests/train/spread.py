@@ -23,7 +23,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.process_group import ProcessGroup, open_ranks
 from pipeline.parallel.world import world_from_env
-from pipeline.train.config import OptimizerConfig, TrainConfig, rank_share, run_layout
+from pipeline.train.config import OptimizerConfig, TrainConfig, rank_slice, run_layout
 from pipeline.train.optimizer import control_values
 from pipeline.train.step import TrainProgram, open_program
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
@@ -57,7 +57,7 @@ class Place:
         self, process_group: ProcessGroup, backend: Backend, config: TrainConfig, folder: str, model: ModelConfig
     ) -> None:
         self.process_group, self.backend, self.config, self.model = process_group, backend, config, model
-        self.share = rank_share(config, process_group.world.world_size, process_group.world.rank)
+        self.share = rank_slice(config, process_group.world.world_size, process_group.world.rank)
         self.rows = make_rows(Path(folder), [(60, 60)])
         self.program = self.fresh()
 

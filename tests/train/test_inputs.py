@@ -137,9 +137,10 @@ def other_inputs(**changes: Any) -> dict[str, Checkpoint]:
         ({"labels": ("yes",), "label_gains": (1.0,)}, DataError, "1 relevance classes"),
         ({"model": MODEL.model_copy(update={"max_positions": 7})}, ConfigError, "the longest bucket has 8 tokens"),
         ({"parent": parent_of({}, tokenizer_fingerprint="other")}, ConfigError, "tokenised with tok"),
-        (other_inputs(numeric=()), ConfigError, "has numeric .*price.*, but .* with"),
-        (other_inputs(labels=("a", "b")), ConfigError, "has labels .*, but .* with .*a.*b"),
-        (other_inputs(query_prefix="q: "), ConfigError, "has query_prefix '', but .* with 'q: '"),
+        (other_inputs(numeric=()), ConfigError, "other numeric than .*: new: price"),
+        (other_inputs(numeric=("price", "brand_age")), ConfigError, "other numeric than .*: missing: brand_age\n"),
+        (other_inputs(labels=("a", "b")), ConfigError, "other labels than .*: missing: a, b; new: "),
+        (other_inputs(query_prefix="q: "), ConfigError, "other query_prefix than .*: '', there 'q: '"),
         ({"model": MODEL.model_copy(update={"num_layers": 2}), "parent": parent_of({})}, ConfigError, "num_layers"),
         ({"train": TRAIN.model_copy(update={"mined_per_query": 2})}, ConfigError, "none were mined"),
         (

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.backends import Batch
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.batch_order import RankShare
+from pipeline.core.batch_order import RankSlice
 from pipeline.core.errors import NumericError, Preempted, TransientError, TrnpipeError
 from pipeline.core.layout import Layout, layout_of
 from pipeline.core.stop import StopSignal
@@ -67,7 +67,7 @@ class Bench:
         self.console = io.StringIO()
 
     def loop(self) -> TrainLoop:
-        share = RankShare(accumulation=self.accumulation)
+        share = RankSlice(accumulation=self.accumulation)
         groups = grouped(self.rows, self.config)
         return TrainLoop(
             program=self.program,
@@ -214,7 +214,7 @@ def test_a_batch_that_is_lost_repeated_or_swapped_fails_the_run(
 def test_batches_carry_step_and_rate_and_the_host_notes_tokens_and_samples(rows: TokenRows) -> None:
     def stream_of() -> BatchStream:
         groups = grouped(rows)
-        return BatchStream(groups, plan_of(groups), RankShare(accumulation=2), TRAIN, 1, 3)
+        return BatchStream(groups, plan_of(groups), RankSlice(accumulation=2), TRAIN, 1, 3)
 
     stream, again = stream_of(), stream_of()
     batches, _ = list(stream), list(again)
@@ -306,7 +306,7 @@ def test_an_operator_that_ran_on_the_host_before_the_loop_is_named_when_it_does_
         def host_operators(self) -> dict[str, int]:
             return {"aten::x": 1} if self.noted else {}
 
-        def forget_host_operators(self) -> None:
+        def reset_host_operators(self) -> None:
             self.noted = False
 
     bench = Bench(rows, max_steps=4, backend=Noting())

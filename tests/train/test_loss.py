@@ -87,7 +87,7 @@ def test_contrastive_loss_by_hand(change: dict[str, Any]) -> None:
         ({"matryoshka_sizes": (64, 32)}, "expected rising widths"),
         ({"matryoshka_sizes": (0,)}, "greater than or equal to 1"),
         ({"matryoshka_sizes": (8,), "contrastive_weight": 0}, "nothing is learnt of vectors"),
-        ({"purpose": "retrieval"}, "this version has no such setting"),
+        ({"purpose": "retrieval"}, "this setting was removed"),
     ],
 )
 def test_terms_that_contradict_each_other_are_refused(given: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.backends.cpu import CpuBackend
 from pipeline.commands.doctor import contrastive_batch
-from pipeline.core.batch_order import RankShare
+from pipeline.core.batch_order import RankSlice
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.core.footprint import EncoderSizes, Workload, step_flops
 from pipeline.data.loader import to_tensors, training_batches
@@ -35,7 +35,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
 
 def batches_of(rows: TokenRows, steps: int, accumulation: int = 1, rank: int = 0, world_size: int = 1) -> list[Batches]:
     groups = grouped(rows)
-    stream = training_batches(groups, plan_of(groups), RankShare(rank, world_size, accumulation), 0, steps)
+    stream = training_batches(groups, plan_of(groups), RankSlice(rank, world_size, accumulation), 0, steps)
     micro = [batch.tensors for batch in stream]
     return [micro[step * accumulation : (step + 1) * accumulation] for step in range(steps)]
 
@@ -103,7 +103,7 @@ def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulatio
             host_mean=lambda tensors: ranks.mean(rank, tensors),
             host_gather=lambda tensors: ranks.gather(rank, tensors),
         )
-        share = RankShare(rank, world_size, accumulation)
+        share = RankSlice(rank, world_size, accumulation)
         program = TrainProgram(strategy, strategy.backend, config, share, metric_rows=1, buckets=rows.buckets)
         micros = [batch.tensors for batch in training_batches(groups, plan_of(groups, config), share, 0, 1)]
         step(program, micros, control_values(1, 0.0, config.optimizer))
@@ -280,7 +280,7 @@ def test_flops_of_a_step_are_those_that_torch_counts(rows: TokenRows, accumulati
     """
     config = TRAIN.model_copy(update={"global_batch_size": 32, "micro_batch_size": 32})
     larger = MODEL.model_copy(update={"hidden_size": 128, "num_layers": 3, "intermediate_size": 512})
-    share = RankShare(0, 1, accumulation)
+    share = RankSlice(0, 1, accumulation)
     model = build_model(larger, SPEC, 1)
     heads = sum(
         layer.weight.numel()
@@ -302,7 +302,7 @@ def test_flops_of_a_step_are_those_that_torch_counts(rows: TokenRows, accumulati
     samples = config.global_batch_size // accumulation
     contrastive = contrastive_batch(config, share)
     assert contrastive is not None and contrastive.two_passes == (accumulation > 1)
-    work = Workload.of_groups(
+    work = Workload.for_groups(
         samples,
         micros[0]["tokens"].shape[1],
         slots=config.candidates_per_query,

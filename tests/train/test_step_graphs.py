@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.backends.cpu import CpuBackend
 from pipeline.compile.manifest import GraphPosition, GraphWatch
-from pipeline.core.batch_order import RankShare
+from pipeline.core.batch_order import RankSlice
 from pipeline.core.errors import ConfigError
 from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
@@ -77,11 +77,11 @@ def test_where_a_step_is_cut(
     loss = TRAIN.loss.model_copy(update={"contrastive_weight": weight})
     changes = {"step_boundary": boundary, "loss": loss}
     config, watch = TRAIN.model_copy(update=changes), Phases()
-    share = RankShare(0, ranks, accumulation)
+    share = RankSlice(0, ranks, accumulation)
     strategy = flat_strategy(build_model(MODEL, SPEC, 1), backend(), config)
     program = TrainProgram(strategy, strategy.backend, config, share, metric_rows=1, buckets=BUCKETS, watch=watch)
     groups = grouped(rows)
-    micros = [one.tensors for one in training_batches(groups, plan_of(groups), RankShare(0, 1, accumulation), 0, 1)]
+    micros = [one.tensors for one in training_batches(groups, plan_of(groups), RankSlice(0, 1, accumulation), 0, 1)]
     for _ in range(2):
         watch.seen.clear()
         step(program, micros[:accumulation], control(1))

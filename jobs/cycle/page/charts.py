@@ -279,8 +279,8 @@ def fit(words: str, width: float) -> str:
 
 
 def _svg(body: Iterable[Markup], height: float, label: str, width: float = WIDTH) -> Markup:
-    head = Markup('<svg viewBox="0 0 {} {}" class="chart" role="img" aria-label="{}">{}</svg>')
-    return head.format(_px(width), _px(height), label, Markup().join(body))
+    head = Markup('<svg viewBox="0 0 {} {}" class="chart{}" role="img" aria-label="{}">{}</svg>')
+    return head.format(_px(width), _px(height), " broad" if width == WIDTH else "", label, Markup().join(body))
 
 
 def _levels(up: Callable[[float], float], values: Iterable[float], right: float) -> list[Markup]:

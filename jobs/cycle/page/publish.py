@@ -29,7 +29,7 @@ from jobs.plan.cycle import RUN_PREFIX
 from jobs.plan.spec import JobPlan
 from jobs.settings import JobsConfig
 from pipeline.core.errors import DataError, TransientError
-from pipeline.core.format import format_duration, format_share, usd
+from pipeline.core.format import format_duration, format_percent, usd
 from pipeline.core.record import Record
 from pipeline.data.token_sets import PartitionDigest
 from pipeline.evaluate.config import MetricName
@@ -48,6 +48,7 @@ _TRIES = 20
 _UNITS: dict[str, tuple[str, float, tuple[float, ...]]] = {
     "share of time waiting for data": ("time waiting for data, %", 100, (0, 1)),
     "memory, bytes": ("memory, GiB", 2**-30, (0,)),
+    "learning rate": ("learning rate, highest", 1, ()),
 }
 """How a figure of training is drawn: its title, a factor, and what its axis holds in any case."""
 _HIDDEN = dict.fromkeys(
@@ -135,7 +136,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"number": number, "duration": format_duration, "usd": usd, "share": format_share}
+    made.filters |= {"number": number, "duration": format_duration, "usd": usd, "share": format_percent}
     made.filters |= {"stamp": _stamp, "figure_text": _figure_text, "metric": metric_name, "plural": _plural}
     made.globals |= {"charts": charts, "ramp": _ramp, "search": SEARCH, "shown_table": shown_columns}
     return made
@@ -313,7 +314,7 @@ def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:
 
     def share(partitions: Sequence[PartitionDigest], column: str) -> str:
         rows = sum(sum(one.rows.values()) for one in partitions)
-        return format_share(sum(one.without_category[column] for one in partitions) / rows if rows else None)
+        return format_percent(sum(one.without_category[column] for one in partitions) / rows if rows else None)
 
     found = []
     counting = [one for one in data.prepared.partitions if one.without_category] if data.prepared else []

@@ -15,7 +15,7 @@ from pipeline.core.format import quotable
 from pipeline.core.stop import StopSignal
 from pipeline.io import s3_client
 from pipeline.io.requests import RetryPolicy, call_with_retry
-from pipeline.io.s3_client import RETRYABLE_CODES, S3_ERRORS, code_of, status_of
+from pipeline.io.s3_client import RETRYABLE_CODES, S3_ERRORS, error_code, http_status
 
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 20
@@ -44,7 +44,7 @@ def secret_text(name: str) -> str:
         return str(connect("secretsmanager").get_secret_value(SecretId=name).get("SecretString", ""))
     except (boto.BotoCoreError, boto.ClientError) as error:
         raise ConfigError(
-            f"secret {name}: {code_of(error) or type(error).__name__}",
+            f"secret {name}: {error_code(error) or type(error).__name__}",
             expected="one that this role may read (secretsmanager:GetSecretValue)",
             next_command=f"aws secretsmanager describe-secret --secret-id {name}",
         ) from error
@@ -66,7 +66,7 @@ def is_unknown(error: BaseException) -> bool:
 
 def name_of(error: BaseException) -> str:
     """Return the error code without its suffix; empty if the service did not answer."""
-    return code_of(error).removesuffix("Exception")
+    return error_code(error).removesuffix("Exception")
 
 
 def message_of(error: BaseException) -> str:
@@ -89,13 +89,13 @@ def was_not_done(error: BaseException) -> bool:
     """Return whether a request was surely not carried out: throttled, or never connected."""
     if isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError):
         return True
-    return name_of(error) in _THROTTLED or status_of(error) == 429
+    return name_of(error) in _THROTTLED or http_status(error) == 429
 
 
 def translate(error: Exception, doing: str) -> TrnpipeError:
     """Return our error for one of AWS that is not retried any more. `doing`: as in `submitting a job`."""
-    status = status_of(error)
-    name = f"{code_of(error) or type(error).__name__}" + (f", HTTP {status}" if status else "")
+    status = http_status(error)
+    name = f"{error_code(error) or type(error).__name__}" + (f", HTTP {status}" if status else "")
     if is_retryable(error):
         return TransientError(
             f"AWS: {name} while {doing}, until the retry budget was spent",

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 if __name__ == "__main__":  # -I: nothing of ours is on the path
     sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), "../../..")))  # noqa: PTH100
-from pipeline.proc.children import OF_MACHINE, end_marked, kill_marked, kills_for_memory
+from pipeline.proc.children import MACHINE_OOM_FILES, end_marked, kill_marked, oom_kill_count
 
 MARK = "TRNJOBS_ATTEMPT_ID"
 STARTED, ENDED = "started.json", "ended.json"
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 def keep(command: list[str], timeout_s: float, grace_s: float, told: list[str]) -> dict[str, object]:
     """Run the command to its end and kill what it left; return the content of ended.json (nodes.NodeEnd)."""
     deadline, kill_at, stopped_by = time.monotonic() + timeout_s, float("inf"), ""
-    is_ours, kills = os.environ[MARK].__eq__, kills_for_memory(OF_MACHINE) or 0
+    is_ours, kills = os.environ[MARK].__eq__, oom_kill_count(MACHINE_OOM_FILES) or 0
     try:
         ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # by Python, and what is ignored is inherited
         pid = os.posix_spawnp(command[0], command, os.environ, setsid=True, setsigdef=ignored)
@@ -71,7 +71,7 @@ def keep(command: list[str], timeout_s: float, grace_s: float, told: list[str]) 
         "at": at,
         "exit_code": code if code >= 0 else 128 - code,
         "stopped_by": stopped_by,
-        "out_of_memory": (kills_for_memory(OF_MACHINE) or 0) > kills,
+        "out_of_memory": (oom_kill_count(MACHINE_OOM_FILES) or 0) > kills,
     }
 
 

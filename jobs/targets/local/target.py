@@ -42,7 +42,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import exclusive, make_dirs
-from pipeline.io.paths import shown_path
+from pipeline.io.paths import display_path
 from pipeline.io.storage import os_errors, translate_os_error
 from pipeline.parallel.world import own_address
 from pipeline.proc.children import MARGIN_S, PLATFORM_S
@@ -271,7 +271,7 @@ class LocalEngine:
         for name, record in changed.items():
             if record.state is not self.known.records[name].state:
                 stream = log_stream(record, len(record.attempts), 0)
-                log = shown_path(str(self.files.log_path(stream))) if stream else ""
+                log = display_path(str(self.files.log_path(stream))) if stream else ""
                 self.say(job_states.change_line(record, log))
             self.known.records[name] = record
             self._unsaved.add(self.known.rounds[name])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
-from pipeline.core.batch_order import place_among_equals
+from pipeline.core.batch_order import rank_among_equals
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
 from pipeline.evaluate.metrics.scored_rows import GAIN_TOLERANCE, PerQuery, QueryGroups, divided
 
@@ -30,8 +30,8 @@ class Ranking:
         query, score = queries.index[order], score[order]
         new = np.ones(len(order), dtype=np.bool_)  # where a tie begins
         new[1:] = (query[1:] != query[:-1]) | (score[1:] != score[:-1])
-        in_query, _ = place_among_equals(query)
-        in_tie, size = place_among_equals(np.cumsum(new))
+        in_query, _ = rank_among_equals(query)
+        in_tie, size = rank_among_equals(np.cumsum(new))
         above, tied = np.empty_like(in_query), np.empty_like(size)
         above[order], tied[order] = in_query - in_tie, size
         return cls(queries, above, tied)

@@ -1,7 +1,9 @@
 """`trnjobs diff`, and the newest cycle as the one that reading commands show."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,9 +51,35 @@ def test_what_cannot_be_compared_is_refused(
 
 def test_reading_commands_show_the_newest_cycle(two: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "status", *two)[1][-1].startswith("cycle a: succeeded")
-    assert run(capsys, "cost", *two)[1][-2].split()[0] == "a"
+    assert run(capsys, "cost", *two)[1][-3].split()[0] == "a"
     assert run(capsys, "logs", "prepare", *two)[0] == 0
     assert run(capsys, "status", *two, "--cycle=b")[1][-1].startswith("cycle b: succeeded")
+
+
+def test_a_script_that_ran_is_shown_where_no_cycle_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hello.sh").write_text("echo hello")
+    assert run(capsys, "run", *RUN, "--", "sh", "hello.sh")[0] == 0
+    assert run(capsys, "status")[1][-1] == "cycle run-sh: succeeded"
+    assert run(capsys, "logs", "sh")[1] == ["hello"]
+
+
+def test_the_history_says_what_became_of_the_model(
+    two: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def outcomes() -> list[str]:
+        return [" ".join(line.split()[4:-3]) for line in run(capsys, "history", *two)[1][1:]]
+
+    path = tmp_path / "workspace/cycles/b/evaluate/result.json"
+    path.parent.mkdir()
+    result: dict[str, Any] = {"stage": "evaluate", "cycle": "b", "status": "done", "inputs": {}, "settings_hash": ""}
+    result |= {"code_version": "", "started": "2026-11-20T02:00:00Z", "finished": "2026-11-20T02:00:00Z"}
+    path.write_text(json.dumps(result | {"figures": {"promoted": True, "without_comparison": True}}))
+    assert outcomes() == ["promoted WITHOUT a comparison", "succeeded"]
+    path.write_text("{")
+    assert outcomes() == ["succeeded", "succeeded"]
 
 
 def test_values_are_short_and_numbers_have_thousands() -> None:

@@ -118,8 +118,14 @@ def test_the_expected_durations_are_those_of_the_newest_cycles(
             took_s = 60 if name.startswith("check-") else 600
             store.save_records((record("prepare", attempt(1010, 1010 + took_s, 0), created_at=1000.0),))
     (tmp_path / "cycles/check-05/jobs/claim.json").write_text("{")
+    result: dict[str, Any] = {"stage": "prepare", "cycle": "2026-11-19", "status": "done", "inputs": {}}
+    result |= {"settings_hash": "", "code_version": "", "figures": {"few_queries": "split test has 13 queries"}}
+    result |= dict.fromkeys(("started", "finished"), "2026-11-20T02:00:00Z")
+    (tmp_path / "cycles/2026-11-19/prepare").mkdir()
+    (tmp_path / "cycles/2026-11-19/prepare/result.json").write_text(json.dumps(result))
     assert cli.main(["plan", f"--workspace={tmp_path}", "--cycle=c1", "--target=local"]) == 0
     text = capsys.readouterr().out
+    assert text.splitlines()[-1] == "warning: cycle 2026-11-19: split test has 13 queries"
     (line,) = (line for line in text.splitlines() if line.startswith("prepare "))
     assert "10m00s" in line and max(map(len, text.splitlines())) <= 160, text
 

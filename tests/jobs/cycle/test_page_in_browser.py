@@ -33,7 +33,9 @@ VERDICTS = {
     "failed": "failed",
     "cancelled": "cancelled",
 }
-WIDTHS = (360, 1100, 1280)
+WHOLE = ("first", "promoted", "refused")
+"""Pages of cycles in which every stage may leave its section."""
+WIDTHS, MAX_HIGH = (360, 1100, 1280), 3500
 PAPER, DARK_PAPER = "rgb(255, 255, 255)", "rgb(18, 23, 28)"
 MEASURE = """
 onload = async () => {
@@ -126,6 +128,8 @@ def test_nothing_is_asked_for_said_or_too_wide_and_the_verdict_can_be_read(
     for one in found:
         assert one["needs"] <= int(one["width"]), f"{one['name']} is too wide: {one}"
         assert (one["asked"], one["paper"]) == (0, PAPER)
+        if one["width"] == "1280" and one["name"] in WHOLE:
+            assert one["high"] <= MAX_HIGH, f"{one['name']} is too long: {one['high']} px"
         if one["name"] in VERDICTS:
             assert one["verdict"] == VERDICTS[one["name"]]
     heads = {one["name"]: one["reads"] for one in found}

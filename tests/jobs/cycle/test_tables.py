@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jobs.cycle.job_states import EXITED, HOST_TERMINATED, JobRecord, JobState
+from jobs.cycle.job_states import EXITED, HOST_TERMINATED, PAGE_ANYWAY, JobRecord, JobState
 from jobs.cycle.tables import cost_lines, plan_lines, ran_seconds, shape_text, status_lines, success_line, total_lines
 from jobs.plan.resources import Prices
 from jobs.plan.spec import JobSpec
@@ -21,7 +21,7 @@ def cells(line: str) -> list[str]:
 
 def test_a_plan_of_which_nobody_knows_how_long_it_takes() -> None:
     head, columns, *rows, last = plan_lines(cycle(), {}, PRICES, 3600)
-    assert head == f"cycle 2026-11-20 of relevance in s3://bucket/relevance, plan {cycle().plan_id[:12]}"
+    assert head == f"cycle 2026-11-20 in s3://bucket/relevance, plan {cycle().plan_id[:12]}"
     assert cells(columns) == ["job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost"]
     assert [cells(row) for row in rows] == [
         ["train", "-", "2 nodes x 32 ranks", "128", "480,000", "3", "1h00m", "-", "-"],
@@ -78,11 +78,13 @@ def test_what_failed_says_why_and_what_is_tried_again_too() -> None:
     assert rows(
         bad("a", lost, tried(65, at=(100, 130))),
         bad("b"),
+        bad("report"),
         under_way("c", "RUNNABLE", tried(75), why=EXITED),
         under_way("d", "RUNNABLE", why="CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"),
     ) == [
         ["a", "FAILED", "2", "2m10s", "65", "exit code 65 (DataError)"],
-        ["b", "FAILED", "0", "-", "-", "not run: a failed"],
+        ["b", "NOT RUN", "0", "-", "-", "a failed"],
+        ["report", "NOT RUN", "0", "-", "-", PAGE_ANYWAY],
         ["c", "RUNNABLE", "1", "1s", "75", "exit code 75 (TransientError)"],
         ["d", "RUNNABLE", "0", "-", "-", "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"],
     ]

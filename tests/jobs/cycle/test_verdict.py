@@ -83,19 +83,24 @@ def test_refused_names_its_reasons_in_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "figures", "verdict", "expected"),
+    ("outcome", "figures", "expected"),
     [
-        ("succeeded", {"promoted": True}, {"without_comparison": True}, "promoted WITHOUT a comparison"),
-        ("succeeded", {"promoted": True, "forced": True}, {}, "promoted by force"),
-        ("succeeded", {}, {}, "succeeded"),
-        ("failed", {"promoted": True}, {}, "failed"),
-        ("cancelled", {}, {}, "cancelled"),
+        ("succeeded", {"promoted": True, "without_comparison": True}, "promoted WITHOUT a comparison"),
+        ("succeeded", {"promoted": True, "forced": True}, "promoted by force"),
+        ("succeeded", {}, "succeeded"),
+        ("failed", {"promoted": True}, "failed"),
+        ("cancelled", {}, "cancelled"),
     ],
 )
-def test_the_verdict_in_words(outcome: str, figures: dict[str, Any], verdict: dict[str, Any], expected: str) -> None:
-    lines = verdict_lines(ledger(outcome), evaluation(first=True, **verdict), figures, None, "local")
+def test_the_verdict_in_words(outcome: str, figures: dict[str, Any], expected: str) -> None:
+    lines = verdict_lines(ledger(outcome), evaluation(first=True), figures, None, "local")
     assert lines[0] == f"cycle second: {expected} in 24m06s, local: no charge"
     assert lines[1].split() == ["candidate", "BM25"]
+
+
+def test_without_new_data_it_is_said_that_nothing_changed() -> None:
+    lines = verdict_lines(ledger(), None, {"promoted": False, "nothing_new": True}, None, "local")
+    assert lines[1:] == ["  nothing new to train on: the model in production stays"]
 
 
 def test_a_cycle_that_was_not_evaluated_has_one_line() -> None:

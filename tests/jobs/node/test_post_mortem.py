@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.node.post_mortem import PostMortem, as_bytes, shown_environment
-from pipeline.core.secrets import secrets_of
+from pipeline.core.secrets import secret_values
 
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
 
@@ -64,7 +64,9 @@ def test_the_environment_that_is_shown() -> None:
 
 
 def test_secrets_are_taken_out_wherever_they_turn_up() -> None:
-    secrets = secrets_of({"AWS_SECRET_ACCESS_KEY": 'wJalr"XUtn\\FEMI', "HF_TOKEN": "short", "HOME": "/home/somebody"})
+    secrets = secret_values(
+        {"AWS_SECRET_ACCESS_KEY": 'wJalr"XUtn\\FEMI', "HF_TOKEN": "short", "HOME": "/home/somebody"}
+    )
     one = bundle(
         log=('key wJalr"XUtn\\FEMI used', "from https://me:hunter2@example.org/x and s3://bucket/key"),
         settings={"data": {"password": "hunter3", "max_tokens": 64}},

@@ -108,8 +108,8 @@ def test_one_that_does_not_stop_shows_its_stacks_and_is_killed_with_all_it_start
     grandchild = "import time; time.sleep(100)"
     code = f"""
 import signal, subprocess, sys, time
-from pipeline.proc.signals import show_stacks_when_asked
-show_stacks_when_asked()
+from pipeline.proc.signals import enable_stack_dumps
+enable_stack_dumps()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def hangs_here():
     time.sleep(100)

@@ -111,7 +111,9 @@ def test_a_cycle_is_submitted_once_and_the_driver_sees_when_it_has_ended(command
     assert commands.submit()
     assert commands.live_names() == NAMES
     commands.assert_one_dag()
-    assert commands.warnings[-1] == f"cycle {CYCLE}: under way; next: trnjobs status --cycle {CYCLE}"
+    under_way, watch = commands.warnings[-1].splitlines()
+    assert under_way == f"cycle {CYCLE}: submitted to batch, under way"
+    assert watch.endswith(f"trnjobs status --workspace {commands.folder} --cycle {CYCLE} --watch")
     assert not commands.has_ended()
     commands.succeed()
     assert commands.has_ended()
