@@ -75,8 +75,7 @@ class EmbedConfig(Record):
         " their vectors, and the rest of the text is cut",
     )
     precision: Literal["fp32", "bf16"] = Field(
-        "fp32",
-        description="Precision of the encoder (bf16 on cpu: only matrix products). Vectors are always fp32",
+        "fp32", description="Precision of the encoder (bf16 on cpu: only for matrix products)"
     )
     compiled: bool = Field(True, description="On cuda: use torch.compile, which needs a C compiler")
     checkpoint: str = Field(

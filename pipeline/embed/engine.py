@@ -291,7 +291,7 @@ class EmbedProgram:
 
 
 class CpuEngine:
-    """The engine of a CPU: each thread computes one batch at a time, because threads that share a batch wait.
+    """The engine of a CPU: one batch per thread, because threads that share a batch wait for each other.
 
     Uses PyTorch's number of threads (OMP_NUM_THREADS). Vectors do not depend on it.
     """

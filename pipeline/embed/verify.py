@@ -17,7 +17,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.tokenizer import TextTokenizer, pieces
+from pipeline.data.tokenizer import TextTokenizer, token_windows
 from pipeline.embed.catalogue import TextRules, cut_tokens, id_hashes, read_shard, validate_sample
 from pipeline.embed.digest import VectorCounts, VerifyCheck, VerifyDigest
 from pipeline.embed.engine import Embed, with_progress
@@ -244,7 +244,8 @@ def check_sample(
         rows = np.array([sample.row for sample in members], dtype=np.int64)
         blocks.append(from_stored(*vectors.stored(part, rows)))
     tokens = cut_tokens(tokenizer.encode([prefix + sample.text for sample in samples]), max_tokens, tokenizer.sep_id)
-    computed = np.concatenate(list(with_progress(embed(pieces(tokens, _WINDOW)), "embedding a sample", len(samples))))
+    windows = token_windows(tokens, _WINDOW)
+    computed = np.concatenate(list(with_progress(embed(windows), "embedding a sample", len(samples))))
     computed, stored = shorten_vectors(computed, vectors.layout.dim), np.concatenate(blocks)
     lengths = np.linalg.norm(computed, axis=1) * np.linalg.norm(stored, axis=1)
     cosines = ((computed * stored).sum(axis=1) / np.maximum(lengths, 1e-12)).clip(-1.0, 1.0)

@@ -173,7 +173,7 @@ class CheckpointConfig(Record):
 
 
 def groups_per_batch(config: TrainConfig) -> int:
-    """Return the number of groups in a global batch. Raises ConfigError if it does not contain complete groups."""
+    """Return the number of groups in a global batch. Raises ConfigError if it cannot be divided into groups."""
     groups, rest = divmod(config.global_batch_size, config.candidates_per_query)
     if rest or not groups:
         raise _uneven_error(config, 1)

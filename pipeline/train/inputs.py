@@ -145,7 +145,7 @@ def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: st
         current, required = spec.model_dump(), state.inputs.model_dump()
         name = next(name for name in current if current[name] != required[name])
         raise ConfigError(
-            f"the data has other {name} than {parent.prefix} was trained with: "
+            f"the data has different {name} than {parent.prefix} was trained with: "
             f"{difference(current[name], required[name])}",
             expected="the values of the parent",
             next_command="prepare the data with the parent's settings, or --train.start scratch",

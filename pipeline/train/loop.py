@@ -19,7 +19,7 @@ from pipeline.core.errors import CheckpointError, NumericError, Preempted, Trans
 from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
-from pipeline.data.training_groups import MOST_LINKED
+from pipeline.data.training_groups import MAX_LINKED
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.telemetry.console import Console, StepFigures, TensorBoardSink
@@ -92,17 +92,17 @@ def _announce(run: Run) -> None:
     linked = f" | {links.linked:,} of {links.queries:,} queries linked to an equivalent query" if links else ""
     ctx.console.info(
         f"train: {parameters / 1e6:.1f}M parameters on {ctx.world.world_size} x {run.backend.name} | from {start} | "
-        f"{sum(pools.new.sizes):,} new and {sum(pools.kept):,} replayed groups of up to {pools.slots} "
+        f"{sum(pools.new.sizes):,} new and {sum(pools.num_replayed):,} replayed groups of up to {pools.slots} "
         f"samples{mined}{linked} | "
         f"{run.plan.batches_per_epoch:,} batches of {train.global_batch_size} per epoch, "
         f"{run.share.accumulation} micro-steps per step | steps {run.start.step:,} to {run.max_steps:,}"
     )
     for message in data_warnings(pools.new, train, [token_set.info for token_set in inputs.new_sets]):
         ctx.console.warn(message)
-    if links and links.loose:
+    if links and links.unlinked:
         ctx.console.warn(
-            f"{links.loose:,} of {links.queries:,} queries are not linked, because they are in clusters of more than"
-            f" {MOST_LINKED} queries, which are too large to be equivalent"
+            f"{links.unlinked:,} of {links.queries:,} queries are not linked, because they are in clusters of more than"
+            f" {MAX_LINKED} queries, which are too large to be equivalent"
         )
     if late := ", ".join(partition.name for partition in inputs.selection.late):
         ctx.console.warn(f"partitions at or before the parent's watermark have changed and are only replayed: {late}")
@@ -199,7 +199,7 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
         holdouts,
         has_scores=run.config.train.loss.trains_head,
         groups_new=sum(run.pools.new.sizes),
-        groups_replayed=sum(run.pools.kept),
+        groups_replayed=sum(run.pools.num_replayed),
     )
 
 
