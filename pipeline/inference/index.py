@@ -28,7 +28,7 @@ from pipeline.io.commit import check_sizes, commit_dir, read_manifest
 from pipeline.io.paths import cache_folder
 from pipeline.io.storage import Storage, open_storage, os_errors
 from pipeline.retrieval.bm25 import Bm25
-from pipeline.retrieval.search import Ranked, by_rank, search_vectors
+from pipeline.retrieval.search import Ranked, fuse_by_rank, search_vectors
 
 _KIND = "words"
 _TITLES = "titles.arrow"
@@ -49,7 +49,7 @@ class Found:
 
     @cached_property
     def hybrid(self) -> Int64s:
-        return by_rank(self.vectors, self.words)
+        return fuse_by_rank(self.vectors, self.words)
 
 
 @dataclass(frozen=True)

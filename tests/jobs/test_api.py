@@ -97,7 +97,7 @@ def test_settings_from_files_and_python(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="no jobs of cycle") as nothing:
         Cycle(file, tmp_path / "w").wait()
     assert nothing.value.exit_code == 78
-    with pytest.raises(ConfigError, match="knows 0 models"):
+    with pytest.raises(ConfigError, match="has 0 models"):
         trnpipe.Registry(str(tmp_path / "w"))
 
 

@@ -169,11 +169,11 @@ NO_POSITIVE = {"gains": ({0: 90}, {0: 30})}
     ("judged", "train", "words"),
     [
         ({}, {}, []),
-        (NO_POSITIVE, {}, ["no row has a gain of train.loss.positive_gain 0.99 or more"]),
+        (NO_POSITIVE, {}, ["no row has a gain of at least 0.99 (train.loss.positive_gain)"]),
         (NO_POSITIVE, {"loss": LossConfig(contrastive_weight=0.0)}, []),
         ({"query_best": {0: 25, 100: 15}}, {}, ["25 of 40 queries have no row with a gain"]),
         ({"query_worst": {0: 15, 100: 25}}, {}, ["25 of 40 queries have no judged negative"]),
-        ({"label_gain_sums": (40.0, 4.0, 0.0)}, {}, ["these mean gains: no 1, some 0.1, yes 0; put data.labels"]),
+        ({"label_gain_sums": (40.0, 4.0, 0.0)}, {}, ["mean gains are no 1, some 0.1, yes 0"]),
         ({"labels": (40, 0, 40), "label_gain_sums": (0.0, 0.0, 40.0)}, {}, []),
         ({}, {"loss": LossConfig(graded_weight=0.0)}, ["the relevance head is not trained"]),
         ({}, {"candidates_per_query": 16, "global_batch_size": 16}, ["slots of a query hold a row"]),
