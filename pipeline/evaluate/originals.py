@@ -73,8 +73,8 @@ def find_originals(
 ) -> dict[Text, str]:
     """Return the originals of the decoded texts `shown`, without those that are not found. Pure.
 
-    `windows`: texts of the input, each with its title. `again` tokenises and decodes texts of a side; it is slow, so it is
-    called only for those that begin like one of `shown`.
+    `windows`: texts of the input with titles. `again` tokenises and decodes texts of a side; it is slow, so only
+    texts that begin like one of `shown` are given to it.
     """
     begins, found, tried = {(side, _beginning(text)) for side, text in shown}, dict[Text, str](), set[Text]()
     for window in windows:
