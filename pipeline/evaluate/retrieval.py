@@ -27,7 +27,7 @@ from pipeline.data.token_sets import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.data.tokenizer import TextTokenizer, Tokens, token_windows
 from pipeline.data.validate import filter_mask
 from pipeline.embed.catalogue import cut_tokens
-from pipeline.embed.config import whole_limit
+from pipeline.embed.config import max_text_tokens
 from pipeline.embed.engine import with_progress
 from pipeline.embed.vectors import check_dimensions, shorten_vectors
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig, RetrievalConfig
@@ -286,7 +286,7 @@ def from_catalogue(
     """
     config, largest, table = file.config, holdout.rows.buckets[-1], file.queries()
     limit = chunks * text_characters(holdout.rows.buckets)
-    max_tokens = whole_limit(largest.product_tokens, chunks)
+    max_tokens = max_text_tokens(largest.product_tokens, chunks)
 
     def items(selects: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
         for first, titles in file.windows(table.is_item, selects, limit):

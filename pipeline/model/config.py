@@ -259,7 +259,7 @@ class InputSpec(Record):
 
 def difference(data: Any, model: Any) -> str:
     """Describe how a field of the data differs from that of a model, listing missing and new values of tuples."""
-    if isinstance(data, tuple) and isinstance(model, tuple) and {*data} != {*model} and "" not in {*data, *model}:
+    if isinstance(data, tuple) and isinstance(model, tuple) and {*data} != {*model}:
         changes = (
             ("missing", [value for value in model if value not in data]),
             ("new", [value for value in data if value not in model]),

@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError, Preempted
-from pipeline.embed.carry_over import index_of, open_earlier
+from pipeline.embed.carry_over import open_earlier, open_row_index
 from pipeline.embed.catalogue import TextRules, WorkShard
 from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.flow import EmbedWatch, Flow, embed_shards
-from pipeline.embed.parts import finish, parts_of, report_end, totals
+from pipeline.embed.parts import finish, part_store, report_totals, totals
 from pipeline.embed.plan import EmbedPlan, catalogue_storage, check_lengths, cycle_plan, open_pinned
 from pipeline.embed.vectors import VectorSet, find_vectors, vectors_prefix
 from pipeline.io.commit import read_manifest
@@ -59,7 +59,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         if earlier is None:  # an earlier attempt was killed after publishing the vectors
             earlier = store_result(ctx.workspace, result({}, vectors))
         return earlier.model_copy(update={"status": "already_done"})
-    done = parts_of(ctx.workspace, plan).done()
+    done = part_store(ctx.workspace, plan).done()
     # New rows are usually adjacent, so neighbouring parts are assigned to different workers.
     worker_slice = plan.shards[worker::workers]
     todo = [shard for shard in worker_slice if shard.index not in done]
@@ -83,14 +83,14 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     if todo:
         checkpoint = checkpoint or open_pinned(plan.model, settings, ctx)
         figures = _embed(settings, ctx, plan, checkpoint, todo, total=sum(shard.rows for shard in worker_slice))
-        done = parts_of(ctx.workspace, plan).done()
+        done = part_store(ctx.workspace, plan).done()
     if missing := len(plan.shards) - len(done):
         Console().info(f"embed: worker {worker} of {workers} is done, the others have {missing} parts to do")
         return result(figures | {"parts_missing": missing})
     limit = settings.embed.catalogue.max_bad_fraction
     vectors = finish(ctx.workspace, plan, ctx.scratch, ctx.stop, max_bad_fraction=limit)
     final = result(figures, vectors)
-    report_end(ctx, vectors, final)
+    report_totals(ctx, vectors, final)
     return store_result(ctx.workspace, final)
 
 
@@ -102,7 +102,7 @@ def _embed(
     earlier, index = None, ""
     if plan.carry_from:
         earlier = open_earlier(ctx.workspace_after_stop, plan.carry_from)
-        index = str(index_of(open_earlier(ctx.workspace, plan.carry_from), ctx.scratch, ctx.stop))
+        index = str(open_row_index(open_earlier(ctx.workspace, plan.carry_from), ctx.scratch, ctx.stop))
     flow = Flow(
         plan=plan,
         catalogue=catalogue_storage(plan, settings, ctx),

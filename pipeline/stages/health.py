@@ -19,16 +19,16 @@ from pipeline.health.check import (
     CheckResult,
     HealthVerdict,
     NodeReport,
+    add_slow_ranks,
     exchange_reports,
     job_error,
+    merge_rank_results,
+    print_report,
     report_key,
-    results_of,
     run_checks,
-    show,
-    store_own,
-    with_slow_ranks,
+    store_local_report,
 )
-from pipeline.health.node import HostChecks, neuron_checks, read_identity, usual_folders
+from pipeline.health.node import HostChecks, local_folders, neuron_checks, read_identity
 from pipeline.parallel.launch import launch
 from pipeline.parallel.world import RANK_REPORTS, Nodes
 from pipeline.proc.tool import guarded_temp_folder, temporary_environment
@@ -72,13 +72,13 @@ def _check(settings: Settings, ctx: StageContext, nodes: Nodes, folder: Path) ->
     def exchange(part: str, results: tuple[CheckResult, ...], *, is_last: bool) -> Reports:
         nonlocal report
         report = replace(report, results=(*report.results, *results))
-        store_own(ctx.workspace, ctx.cycle, report)  # before waiting for other nodes
-        reports = with_slow_ranks(exchange_reports(nodes, part, report, wait_s))
+        store_local_report(ctx.workspace, ctx.cycle, report)  # before waiting for other nodes
+        reports = add_slow_ranks(exchange_reports(nodes, part, report, wait_s))
         report = next((each for each in reports if each.node_rank == node_rank), report)
-        store_own(ctx.workspace, ctx.cycle, report)
+        store_local_report(ctx.workspace, ctx.cycle, report)
         error = job_error(reports)
         for each in reports if error or is_last else ():
-            show(each, sys.stdout)
+            print_report(each, sys.stdout)
         if error is not None:
             raise error
         return reports
@@ -89,7 +89,7 @@ def _check(settings: Settings, ctx: StageContext, nodes: Nodes, folder: Path) ->
         workspace=ctx.workspace,
         after_stop=ctx.workspace_after_stop,
         probes=f"cycles/{ctx.cycle}/health/probe-{node_rank}-",
-        folders=usual_folders(ctx.scratch, settings.compile.cache_root(ctx.workspace.root), ctx.workspace),
+        folders=local_folders(ctx.scratch, settings.compile.cache_root(ctx.workspace.root), ctx.workspace),
         env=os.environ,
         node_rank=node_rank,
         num_nodes=num_nodes,
@@ -100,7 +100,7 @@ def _check(settings: Settings, ctx: StageContext, nodes: Nodes, folder: Path) ->
     tools = neuron_checks(config, instance, versions, num_nodes=num_nodes, processes=processes, on_neuron=is_neuron)
     checks = (*host.checks(), *tools)
     host_report = run_checks(checks, config, node_rank=node_rank, host=report.host, stop=ctx.stop)
-    with_ranks = config.wants("cores", "collectives")
+    with_ranks = config.includes("cores", "collectives")
     reports = exchange("hosts", host_report.results, is_last=not with_ranks)
     if not with_ranks:
         return reports
@@ -113,7 +113,7 @@ def _check(settings: Settings, ctx: StageContext, nodes: Nodes, folder: Path) ->
         launch([*(ctx.command_line or (NAME,)), "--cycle", ctx.cycle], processes, ctx.stop)
     ctx.stop.raise_if_set("checking the ranks of this node")
     first = node_rank * processes
-    return exchange("ranks", results_of(folder, range(first, first + processes)), is_last=True)
+    return exchange("ranks", merge_rank_results(folder, range(first, first + processes)), is_last=True)
 
 
 def _result(ctx: StageContext, reports: Reports, started: datetime) -> StageResult:

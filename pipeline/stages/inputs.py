@@ -20,7 +20,7 @@ from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import locate_start, production_prefix
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
-from pipeline.train.config import batch_share
+from pipeline.train.config import rank_slice
 from pipeline.train.graph_trial import Trial
 
 
@@ -86,7 +86,7 @@ class Shapes:
     def plan(self, settings: Settings, world: World, device: str) -> Plan:
         """Return the plan of a training run. Runs with equal plans share their graphs."""
         return graph_plan(
-            settings, self.spec, self.buckets, batch_share(settings.train, world.world_size, world.rank), device
+            settings, self.spec, self.buckets, rank_slice(settings.train, world.world_size, world.rank), device
         )
 
     def scoring_plan(self, settings: Settings, world_size: int, device: str) -> Plan:

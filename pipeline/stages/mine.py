@@ -70,7 +70,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     method = "BM25" if mining.model is None else f"vectors of {mining.model.prefix}"
     ctx.console.info(
         f"mine: {len(task.query_id):,} queries with a positive, {len(task.products):,} products, by {method} | "
-        f"{len(negatives.parts.done())} of {len(negatives)} parts done | worker {worker} of {workers}"
+        f"{len(negatives.store.done())} of {len(negatives)} parts done | worker {worker} of {workers}"
     )
     if len(task.products) < task.products.num_distinct:
         ctx.console.warn(
@@ -103,8 +103,8 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         if mined is None:
             raise
         # Another worker finished last and deleted the parts that this one was reading.
-    for store in (vectors, negatives):
-        store.parts.delete()
+    for parts in (vectors, negatives):
+        parts.store.delete()
     result = _result(ctx, mining, started, dict(mined.info.figures), mined)
     _log_summary(ctx, mined, result)
     return store_result(ctx.workspace, result)

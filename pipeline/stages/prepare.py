@@ -54,8 +54,8 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         others = f" and {len(with_bad) - 1} other partition(s)" if len(with_bad) > 1 else ""
         uri = ctx.workspace.uri(f"{with_bad[-1]}/{QUARANTINE}")
         ctx.console.info(f"prepare: quarantined rows are in {uri}{others}")
-    if data.passed_over:
-        ctx.console.info(f"prepare: {len(data.passed_over)} other file(s) were not read: {names_of(data.passed_over)}")
+    if data.skipped:
+        ctx.console.info(f"prepare: {len(data.skipped)} other file(s) were not read: {names_of(data.skipped)}")
     loss, warnings = settings.train.loss, list(data.input_warnings)
     warnings += prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
     if config.tokenizer.split_digits and not data.splits_digits:  # the tokenizer is the parent's
@@ -116,7 +116,7 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
             "queries_without_positive": judged.queries_without_positive,
             "queries_without_negative": judged.queries_without_negative,
         }
-    passed_over = data.passed_over
+    skipped = data.skipped
     return {
         "partitions_reused": data.reused,
         "partitions_prepared": data.prepared,
@@ -125,7 +125,7 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
         "rows_bad": data.rows_bad,
         "rows_filtered": data.rows_filtered,
         "rows_blank": data.rows_blank,
-        **({"files_not_read": len(passed_over), "not_read": names_of(passed_over)} if passed_over else {}),
+        **({"files_not_read": len(skipped), "not_read": names_of(skipped)} if skipped else {}),
         "rows_truncated": sum(info.truncated_rows for info in data.infos),
         **queries,
         "labels": ",".join(data.labels),
