@@ -38,7 +38,7 @@ from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest
 from pipeline.io.storage import Storage, open_storage, read_record
 from pipeline.model.hf import from_hf
-from pipeline.model.ops import unit
+from pipeline.model.ops import l2_normalize
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.process_group import ProcessGroup, open_device
 from pipeline.parallel.world import TRACE_FILE, World
@@ -441,7 +441,7 @@ def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopS
 
     def outputs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         found = program.outputs(batch)
-        both = {"query": unit(found.query), "product": unit(found.product)}
+        both = {"query": l2_normalize(found.query), "product": l2_normalize(found.product)}
         backend.step_boundary(list(both.values()))
         return {"logits": found.logits, **both}
 

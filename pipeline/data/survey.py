@@ -210,11 +210,11 @@ def decide_labels(config: DataConfig, fixed: Mapping[str, float], surveyed: Surv
     by_rows = sorted(labels, key=lambda name: (-labels[name].rows, name))[:_MAX_SHOWN]
     counts = ", ".join(f"{name} ({labels[name].rows:,} rows)" for name in by_rows)
     inferred = infer_gains(common_labels({name: count.rows for name, count in labels.items()}))
-    names, hint = list(inferred or by_rows), "with the names in order, least relevant first"
-    hint = "which makes rows with any other label bad rows" if inferred else hint
+    names = list(inferred or by_rows)
+    hint = " (rows with other labels are then bad rows)" if inferred else ", in order: the least relevant first"
     value = json.dumps(names) if any("," in name or name[:1] in "[{" for name in names) else ",".join(names)
     raise DataError(
         f"cannot infer the order of the {len(labels)} labels in column {column!r}: {counts}",
         expected="data.labels, a gain column with different values, or grades from 0",
-        next_command=f"--data.labels={shlex.quote(value)}, {hint}",
+        next_command=f"--data.labels={shlex.quote(value)}{hint}",
     )

@@ -71,10 +71,10 @@ def _change(tree: Any, change: Callable[[Text], object]) -> Any:
 def find_originals(
     shown: Collection[Text], windows: Iterable[dict[Text, str]], again: Callable[[str, list[str]], list[str]]
 ) -> dict[Text, str]:
-    """Return the originals of the texts `shown`, which were decode_tokens from tokens; those not found are left out. Pure.
+    """Return the originals of the decoded texts `shown`, without those that are not found. Pure.
 
-    `windows`: texts of the input, each with its title. `again`: texts of a side, tokenised and decode_tokens again: slow, so
-    only for those that begin like one of `shown`.
+    `windows`: texts of the input with titles. `again` tokenises and decodes texts of a side; it is slow, so only
+    texts that begin like one of `shown` are given to it.
     """
     begins, found, tried = {(side, _beginning(text)) for side, text in shown}, dict[Text, str](), set[Text]()
     for window in windows:

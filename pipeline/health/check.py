@@ -380,7 +380,7 @@ def exchange_reports(nodes: Nodes, phase: str, report: NodeReport, wait_s: float
     """Return the reports of all nodes, in rank order and the same on every node.
 
     A missing or failed node is included with a RETRY. Raises Preempted and storage errors, so it must be called in
-    `nodes.telling()`.
+    `nodes.report_failure()`.
     """
     if nodes.num_nodes == 1:
         return (report,)

@@ -5,6 +5,7 @@ vectors/ vectors.npy and ids.arrow (embed/vectors.py), and below words/ titles.a
 """
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ _KIND = "words"
 _TITLES = "titles.arrow"
 BLOCK_ROWS = 4096
 """Vectors converted to fp32 and compared at a time: 6 MB at 384 dimensions, half the time of four times as many."""
-KEPT = 4
-"""Sets of vectors on this machine: production and the model before it, of two workspaces."""
+KEPT, UNUSED_S = 4, 86_400.0
+"""Sets that stay on this machine, as many as production and the model before it in two workspaces; and all of a day."""
 DEPTH = 100
 """Items of each list that hybrid search joins, if not more are asked for."""
 
@@ -97,11 +98,12 @@ def open_index(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Prod
 
 
 def _keep_newest(folder: Path, used: str) -> None:
-    """Remove all but the KEPT sets that were used last. A process that has mapped one can still read it."""
+    """Remove sets unused for a day, except the newest KEPT. A process that has mapped one can still read it."""
     with suppress(OSError):  # another process removes them too, or they are not ours
         os.utime(folder / used)
-        for path in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)[KEPT:]:
-            remove_tree(path)
+        for at, path in sorted(((one.stat().st_mtime, one) for one in folder.iterdir()), reverse=True)[KEPT:]:
+            if at < time.time() - UNUSED_S:
+                remove_tree(path)
 
 
 def _write_words(workspace: Storage, vectors: VectorSet, folder: Path, stop: StopSignal) -> None:

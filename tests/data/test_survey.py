@@ -37,8 +37,8 @@ def test_known_orders(labels: str, expected: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("labels", "command"),
     [
-        ("hard|match|random negative", "--data.labels='hard,match,random negative' with the names in order"),
-        ("no, thanks|sure", """--data.labels='["no, thanks", "sure"]' with the names in order"""),
+        ("hard|match|random negative", "--data.labels='hard,match,random negative', in order: the least"),
+        ("no, thanks|sure", """--data.labels='["no, thanks", "sure"]', in order: the least relevant first"""),
     ],
 )
 def test_an_unknown_order_is_refused_with_the_labels_to_order(labels: str, command: str) -> None:
@@ -54,7 +54,7 @@ def test_rare_labels_that_look_like_mistakes_are_not_put_in_order() -> None:
     labels = {name: LabelCount(rows=rows) for name, rows in counts.items()}
     with pytest.raises(DataError) as caught:
         decide_labels(DataConfig(), {}, Survey(labels=labels, has_labels=True, has_rows=True))
-    assert caught.value.next_command.startswith("--data.labels=0,1,2, which makes")
+    assert caught.value.next_command.startswith("--data.labels=0,1,2 (rows with other labels")
 
 
 def rows(folder: Path, labels: str, gains: str = "") -> DataConfig:

@@ -140,7 +140,7 @@ def other_inputs(**changes: Any) -> dict[str, Checkpoint]:
         (other_inputs(numeric=()), ConfigError, "different numeric than .*: new: price"),
         (other_inputs(numeric=("price", "brand_age")), ConfigError, "different numeric than .*: missing: brand_age\n"),
         (other_inputs(labels=("a", "b")), ConfigError, "different labels than .*: missing: a, b; new: "),
-        (other_inputs(query_prefix="q: "), ConfigError, "different query_prefix than .*: '', there 'q: '"),
+        (other_inputs(query_prefix="q: "), ConfigError, "different query_prefix than .*: '' instead of 'q: '"),
         ({"model": MODEL.model_copy(update={"num_layers": 2}), "parent": parent_of({})}, ConfigError, "num_layers"),
         ({"train": TRAIN.model_copy(update={"mined_per_query": 2})}, ConfigError, "none were mined"),
         (
