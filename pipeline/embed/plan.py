@@ -166,10 +166,8 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
     else:
         columns = CatalogueColumns(id=config.id, title=config.title, text=config.text, filter=config.filter)
         files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
-        if files.passed_over:
-            ctx.console.info(
-                f"embed: {len(files.passed_over)} other file(s) were not read: {names_of(files.passed_over)}"
-            )
+        if files.skipped:
+            ctx.console.info(f"embed: {len(files.skipped)} other file(s) were not read: {names_of(files.skipped)}")
         if all(name == "parquet" for _, name in files.entries):
             return read_footers(files.storage, [stat for stat, _ in files.entries], columns)
         prefix, info = gather_rows(columns, files, ctx.workspace)

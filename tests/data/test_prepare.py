@@ -232,7 +232,7 @@ def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) 
     lines = [json.loads(line) for line in place.bytes_of(result.token_set_prefixes[0])["quarantine.jsonl"].splitlines()]
     assert {row["row"]: row["reason"] for row in lines} == expected
     assert lines[3]["content"] == {"query": "q7", "title": "t7", "label": "perhaps"}
-    assert "97 rows, 4 bad: 1 empty query, 1 empty title" in summary(result)
+    assert "97 rows, 4 quarantined: 1 empty query, 1 empty title" in summary(result)
     strict = config.model_copy(update={"max_bad_fraction": 0.01})
     for where in (place, workplace("fresh")):  # reused and prepared sets are judged alike
         with pytest.raises(DataError, match=r"4 of 101 rows are bad \(4\.0%\).*empty title \(1\)"):

@@ -212,4 +212,4 @@ def test_a_cycle_is_not_continued_with_other_settings(workspace: Storage, capsys
     assert embed(workspace) == 0, "with the same it is, by any number of workers"
     workspace.delete_prefix("cycles/c1")
     assert embed(workspace, "--embed.output.dtype=int8") == 78
-    assert "holds vectors that another plan led to" in capsys.readouterr().err
+    assert "has vectors from a different plan" in capsys.readouterr().err
