@@ -279,7 +279,7 @@ FIRST_POLL_S, MAX_POLL_S = 0.5, 10.0
 
 @dataclass(frozen=True)
 class Nodes:
-    """Synchronizes this node with the other nodes of a job attempt. If there is only one node, this does nothing.
+    """Synchronization between the nodes of a job attempt. If there is only one node, nothing needs to be done.
 
     `folder` must be unique to the attempt (on AWS Batch, it includes the job ID and attempt number), since nodes would
     otherwise read the markers of an earlier attempt. `storage` must ignore `stop`, because a node that is stopped still

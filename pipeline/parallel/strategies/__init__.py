@@ -42,7 +42,7 @@ class FlatVector:
 
 
 class ParallelStrategy(Protocol):
-    """Holds this rank's weights of a model and runs the collectives of a training step.
+    """Interface for strategies, which hold this rank's weights of a model and run the collectives of a training step.
 
     `snapshot` and `restore` exchange unsharded named weights and optimizer state in the order of the module's
     parameters, so that checkpoints don't depend on how the model was sharded.
