@@ -91,7 +91,7 @@ def test_settings_from_files_and_python(tmp_path: Path, monkeypatch: pytest.Monk
     file.write_text('model_name = "mine"\n[train]\nseed = 4\nepochs = 3\n')
     cycle = Cycle([file], tmp_path / "w", "c", settings={"train": {"epochs": 2.0}})
     assert (cycle.settings.model_name, cycle.settings.train.seed, cycle.settings.train.epochs) == ("mine", 5, 2.0)
-    with pytest.raises(ConfigError, match="a value given in Python") as refused:
+    with pytest.raises(ConfigError, match="a value set in Python") as refused:
         Cycle(file, tmp_path / "w", settings={"train": {"epochz": 2.0}})
     assert "epochs" in str(refused.value)
     with pytest.raises(ConfigError, match="no jobs of cycle") as nothing:

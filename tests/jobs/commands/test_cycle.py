@@ -177,7 +177,7 @@ def test_a_gate_that_refuses_after_a_try_that_was_repeated(trnjobs: Trnjobs) -> 
     trnjobs.ends_with("train", 80)
     text = trnjobs.expect(80, "  train: exit code 80 (GateRefused)", "submit")
     assert "cycle 2026-11-20: refused in " in text
-    assert "prepare      RUNNABLE   attempt 1 ended with exit code 75; tried again" in text
+    assert "prepare      RUNNABLE   attempt 1 ended with exit code 75; retrying" in text
     assert trnjobs.ran() == ["prepare 1", "prepare 2", "train 1"]
     assert trnjobs("logs", "prepare", "--attempt=1")[0] == 0
 
