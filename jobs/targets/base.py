@@ -74,7 +74,7 @@ class Target(Protocol):
     def busy_reason(self, records: Sequence[JobRecord]) -> str:
         """Return why a new submission cannot replace these jobs yet, empty if none of them runs."""
         unfinished = [record.name for record in records if not record.state.is_final]
-        return f"not ended: {', '.join(unfinished)}" if unfinished else ""
+        return f"{', '.join(unfinished)} {'has' if len(unfinished) == 1 else 'have'} not ended" if unfinished else ""
 
     def check(self, plan: JobPlan) -> None:
         """Check that the plan can run on this platform, without changing anything. Raises ConfigError if not."""

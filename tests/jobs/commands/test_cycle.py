@@ -138,7 +138,7 @@ def test_a_whole_cycle(trnjobs: Trnjobs) -> None:
     assert trnjobs.status()["closed"]["outcome"] == "succeeded"
     text = trnjobs.expect(0, "succeeded", "history")
     assert text.splitlines()[1].split()[:2] == ["2026-11-20", "local"] and "4/4" in text
-    trnjobs.expect(0, "5 of 5 jobs in 5 tries", "cost")
+    trnjobs.expect(0, "5 of 5 jobs in 5 attempts", "cost")
     assert json.loads(trnjobs("cost", "--json")[1])["cycles"][0]["outcome"] == "succeeded"
     assert "expected" in trnjobs("plan", "--cycle=2026-11-21", "--jobs.vcpu-usd-per-hour=1")[1]  # of the next one
     assert trnjobs.ran() == []

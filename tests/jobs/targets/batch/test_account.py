@@ -86,7 +86,7 @@ def test_the_tenth_revision_is_newer_than_the_ninth(revisions: tuple[int, int]) 
     fake.definitions = [request | {"revision": one} for one in revisions]
     client = BatchClient(fake, policy=FAST)
     assert ensure_definition(client, request) == f"{request['jobDefinitionName']}:10"
-    assert next(change_lines(client, plan(job("train", timeout_s=7200)))).endswith("against revision 10:")
+    assert next(change_lines(client, plan(job("train", timeout_s=7200)))).endswith("changes to revision 10:")
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_a_cycle_starts_from_the_beginning_once_its_jobs_have_ended(commands: Co
         match=r"data.columns.query: query -> search_term\n.*\n.*--fresh is refused: prepare, health, .* not ended",
     ):
         commands.submit(OTHER)
-    with pytest.raises(ConfigError, match="not ended: "):
+    with pytest.raises(ConfigError, match="have not ended"):
         commands.submit(OTHER, fresh=True)
     assert commands.live_names() == NAMES
 
