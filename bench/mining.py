@@ -21,7 +21,15 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.mine.config import MineConfig
-from pipeline.mine.run import JudgedItems, Pieces, Search, all_negatives, mine_share, open_pieces, vector_search
+from pipeline.mine.run import (
+    ArrayParts,
+    JudgedItems,
+    Search,
+    mine_worker_slice,
+    open_parts,
+    read_negatives,
+    vector_search,
+)
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
 
 WIDTH = 64
@@ -132,10 +140,10 @@ def _unit(vectors: Float32s) -> Float32s:
     return np.asarray(vectors / lengths, dtype=np.float32)
 
 
-def parts_at(place: Path, num_items: int, num_queries: int, config: MineConfig) -> list[Pieces]:
+def parts_at(place: Path, num_items: int, num_queries: int, config: MineConfig) -> list[ArrayParts]:
     """Open the parts of a mining below a folder: vectors, negatives."""
     storage, size = open_storage(str(place / "workspace")), (num_items, num_queries)
-    return open_pieces(storage, "cycles/bench/mine/made-up", place / "cache", size, config.queries_per_part)
+    return open_parts(storage, "cycles/bench/mine/made-up", place / "cache", size, config.queries_per_part)
 
 
 def mine_here(place: Path, num_items: int, num_queries: int) -> Passed:
@@ -145,19 +153,19 @@ def mine_here(place: Path, num_items: int, num_queries: int) -> Passed:
     with MemoryPeak() as memory:
         start_bytes, started = memory.anonymous_bytes, time.monotonic()
         of_vectors, parts = parts_at(place, num_items, num_queries, config)
-        found = len(parts.parts.done())
+        found = len(parts.store.done())
         judged = vectors.judged()
 
         def open_search() -> Search:
             return vector_search(of_vectors, vectors.items, vectors.queries, config.depth, stop)
 
-        mine_share(parts, open_search, judged, lambda items: items, config, worker=0, workers=1, stop=stop)
-        product, counts = all_negatives(parts, config.negatives_per_query)
+        mine_worker_slice(parts, open_search, judged, lambda items: items, config, worker=0, workers=1, stop=stop)
+        product, counts = read_negatives(parts, config.negatives_per_query)
         info = NegativesInfo(
             dataset="made-up", token_sets=(), rows=(num_items,), source="made-up", settings={}, figures=dict(counts)
         )
         ids = np.arange(num_queries, dtype=np.int64)
-        storage, negatives = parts.parts.storage, Negatives(ids, product)
+        storage, negatives = parts.store.storage, Negatives(ids, product)
         made = commit_negatives(storage, "negatives/made-up/x", negatives, info, place / "scratch")
         seconds = time.monotonic() - started
     return Passed(
@@ -214,7 +222,7 @@ def kill_half_way(place: Path, items: int, queries: int) -> float:
     """Start, and kill when half of the parts are there; seconds until then. Raises RuntimeError when it had ended."""
     _, parts = parts_at(place, items, queries, MineConfig())
     began, process = time.monotonic(), start(place, items, queries)
-    while len(parts.parts.done()) < len(parts) // 2:
+    while len(parts.store.done()) < len(parts) // 2:
         if process.poll() is not None:
             raise RuntimeError(f"a mining ended with {process.returncode} before it was half way")
         time.sleep(_LOOK_S)

@@ -36,7 +36,7 @@ from pipeline.io.storage import open_storage
 from pipeline.parallel.world import JOB_ID
 from pipeline.proc.children import ENGINE_MARGIN_S, PLATFORM_S
 from pipeline.proc.signals import stop_on_signals
-from pipeline.train.config import batch_share
+from pipeline.train.config import rank_slice
 
 
 def cycle_of(settings: CycleSettings) -> str:
@@ -201,7 +201,7 @@ def make_plan(settings: CycleSettings) -> JobPlan:
         )
     jobs = settings.jobs
     for job in (jobs.compile, jobs.train, jobs.evaluate):
-        batch_share(settings.train, job.ranks)
+        rank_slice(settings.train, job.ranks)
     on_neuron = {name for name in AFTER if may_use_neuron(settings.backend) and jobs.stage(name).instance in NODES}
     if settings.compile.on_unknown_graph == "error" and {"compile", "train"} <= on_neuron:
         _check_compiled_ranks(settings, on_neuron)

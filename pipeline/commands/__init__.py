@@ -196,8 +196,12 @@ TOOLS: dict[str, Tool] = {
     ),
 }
 CONFIG = Tool("print every setting with its value and source; --json for machines", switches=_JSON)
+_SELDOM = ("launch", "doctor", "cache", "parity")
 COMMANDS: dict[str, str] = (
-    {name: tool.text for name, tool in TOOLS.items()} | STAGES | {"config": CONFIG.text, "completion": COMPLETION}
+    {name: tool.text for name, tool in TOOLS.items() if name not in {*STAGES, *_SELDOM}}
+    | STAGES
+    | {name: TOOLS[name].text for name in _SELDOM}
+    | {"config": CONFIG.text, "completion": COMPLETION}
 )
 
 # What `trnpipe <command> --help` shows beside the words of the command.

@@ -21,7 +21,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import open_files
 from pipeline.data.rows import LIKELY_NAMES, SLICE, ColumnPlan, by_spelling
-from pipeline.data.survey import common_labels, known_order
+from pipeline.data.survey import common_labels, infer_gains
 from pipeline.evaluate.gate.judge import fraction_for
 from pipeline.io.atomic import create_atomic
 from pipeline.io.storage import os_errors
@@ -93,7 +93,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             expected="a folder without one: what you wrote there would be lost",
             next_command=f"edit it, or move it away: mv {PROJECT_FILE} {PROJECT_FILE}.old",
         )
-    columns, rows = look_at(path, settings.data, stop)
+    columns, rows = read_footers(path, settings.data, stop)
     guess = guess_columns(columns)
     for line in _preview(guess, rows):
         say(line)
@@ -110,7 +110,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     return EXIT_OK
 
 
-def look_at(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[str, Column], list[dict[str, str]]]:
+def read_footers(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[str, Column], list[dict[str, str]]]:
     """Read up to MAX_ROWS rows. Return the columns, and the first rows by column. Raises DataError without any row."""
     wanted = "auto" if config.format == "esci" else config.format
     files = open_files(path, wanted, stop, "FILE")
@@ -150,7 +150,7 @@ def guess_columns(columns: Mapping[str, Column]) -> Guess:
             guess.columns[wanted] = left.pop(texts.pop(0).name).name
             guess.notes.append(f"column {guess.columns[wanted]!r} is taken for the {wanted}, by its content")
     if "label" not in guess.columns and "gain" not in guess.columns:
-        grades = [one for one in left.values() if 2 <= len(one.values) <= _MAX_LABELS and known_order([*one.values])]
+        grades = [one for one in left.values() if 2 <= len(one.values) <= _MAX_LABELS and infer_gains([*one.values])]
         if grades:
             guess.columns["label"] = left.pop(grades[0].name).name
             guess.notes.append(f"column {grades[0].name!r} is taken for the label, by its content")
@@ -181,10 +181,10 @@ def _fits(wanted: str, column: Column) -> bool:
 def _guess_labels(guess: Guess, column: Column) -> None:
     """Put the labels in order, without those that look like mistakes."""
     counts = column.values
-    names = [*counts] if known_order([*counts]) is not None else common_labels(counts)
+    names = [*counts] if infer_gains([*counts]) is not None else common_labels(counts)
     if rare := ", ".join(f"{name} ({rows})" for name, rows in counts.items() if name not in names):
         guess.notes.append(f"labels {rare} do not fit the others: these rows will be bad rows")
-    order = known_order(names)
+    order = infer_gains(names)
     guess.labels = tuple(order or ([] if "gain" in guess.columns else sorted(names)))  # gains put them in order
     if column.empty:
         guess.notes.append(f"{column.empty:,} rows have no {column.name}: bad rows")

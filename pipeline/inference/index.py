@@ -5,6 +5,7 @@ vectors/ vectors.npy and ids.arrow (embed/vectors.py), and below words/ titles.a
 """
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.embed.catalogue import TextRules, judge_rows, read_shard
+from pipeline.embed.catalogue import TextRules, read_shard, validate_rows
 from pipeline.embed.plan import pinned_plan
 from pipeline.embed.vectors import MappedVectors, VectorSet, open_vectors
 from pipeline.io.atomic import exclusive, make_dirs, remove_tree, staging_dir
@@ -28,14 +29,14 @@ from pipeline.io.commit import check_sizes, commit_dir, read_manifest
 from pipeline.io.paths import cache_folder
 from pipeline.io.storage import Storage, open_storage, os_errors
 from pipeline.retrieval.bm25 import Bm25
-from pipeline.retrieval.search import Ranked, by_rank, search_vectors
+from pipeline.retrieval.search import Ranked, fuse_by_rank, search_vectors
 
 _KIND = "words"
 _TITLES = "titles.arrow"
 BLOCK_ROWS = 4096
 """Vectors converted to fp32 and compared at a time: 6 MB at 384 dimensions, half the time of four times as many."""
-KEPT = 4
-"""Sets of vectors on this machine: production and the model before it, of two workspaces."""
+KEPT, UNUSED_S = 4, 86_400.0
+"""Sets that stay on this machine, as many as production and the model before it in two workspaces; and all of a day."""
 DEPTH = 100
 """Items of each list that hybrid search joins, if not more are asked for."""
 
@@ -49,7 +50,7 @@ class Found:
 
     @cached_property
     def hybrid(self) -> Int64s:
-        return by_rank(self.vectors, self.words)
+        return fuse_by_rank(self.vectors, self.words)
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,12 @@ def open_index(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Prod
 
 
 def _keep_newest(folder: Path, used: str) -> None:
-    """Remove all but the KEPT sets that were used last. A process that has mapped one can still read it."""
+    """Remove sets unused for a day, except the newest KEPT. A process that has mapped one can still read it."""
     with suppress(OSError):  # another process removes them too, or they are not ours
         os.utime(folder / used)
-        for path in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)[KEPT:]:
-            remove_tree(path)
+        for at, path in sorted(((one.stat().st_mtime, one) for one in folder.iterdir()), reverse=True)[KEPT:]:
+            if at < time.time() - UNUSED_S:
+                remove_tree(path)
 
 
 def _write_words(workspace: Storage, vectors: VectorSet, folder: Path, stop: StopSignal) -> None:
@@ -145,7 +147,7 @@ def _texts(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Iterator
             ids = iter(vectors.columns(shard.index, ["id"])["id"].to_pylist())
             expected = next(ids, None)
             for raw in read_shard(plan.catalogue, storage, shard, plan.window_rows):
-                titles, joined, rows = list[str](), list[str](), judge_rows(rules, raw)
+                titles, joined, rows = list[str](), list[str](), validate_rows(rules, raw)
                 given = raw.batch()["title"].to_pylist()
                 ids_of, numbers = (rows.table[column].to_pylist() for column in ("id", "row"))
                 for name, row, text in zip(ids_of, numbers, rows.texts, strict=True):

@@ -78,13 +78,13 @@ def test_a_rank_that_has_not_initialised_its_replication_is_refused(monkeypatch:
         return backends.open_backend(name)
 
     monkeypatch.setattr("pipeline.parallel.process_group.open_backend", alone)
-    with pytest.raises(ConfigError, match="torchrun says world size 2, the xla runtime says 1"):
+    with pytest.raises(ConfigError, match="torchrun reports world size 2, but the xla runtime reports 1"):
         open_device("xla", RANKS)
 
 
 def test_a_rank_whose_runtime_was_asked_too_early_is_refused(_replicas: Any) -> None:
     assert _replicas.world_size() == 1  # and for good
-    with pytest.raises(ConfigError, match="was asked for its world size before its replication was initialised"):
+    with pytest.raises(ConfigError, match="its world size was queried before replication was initialized"):
         open_device("xla", RANKS)
 
 
@@ -120,7 +120,7 @@ def recorded(
         chunk_mib=chunk_mib,
     )
     share = RankSlice(0, 2, accumulation)
-    program = TrainProgram(strategy, backend, config, share, figure_rows=4, buckets=BUCKETS, watch=recorder)
+    program = TrainProgram(strategy, backend, config, share, metric_rows=4, buckets=BUCKETS, watch=recorder)
     groups = grouped(rows, config)
     rates = {"control": control_values(1, 0.1, config.optimizer)}
     stream = [{**micro.tensors, **rates} for micro in training_batches(groups, plan_of(groups, config), share, 0, 2)]
@@ -191,7 +191,7 @@ def step_in_slices(
         largest_bytes=LARGEST_BYTES,
     )
     share = RankSlice(rank, CORES, 1)
-    program = TrainProgram(strategy, backend, config, share, figure_rows=4, buckets=BUCKETS, watch=recorder)
+    program = TrainProgram(strategy, backend, config, share, metric_rows=4, buckets=BUCKETS, watch=recorder)
     groups = grouped(rows, config)
     rates = {"control": control_values(1, 0.1, config.optimizer)}
     for micro in training_batches(groups, plan_of(groups, config), share, 0, 2):

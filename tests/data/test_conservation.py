@@ -18,7 +18,7 @@ from pipeline.data.rows import RawBatch, RowChunk, cut_chunks
 from pipeline.data.sources import file_reader
 from pipeline.data.token_sets import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
-from pipeline.embed.catalogue import CatalogueColumns, TextRules, judge_rows, look_at, read_shard
+from pipeline.embed.catalogue import CatalogueColumns, TextRules, read_footers, read_shard, validate_rows
 from pipeline.embed.plan import COLUMNS, gather_rows
 from pipeline.evaluate import retrieval
 from pipeline.evaluate.config import RetrievalConfig
@@ -68,11 +68,11 @@ def check_catalogue(storage: Storage, made: Made, chooser: random.Random, worksp
     assert malformed == made.malformed
     if not made.ids:
         return
-    catalogue, ids = look_at(place, stats, columns), list[str]()
+    catalogue, ids = read_footers(place, stats, columns), list[str]()
     window_rows = chooser.choice((7, 100, 16_384))
     for shard in catalogue.shards(chooser.choice((50, 1000, 65_536))):
         for window in read_shard(catalogue, place, shard, window_rows):
-            rows = judge_rows(TextRules(b"", 16, "string"), window)
+            rows = validate_rows(TextRules(b"", 16, "string"), window)
             assert not rows.bad
             ids += rows.table["id"].to_pylist()
     assert ids == made.ids
@@ -160,7 +160,7 @@ def test_a_reader_that_loses_a_row_is_noticed(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "a.jsonl"
     path.write_text(json_lines(1002))
     monkeypatch.setattr(readers, "islice", takes_one_more)
-    with pytest.raises(RuntimeError, match="has 1002 rows, its reader gave 1001"):
+    with pytest.raises(RuntimeError, match="has 1002 rows, but its reader yielded 1001"):
         read(path)
 
 
@@ -234,5 +234,5 @@ def test_a_row_lost_on_the_way_to_the_shards_is_a_bug(
         return iter(list(cut_chunks(*arguments))[:-1])
 
     monkeypatch.setattr(prepare_module, "cut_chunks", loses_the_last_chunk)
-    with pytest.raises(RuntimeError, match=r"a\.jsonl: of 252 rows .* are lost"):
+    with pytest.raises(RuntimeError, match=r"a\.jsonl: .* of 252 rows are lost"):
         workplace("one").prepare(write_input(tmp_path / "in"))

@@ -77,7 +77,7 @@ def test_training_meets_only_compiled_graphs(
 def test_shapes_can_come_from_the_settings_alone(bare_place: Callable[..., Place]) -> None:
     here = bare_place("xla", ONE_SHAPE)
     compiled = here.run("compile")
-    assert "nothing is prepared yet: assuming a vocabulary of 400 and 4 classes" in compiled.out + compiled.err
+    assert "no prepared data yet: assuming a vocabulary of 400 and 4 classes" in compiled.out + compiled.err
     here.run("prepare")
     assert "compiled ahead of time, manifest" in here.run("train").out
     other = here.run("prepare", "--data.tokenizer.vocab-size=300", cycle="c2")
@@ -97,7 +97,7 @@ def test_another_batch_size_is_refused_before_the_first_step(place: Callable[...
     warned = here.run(
         "train", "--train.micro-batch-size=16", "--train.global-batch-size=16", "--compile.on-unknown-graph=warn"
     )
-    assert "compiled as they come" in warned.out + warned.err
+    assert "compiling on demand" in warned.out + warned.err
 
 
 def test_a_graph_that_is_not_in_the_manifest_is_refused_and_explained(place: Callable[..., Place]) -> None:

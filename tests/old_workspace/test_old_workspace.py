@@ -55,10 +55,10 @@ def run(program: str, *words: str, workspace: Path, expected: int = 0) -> str:
 def test_a_run_under_way_continues_at_its_checkpoint(workspace: Path, revision: str) -> None:
     if revision == "ebaa50c":
         shown = run("pipeline", "train", "--cycle", UNDER_WAY, workspace=workspace, expected=ConfigError.exit_code)
-        assert "step-6 was trained with other" in shown and "train.candidates_per_query" in shown
+        assert "step-6 was trained with different" in shown and "train.candidates_per_query" in shown
         return
     shown = run("pipeline", "train", "--cycle", UNDER_WAY, workspace=workspace)
-    assert f"continuing from {workspace.as_uri()}/checkpoints/{UNDER_WAY}/step-6" in shown
+    assert f"resuming from {workspace.as_uri()}/checkpoints/{UNDER_WAY}/step-6" in shown
     mine, theirs = (workspace / MODEL.format(cycle) for cycle in (UNDER_WAY, DONE))
     if hashlib.sha256(mine.read_bytes()).digest() != hashlib.sha256(theirs.read_bytes()).digest():
         # Another processor than the one that wrote the sample adds in another order.

@@ -30,7 +30,7 @@ from pipeline.parallel.strategies.zero1 import (
     buckets_of,
 )
 from pipeline.parallel.world import World, world_from_env
-from pipeline.train.config import OptimizerConfig, TrainPlan, batch_share, run_layout
+from pipeline.train.config import OptimizerConfig, TrainPlan, rank_slice, run_layout
 from pipeline.train.optimizer import AdamW, control_values
 from pipeline.train.step import TrainProgram, open_program, prepare_model
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
@@ -65,10 +65,10 @@ def program_of(
     config = BASE.model_copy(update={**VARIANTS[variant], "seed": seed, "parallel": plan})
     world = process_group.world
     process_group.layout = run_layout(config, world.world_size, world.rank)
-    share, model = batch_share(config, world.world_size, world.rank), build_model(MODEL, SPEC, seed)
+    share, model = rank_slice(config, world.world_size, world.rank), build_model(MODEL, SPEC, seed)
     if degree == 1 or variant == "plain":
         program = open_program(
-            model, backend, config, share, process_group, figure_rows=STEPS, buckets=BUCKETS, watch=GraphWatch()
+            model, backend, config, share, process_group, metric_rows=STEPS, buckets=BUCKETS, watch=GraphWatch()
         )
         return program, share
     mesh = open_mesh(plan.as_plan(), backend, timeout_s=60.0)
@@ -84,7 +84,7 @@ def program_of(
         largest_bytes=BUCKET_BYTES,
     )
     assert len(strategy.buckets) > len(strategy.layout.chunks)
-    return TrainProgram(strategy, backend, config, share, figure_rows=STEPS, buckets=BUCKETS), share
+    return TrainProgram(strategy, backend, config, share, metric_rows=STEPS, buckets=BUCKETS), share
 
 
 def chunk_mib(variant: str) -> float:
@@ -100,7 +100,7 @@ def train(program: TrainProgram, share: RankSlice, start: int, stop: int) -> Fig
     micros = [{name: tensor.to(program.backend.device) for name, tensor in one.items()} for one in micros]
     for step in range(stop - start):
         program.step(micros[step * share.accumulation : (step + 1) * share.accumulation])
-    return program.read_figures(stop - start)
+    return program.read_metrics(stop - start)
 
 
 def runs(folder: str, device: str, *modes: str) -> list[dict[str, Any]]:
@@ -233,7 +233,7 @@ def ends(_: str) -> None:
 @pytest.mark.stage
 def test_a_peer_that_goes_is_an_error_to_try_again(tmp_path: Path) -> None:
     errors = run_ranks(f"{CASES}:ends", 2, tmp_path, "", code=75)
-    assert "a peer failed while reducing gradients" in errors[0] and "Traceback" not in errors[0]
+    assert "another rank failed while reducing gradients" in errors[0] and "Traceback" not in errors[0]
 
 
 @given(size=st.integers(1, 5000), shards=st.sampled_from([1, 2, 3, 8]), largest_bytes=st.integers(64, 20_000))
@@ -249,7 +249,7 @@ def test_buckets_cover_a_chunk_in_equal_slices_below_the_limit(size: int, shards
             padded = bucket.size + bucket.padding
             assert padded % unit == 0 and (4 * padded <= largest_bytes or padded == unit)
             of_ranks = [
-                bucket.cut(flat[bucket.start : bucket.stop], RankGroup(rank, (tuple(range(shards)),)))
+                bucket.local_slice(flat[bucket.start : bucket.stop], RankGroup(rank, (tuple(range(shards)),)))
                 for rank in range(shards)
             ]
             assert {part.numel() for part in of_ranks} == {padded // shards}
@@ -269,7 +269,7 @@ def test_the_fused_update_has_the_same_bits_in_slices() -> None:
     found = []
     for masters, parts in (
         ([weights.clone()], [grads]),
-        ([bucket.cut(weights, one) for one in ranks], [bucket.cut(grads, one) for one in ranks]),
+        ([bucket.local_slice(weights, one) for one in ranks], [bucket.local_slice(grads, one) for one in ranks]),
     ):
         optimizer = AdamW(masters, [True] * len(masters), config, traced=False)
         for step in (1, 2):

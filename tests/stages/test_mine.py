@@ -7,7 +7,7 @@ import pytest
 from pipeline.context import load_result
 from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.mine import run as mine_run
-from pipeline.mine.run import NONE, Pieces, all_negatives
+from pipeline.mine.run import NONE, ArrayParts, read_negatives
 from pipeline.mine.store import Negatives, NegativeSet, find_negatives, open_negatives
 from pipeline.parallel.world import ARRAY_INDEX
 from pipeline.retrieval.products import text_hashes
@@ -63,7 +63,7 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     refused = case.run(MINED, stage="train", code=78)
     assert "none were mined for this cycle" in refused and "trnpipe mine" in refused
     said = case.run(stage="mine")
-    assert "products by BM25 | 0 of 6 parts done | worker 0 of 1" in said
+    assert "products, by BM25 | 0 of 6 parts done | worker 0 of 1" in said
     first, negatives = mined(case, "c1")
     assert first.info.source == "bm25" and len(negatives.query_id) == 92
     assert f"{first.info.figures['negatives']:,} negatives" in said
@@ -74,7 +74,7 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     more = "--data.synthetic.num-days=3"
     case.run(more, stage="prepare", cycle="c2")
     said = case.run(more, stage="mine", cycle="c2")
-    assert f"products by vectors of {case.trained()} | 0 of 3 parts done" in said
+    assert f"products, by vectors of {case.trained()} | 0 of 3 parts done" in said
     second, vectors = mined(case, "c2")
     assert case.pointer is not None and second.info.source == case.pointer.digest
     assert len(second.info.token_sets) == 3 and 0 < len(vectors.query_id) < 64  # those of the new day
@@ -103,7 +103,7 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     assert "by BM25" in named and mined(case, "c2")[0].prefix != second.prefix
     foreign = case.made("foreign", tokenizer_fingerprint="0" * 32)
     refused = case.run(more, f"--mine.source={foreign}", stage="mine", cycle="c2", code=78)
-    assert "a model that reads the prepared tokens" in refused
+    assert "a model with the tokenizer of the prepared data" in refused
 
 
 def test_two_workers_that_are_last_at_once(
@@ -114,12 +114,12 @@ def test_two_workers_that_are_last_at_once(
     case.run(stage="prepare")
     said = []
 
-    def too_late(parts: Pieces, most: int) -> object:
-        monkeypatch.setattr(mine_run, "all_negatives", all_negatives)
+    def too_late(parts: ArrayParts, most: int) -> object:
+        monkeypatch.setattr(mine_run, "read_negatives", read_negatives)
         said.append(case.run(stage="mine"))
-        return all_negatives(parts, most)
+        return read_negatives(parts, most)
 
-    monkeypatch.setattr(mine_run, "all_negatives", too_late)
+    monkeypatch.setattr(mine_run, "read_negatives", too_late)
     assert "100% of the slots" in case.run(stage="mine")
     assert "6 of 6 parts done" in said[0] and "100% of the slots" in said[0]
     mined(case, "c1")

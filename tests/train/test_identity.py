@@ -83,7 +83,7 @@ def test_differences_are_named(changes: dict[str, object], named: str) -> None:
     check_identity(identity(), identity(), where="x")
     with pytest.raises(ConfigError) as caught:
         check_identity(identity(), identity(**changes), where="checkpoints/c/step-3")
-    assert caught.value.seen == f"checkpoints/c/step-3 was trained with other {named}"
+    assert caught.value.seen == f"checkpoints/c/step-3 was trained with different {named}"
 
 
 def test_runs_from_before_there_were_topics_and_links_are_those_without() -> None:
@@ -97,7 +97,7 @@ def test_a_retired_setting_stands_in_the_identity_as_it_was() -> None:
 
 
 def test_a_part_that_one_side_lacks_is_a_difference() -> None:
-    with pytest.raises(ConfigError, match=r"other model.pooling, train.seed"):
+    with pytest.raises(ConfigError, match=r"different model.pooling, train.seed"):
         found = {name: value for name, value in identity().items() if name != "model.pooling"}
         check_identity(found, identity(train_seed=7), where="x")
 
@@ -107,7 +107,7 @@ def test_architecture_is_compared_by_shape_not_by_how_it_was_written() -> None:
     spelled = ModelConfig(
         preset="small", hidden_size=128, num_layers=2, num_heads=2, intermediate_size=512, dropout=0.1
     )
-    check_architecture(tiny, spelled, where="x")
+    check_architecture(tiny, spelled, source="x")
     for changes, named in (
         ({"num_layers": 3}, "num_layers 2"),
         ({"pooling": "cls"}, "pooling mean"),
@@ -115,4 +115,4 @@ def test_architecture_is_compared_by_shape_not_by_how_it_was_written() -> None:
         ({"max_positions": 64}, "max_positions 512"),
     ):
         with pytest.raises(ConfigError, match=f"parent has model.{named}"):
-            check_architecture(tiny, tiny.model_copy(update=changes), where="parent")
+            check_architecture(tiny, tiny.model_copy(update=changes), source="parent")

@@ -45,7 +45,7 @@ def test_no_job_is_ended_before_its_stage_would_end_itself(capsys: pytest.Captur
     assert limits["health"] > 10 * 5 * 600 and limits["compile"] > 100_000
     assert cli.main(["plan", *TRN1, *WHERE, IMAGE, "--jobs.compile.timeout-s=7200"]) == 78
     error = capsys.readouterr().err
-    assert "jobs.compile.timeout_s is 7,200; the stage itself may take 16,200 s" in error and "no timeout_s" in error
+    assert "jobs.compile.timeout_s is 7,200, but the stage may take 16,200 s" in error and "no timeout_s" in error
     on_cpu = ["--jobs.health.instance=", "--jobs.compile.instance=", "--backend=cpu"]
     assert cli.main(["plan", *TRN1, *WHERE, IMAGE, *on_cpu, "--jobs.health.timeout-s=1200", "--cycle=c"]) == 0
 

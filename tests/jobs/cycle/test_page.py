@@ -33,6 +33,7 @@ from jobs.cycle.page.gather import ChartSeries, CycleRow, PageData, Training, cu
 from jobs.cycle.page.publish import (
     INDEX,
     INDEX_PAGE,
+    _plural,
     data_key,
     ending,
     index,
@@ -427,3 +428,4 @@ def test_numbers() -> None:
     }
     assert [number(value) for value in shown] == [*shown.values()]
     assert [short_number(v) for v in (200_000, 1500, 0.05, 1.2e10)] == ["200k", "1500", "0.05", "12.0B"]
+    assert [_plural(1, "node"), _plural(2, "node"), _plural(3, "query")] == ["1 node", "2 nodes", "3 queries"]
