@@ -137,7 +137,7 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
         return EXIT_OK
     for line in (*status_lines(records), *cycle.failure_lines(records)):
         say(line)
-    say(f"cycle {store.cycle}: {without_error(closed.text, records) if closed else cycle.standing()}")
+    say(f"cycle {store.cycle}: {without_error(closed.text, records) if closed else cycle.progress()}")
     return EXIT_OK
 
 
@@ -212,7 +212,7 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
             took = format_duration(closed.at - claim.claimed_at) if closed else "-"
             if closed is None and cycle.interrupted_s() is not None:
                 outcome = "interrupted"
-                errors.append(f"cycle {name}: {cycle.standing()}")
+                errors.append(f"cycle {name}: {cycle.progress()}")
         done, tries = "-", "-"
         if records:
             done = f"{sum(record.state is JobState.SUCCEEDED for record in records)}/{len(records)}"

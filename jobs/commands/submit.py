@@ -249,7 +249,7 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
     if closed is None:
         for line in (*status_lines(records), *cycle.failure_lines(records)):
             say(line)
-        standing, claim = cycle.standing(), store.claim()
+        standing, claim = cycle.progress(), store.claim()
         if standing == "under way" and claim is not None:
             standing = f"submitted to {claim.target}, under way\n  watch it: {cycle.command('status')} --watch"
         say(f"cycle {store.cycle}: {standing}")

@@ -287,7 +287,7 @@ def watch(
     except KeyboardInterrupt:
         return EXIT_OK
     if closed is None:
-        cycle.say(f"cycle {cycle.name}: {cycle.standing()}")
+        cycle.say(f"cycle {cycle.name}: {cycle.progress()}")
         return Preempted.exit_code
     records = cycle.with_errors(records)
     for line in cycle.end_lines(plan, records, closed):

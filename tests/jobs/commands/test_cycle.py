@@ -244,7 +244,7 @@ def test_an_interrupted_cycle_says_so_and_names_the_command_that_goes_on(how: si
     assert process.pid is not None
     os.kill(process.pid, how)
     process.join()
-    go_on = f"go on: trnjobs retry --workspace {trnjobs.place / 'workspace'} --cycle 2026-11-20"
+    go_on = f"resume: trnjobs retry --workspace {trnjobs.place / 'workspace'} --cycle 2026-11-20"
     for words in (["status"], ["history"], ["reconcile"], ["status", "--watch", "--every", "0.1"]):
         code, text = trnjobs(*words)
         assert "cycle 2026-11-20: interrupted " in text and go_on in text, words

@@ -69,18 +69,18 @@ def test_every_preset_can_be_trained_on_the_fleets_of_the_examples(files: list[s
     [
         (
             ["--jobs.compile.nodes=1"],
-            "jobs.compile has 32 ranks (nodes x processes), jobs.train 128",
+            "jobs.compile has 32 ranks (nodes x processes), jobs.train has 128",
             "--jobs.compile.nodes 4 --jobs.compile.processes 32",
         ),
         (
             ["--jobs.evaluate.processes=8"],
-            "jobs.evaluate has 8 ranks, graphs are compiled for 32, 128",
+            "jobs.evaluate has 8 ranks, but graphs are compiled for 32, 128",
             "--compile.scoring-ranks 32,8",
         ),
         (["--train.global-batch-size=2000"], "a global batch of 2000", "--train.global-batch-size 2048"),
         (
             ["--mine.enabled=true", "--jobs.mine.instance=trn1.2xlarge", "--jobs.mine.memory-mib=28000"],
-            "jobs.mine has 1 ranks, graphs are compiled for 32, 128",
+            "jobs.mine has 1 ranks, but graphs are compiled for 32, 128",
             "--compile.scoring-ranks 32,1",
         ),
     ],
@@ -141,7 +141,7 @@ def test_the_expected_durations_are_those_of_the_newest_cycles(
         ([IMAGE, "--jobs.train.attempts=11"], "jobs.train.attempts = '11'"),
         ([IMAGE, "--jobs.environment=" + "X=" + "y" * 25_000], "job definition has"),
         ([IMAGE, "--jobs.schedule.expression=cron(0 2 31 2 *)"], "jobs.schedule"),
-        ([IMAGE, "--train.mined-per-query=2"], "train.mined_per_query is 2, and no job of the cycle mines negatives"),
+        ([IMAGE, "--train.mined-per-query=2"], "train.mined_per_query is 2, but no job of the cycle mines negatives"),
         ([IMAGE, "--jobs.trian.nodes=2"], "unknown setting jobs.trian.nodes"),
         ([IMAGE, "train"], "unrecognized arguments: train"),
     ],
