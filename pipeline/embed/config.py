@@ -89,7 +89,7 @@ class EmbedConfig(Record):
     output: OutputConfig = OutputConfig()
 
     @model_validator(mode="after")
-    def _rows_fit(self) -> Self:
+    def _check_lengths(self) -> Self:
         if any(short >= long for short, long in pairwise(self.buckets)):
             raise ValueError(f"buckets {self.buckets}: expected ascending lengths")
         if 0 < self.tokens_per_batch < self.buckets[-1]:
