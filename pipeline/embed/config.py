@@ -65,7 +65,7 @@ class EmbedConfig(Record):
     tokens_per_batch: int = Field(
         0,
         ge=0,
-        description="Tokens per batch, padding included (0: 1024 on cpu, 4096 on xla and neuron, 32768 on cuda)",
+        description="Tokens per batch, padding included. 0: 1024 on cpu, 4096 on xla, 4096 on neuron, 32768 on cuda",
     )
     chunks: int = Field(
         1,
