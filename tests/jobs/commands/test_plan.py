@@ -215,11 +215,11 @@ def test_the_preset_fits_what_infra_makes(
             "--jobs.health.nodes=5",
             "health: needs 640 vCPU at once, the compute environments of trainium have at most 512",
         ),
-        ({}, "--jobs.train.instance=trn1n.32xlarge", "instance type trn1n.32xlarge"),
+        ({}, "--jobs.train.instance=trn1n.32xlarge", "needs trn1n.32xlarge"),
         ({"share_identifier": "prod-1"}, "", "share identifier 'prod-1'"),
         ({"health": {"queue": "cpu"}}, "", "4 nodes need a managed on-demand EC2 compute environment"),
         ({"report": {"queue": "nobody"}}, "", "queue nobody: does not exist"),
-        ({}, "--train.global-batch-size=1000", "a global batch of 1000 over 128 ranks"),
+        ({}, "--train.global-batch-size=1000", "a global batch of 1000 cannot be divided over 128 ranks"),
         ({"files": ["none.toml"]}, "", "none.toml: No such file"),
     ],
 )
