@@ -19,7 +19,7 @@ from jobs.cycle.cycle_store import claims_by_age
 from jobs.cycle.job_states import JobRecord, JobState, outcome_of, without_error
 from jobs.cycle.page.publish import write_page
 from jobs.cycle.tables import GOODPUT, LOCAL_COST, cost_lines, plan_lines, status_lines, total_lines
-from jobs.cycle.verdict import outcome_words
+from jobs.cycle.verdict import outcome_text
 from jobs.plan.resources import prices_of
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
@@ -202,7 +202,7 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
         if closed is not None:
             with suppress(DataError):  # a damaged result hides no cycle
                 judged = load_result(cycle.store.storage, name, "evaluate")
-            outcome = outcome_words(closed.outcome, judged.figures if judged else {})
+            outcome = outcome_text(closed.outcome, judged.figures if judged else {})
             why = without_error(closed.reason, records)
         target, at, took = "-", "-", "-"
         if claim is None:

@@ -200,8 +200,8 @@ def _script_command(step: Step) -> tuple[str, ...]:
     script = strip_interpreter(step.command)
     if len(script) < len(step.command) or first == "-m" or first.endswith(".py"):
         if not script or (script[0].startswith("-") and script[0] != "-m"):
-            seen = f"step {step.name} runs {first} {f'with option {script[0]}' if script else 'without a script'}"
-            raise ConfigError(seen, expected="-- python SCRIPT.py [ARGUMENT ...], or -m MODULE")
+            problem = f"step {step.name} runs {first} {f'with option {script[0]}' if script else 'without a script'}"
+            raise ConfigError(problem, expected="-- python SCRIPT.py [ARGUMENT ...], or -m MODULE")
         ranks = ("--launch.processes", str(step.processes))
         return (*ENTRY, "trnpipe", "launch", *ranks, "--", *step.command)
     if step.nodes > 1 or step.processes > 1:

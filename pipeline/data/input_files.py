@@ -17,7 +17,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.readers import Planner, object_version, read_file, suffix_format, version_of
+from pipeline.data.readers import Planner, file_version, object_version, read_file, suffix_format
 from pipeline.data.rows import READER_VERSION, RawBatch, shorten
 from pipeline.io.commit import stream_record
 from pipeline.io.paths import user_path
@@ -30,7 +30,7 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read. `content_id` changes with its content, `version` (see readers.version_of) when it is written."""
+    """A file to read. `content_id` changes with its content, `version` (readers.file_version) when it is written."""
 
     key: str
     format: str
@@ -71,7 +71,7 @@ class Files:
             for stat, name in self.entries:
                 content = version = object_version(stat)
                 if storage.local_path(stat.key) is not None:
-                    version = version_of(storage, stat.key)
+                    version = file_version(storage, stat.key)
                     with storage.open_read(stat.key) as file:
                         content = stream_record(file, storage.stop, advance).xxh3_128
                 content_id = fingerprint([content, READER_VERSION])

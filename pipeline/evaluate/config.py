@@ -8,11 +8,11 @@ from pydantic import AfterValidator, Field
 
 from pipeline.core.record import Record
 
-Needs = Literal["", "rank", "label"]  # suffix of a metric name: none, `@k`, or `:label`
+Suffix = Literal["", "rank", "label"]  # suffix of a metric name: none, `@k`, or `:label`
 
 RETRIEVAL = "retrieval_"
 
-METRICS: dict[str, Needs] = {
+METRICS: dict[str, Suffix] = {
     "accuracy": "",  # share of rows with the correct most probable label
     "macro_f1": "",  # mean F1 over the labels that occur or are predicted
     "micro_f1": "",  # F1 over all decisions, equal to accuracy with one label per row

@@ -18,7 +18,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.shards import EXTRA, Arrays, TokenRows
 from pipeline.data.token_sets import Split, TokenSet, open_rows
 from pipeline.data.tokenizer import Tokens
-from pipeline.data.validate import codes_of, merge_names
+from pipeline.data.validate import merge_names, to_codes
 from pipeline.evaluate.config import MAX_LEAK_SHARE
 from pipeline.evaluate.config import QUERY_TOKENS as QUERY_EDGES
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
@@ -236,7 +236,7 @@ class Holdout:
         of_data = self.sets[0].info.slice_columns
         names = merge_names({each.column: each.names for each in token_set.info.slices} for token_set in self.sets)
         for index, column in enumerate(of_data):
-            columns[column] = SliceColumn(codes_of(arrays["slice"][:, index], names[column]), names[column])
+            columns[column] = SliceColumn(to_codes(arrays["slice"][:, index], names[column]), names[column])
         partitions = tuple(token_set.info.partition for token_set in self.sets)
         columns[own_column(PARTITION, of_data)] = SliceColumn(arrays["partition"], partitions)
         lengths = np.searchsorted(QUERY_EDGES, arrays["query_tokens"].astype(np.int64) - SPECIAL_TOKENS)

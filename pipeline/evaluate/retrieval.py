@@ -517,7 +517,7 @@ class ModelSearch:
     def judge_golden(
         self, candidate: RetrievalResult | None, production: RetrievalResult | None
     ) -> GoldenReport | None:
-        """Judge the golden queries, if any, by the results of both models. Raises DataError if the data is gone."""
+        """Judge the golden queries, if any, by the results of both models. Raises DataError if the data is missing."""
         if not self.golden:
             return None
         results, num = (candidate, production), len(self.golden)
@@ -529,8 +529,8 @@ class ModelSearch:
         items = items_named(names, self._product_rows(), task.item_of)
         report = judge_golden(self.golden, items, lists, other_lists)
         if report.unknown:
-            seen = f"not among the {task.num_items:,} that are searched: {names_of(report.unknown)}"
-            self.warn(f"golden queries name {len(report.unknown):,} product(s) {seen}")
+            count, unknown = len(report.unknown), names_of(report.unknown)
+            self.warn(f"golden queries name {count:,} product(s) not among the {task.num_items:,} searched: {unknown}")
         return report
 
     def _product_rows(self) -> Iterator[tuple[str, str, str]]:

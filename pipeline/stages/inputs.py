@@ -13,7 +13,7 @@ from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
-from pipeline.data.token_sets import prefixes_of, read_token_sets, spec_of
+from pipeline.data.token_sets import read_token_sets, spec_of, token_set_prefixes
 from pipeline.model.config import InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
@@ -52,7 +52,7 @@ def find_prepared(ctx: StageContext) -> Prepared | None:
     result = ctx.earlier("prepare")
     if result is None:
         return None
-    return Prepared(prefixes_of(result.outputs), result.outputs["tokenizer"])
+    return Prepared(token_set_prefixes(result.outputs), result.outputs["tokenizer"])
 
 
 def load_prepared(ctx: StageContext) -> Prepared:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.data.input_files import names_of
-from pipeline.data.judgements import judgements_of, prepared_warnings
+from pipeline.data.judgements import prepared_warnings, sum_judgements
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.token_sets import QUARANTINE, store_digest
 from pipeline.evaluate.gate.judge import count_queries, size_advice
@@ -106,7 +106,7 @@ def summary(data: PreparedData) -> str:
 
 def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) -> dict[str, Figure]:
     """Return the figures of the result. Query figures are of the train split, counted per partition."""
-    judged = judgements_of(data.infos, "train", positive_gain)
+    judged = sum_judgements(data.infos, "train", positive_gain)
     queries: dict[str, Figure] = {}
     if judged is not None:
         queries = {

@@ -276,7 +276,7 @@ def test_embeddings_without_a_token_are_left_out(folder: Folder) -> None:
     assert torch.equal(model.weights["encoder.word_embeddings.weight"], padded[:rows])
     assert any("7 embeddings" in note for note in model.notes)
     folder.json(CONFIG, bert_json(rows))
-    assert f"{WORDS}: shape [{rows + 7}, 16]" in refusal(folder), "only if config.json accounts for them"
+    assert f"{WORDS} has shape [{rows + 7}, 16]" in refusal(folder), "only if config.json accounts for them"
     folder.save(**{WORDS: padded[: rows - 1]})
     folder.json(CONFIG, bert_json(rows - 1))
     assert f"the tokenizer has {rows} tokens" in refusal(folder)

@@ -25,7 +25,7 @@ from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate, partitions
 from pipeline.data.token_sets import SPLITS, TokenSetInfo, open_rows, read_token_sets, spec_of
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.data.validate import codes_of
+from pipeline.data.validate import to_codes
 from pipeline.io.commit import read_manifest, verify_dir
 from pipeline.io.storage import open_storage
 from pipeline.proc import pool
@@ -118,8 +118,8 @@ def test_slices_go_with_the_rows(workplace: Make, tmp_path: Path) -> None:
         found = open_rows(place.storage, [one], split, tmp_path, EXTRA)
         for bucket, rows in found.blocks():
             arrays = found.read(np.full(len(rows), bucket), rows, bucket)
-            assert np.array_equal(codes_of(arrays["slice"][:, 0], ("a", "b")), arrays["label"])
-            seen.update(codes_of(arrays["slice"][:, 1], ("x", "y")).tolist())
+            assert np.array_equal(to_codes(arrays["slice"][:, 0], ("a", "b")), arrays["label"])
+            seen.update(to_codes(arrays["slice"][:, 1], ("x", "y")).tolist())
             assert not arrays["partition"].any()
     assert seen == {-1: 67, 0: 67, 1: 66}
     with pytest.raises(DataError, match=r"no column 'none' \(for slice\.none\)[\s\S]*--data\.slices"):
