@@ -69,7 +69,7 @@ class ContrastiveBatch:
     queries: int
     products: int
     two_passes: bool
-    """Whether an additional forward pass computes all embeddings, so that the loss is known before the backward pass."""
+    """Whether an additional forward pass computes all embeddings, so that the loss can be computed before backward."""
 
     def flops(self, width: int) -> float:
         """Return the FLOPs for computing all similarities, including the backward pass."""
