@@ -172,7 +172,6 @@ def _send(cycle: OpenCycle) -> int:
 
 
 def _addresses(cycle: OpenCycle) -> list[str]:
-    """Return the addresses, which are secrets. Raises ConfigError if there is none."""
     config = cycle.settings.jobs.notify
     if config.url_secret:
         from jobs.targets.batch.client import secret_text  # boto3 takes a while to import

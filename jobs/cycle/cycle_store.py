@@ -43,10 +43,10 @@ class Claim(Record):
     plan_id: str
     target: str
     claimed_at: float
-    owner: str = Field(description="Process that submits; empty: none")
+    owner: str = Field(description="Process that submits (empty: none)")
     lease_until: float = 0.0
-    first_round: int = Field(1, description="First submission of this plan; earlier ones were replaced (--fresh)")
-    script: str = Field("", description="SHA-256 of the script of trnjobs run on this machine; empty: not known")
+    first_round: int = Field(1, description="First submission of this plan (--fresh has replaced the earlier ones)")
+    script: str = Field("", description="SHA-256 of the script of trnjobs run on this machine (empty: not known)")
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,7 @@ class CycleStore:
         return {name: job for submission in self.submissions() for name, job in self.submitted(submission).items()}
 
     def save_submitted(self, submission: int, submitted_job: SubmittedJob) -> None:
-        """Record a submitted job. The first write wins.
-
-        Raises TransientError if another process has recorded a different job.
-        """
+        """Record a submitted job. The first write wins. Raises TransientError if it was that of another process."""
         name = f"submitted/round-{submission}/{submitted_job.job}.json"
         if self.storage.write_if_absent(self.key(name), submitted_job.model_dump_json().encode()):
             return
@@ -235,7 +232,7 @@ class CycleStore:
             )
 
     def _claim_for(self, plan: JobPlan, target: str, owner: str, script: str) -> tuple[Claim, str]:
-        """Write the claim of this process. Return it with its etag."""
+        """Write and return the claim of this process, with its etag."""
         now, is_other = self.clock(), False
         claim = Claim(
             plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S, script=script

@@ -138,10 +138,7 @@ def money(total: Total) -> str:
 
 
 def success_line(ledgers: Sequence[CycleLedger]) -> str:
-    """Return the numbers of successful cycles and jobs and of deadlines met.
-
-    A refusal by the gate is a success of the cycle, and the jobs that it skips do not count.
-    """
+    """Return the counts of successful cycles and jobs and of deadlines met. A refusal by the gate is a success."""
     ended = [ledger for ledger in ledgers if ledger.outcome != "open"]
     due = [ledger for ledger in ended if ledger.deadline in ("met", "missed")]
     counts = {

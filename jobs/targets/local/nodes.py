@@ -248,10 +248,7 @@ def node_environment(
 
 
 def group_port(task_id: str, attempt: int) -> int:
-    """Return the even port of the rendezvous of one attempt. The node group also uses the next port.
-
-    The port differs between node groups and attempts on this machine.
-    """
+    """Return the even port for the rendezvous of one attempt. The node group also uses the next port."""
     digest = hashlib.sha256(f"{task_id}/{attempt}".encode()).digest()
     return FIRST_PORT + int.from_bytes(digest[:4], "big") % (NUM_PORTS // 2) * 2
 

@@ -24,7 +24,7 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import AttemptEnd, JobRecord, JobState, SubmittedJob, Task
 from jobs.plan.cycle import script_of
 from jobs.plan.spec import JobPlan, JobSpec
-from jobs.targets.base import LatestRecords, More, Target, latest_records, log_stream, no_log_error
+from jobs.targets.base import LatestRecords, More, Target, latest_records, log_stream, no_log
 from jobs.targets.local.nodes import (
     LOOPBACK,
     LocalFiles,
@@ -192,7 +192,7 @@ class LocalEngine:
         """Advance every task once and return whether anything changed. After an OSError the next tick continues."""
         self._save()
         tasks, records = self.latest.tasks, self.latest.records
-        cancelled = self.files.cancelled()  # by job id; the id of a child of an array is <job id>:<index>
+        cancelled = self.files.cancelled()  # by job id, for a child of an array <job id>:<index>
         reasons = {name: cancelled.get(record.id.partition(":")[0], "") for name, record in records.items()}
         for name, why in job_states.unneeded_jobs(tasks, records).items():
             reasons[name] = reasons[name] or why
@@ -382,7 +382,7 @@ class LocalTarget(Target):
         stream = log_stream(record, attempt, node)
         path = self.files.log_path(stream)
         if not stream or not path.is_file():
-            raise no_log_error(record, attempt, node)
+            raise no_log(record, attempt, node)
         line = ""  # the last line may be incomplete
         with path.open(encoding="utf-8", errors="replace") as log:
             while True:
@@ -434,7 +434,6 @@ class LocalTarget(Target):
         ).run()
 
     def _saved(self) -> list[JobRecord]:
-        """Return the records of all tasks of all submissions."""
         return [record for submission in self.store.submissions() for record in self.files.state(submission)]
 
     @contextmanager

@@ -4,8 +4,8 @@ The first part translates the states of both services to our records. A secondar
 counts as running. The second part makes the calls, which a name or a token makes safe to repeat. The permissions they
 need are in infra/modules/sagemaker/policies.
 
-Sources: API reference of SageMaker, DescribeTrainingJob (status, secondary status, failure reason); the form of a
-failure reason in public reports (`AlgorithmError: <failure file>, exit code: 1`); API reference of AWS Batch,
+Sources: API reference of SageMaker, DescribeTrainingJob (status, secondary status, failure reason), public reports
+for the form of a failure reason (`AlgorithmError: <failure file>, exit code: 1`), API reference of AWS Batch,
 DescribeServiceJob (milliseconds).
 """
 
@@ -104,11 +104,7 @@ def end_of(status: str, secondary: str, failure: str) -> AttemptEnd:
 
 
 def failure_end(failure: str) -> AttemptEnd:
-    """Parse SageMaker's failure reason.
-
-    The failure file begins with the exit code of trnjobs-entry. Without this file the reason ends with the exit code
-    that docker reports.
-    """
+    """Parse SageMaker's failure reason: exit code of trnjobs-entry at its beginning, or that of docker at its end."""
     text = " ".join(failure.split())[:MAX_REASON]
     if match := _OUR_CODE.match(failure) or _DOCKERS_CODE.search(failure):
         return AttemptEnd(int(match[1]), EXITED, text)
@@ -148,10 +144,7 @@ def observe_queued(detail: Detail) -> ObservedAttempt:
 
 
 def observe_attempt(service_job: Detail, number: int, training: Detail | None, *, num_nodes: int) -> ObservedAttempt:
-    """Translate one attempt (from 1) of a service job.
-
-    `training`: description of its training job, None if SageMaker does not describe it yet or any more.
-    """
+    """Translate one attempt (from 1) of a service job. `training`: its described training job, if any."""
     attempts, status = attempts_of(service_job), str(service_job["status"])
     attempt, is_last = attempts[number - 1], number == len(attempts)
     name = str(training["TrainingJobName"]) if training else training_job_of(attempt)
@@ -283,7 +276,7 @@ class QueueRoute(BatchClient):
         return self._named(sagemaker_placement_of(cycle.plan, task.spec).queue, cycle.task_id(task, submission))
 
     def _named(self, queue: str, name: str) -> Detail | None:
-        """Describe the oldest service job of exactly this name in any state, None if there is none (yet)."""
+        """Describe the oldest service job of exactly this name in any state, or None."""
         jobs = self.jobs_named(queue, name, "service_job")
         if not jobs:
             return None
