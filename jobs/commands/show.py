@@ -106,7 +106,7 @@ def run_fit(arguments: argparse.Namespace, say: Say) -> int:
         )
     for warning in account_warnings(plan, planned.account):
         say(f"warning: {warning}")
-    say(f"{len(plan.jobs)} jobs fit the planned queues; the first cycle by the schedule is {first}")
+    say(f"{len(plan.jobs)} jobs fit the planned queues, the first scheduled cycle is {first}")
     return EXIT_OK
 
 
