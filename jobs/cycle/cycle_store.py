@@ -166,8 +166,9 @@ class CycleStore:
     def closed(self) -> Closed | None:
         """Return the end of the cycle, or None while it runs. The end of an earlier submission is ignored."""
         closed = self._read("closed.json", Closed.model_validate_json)
-        newest = max(self._all_submissions(), default=0)
-        return None if closed and closed.round is not None and closed.round < newest else closed
+        if closed is None or closed.round is None:
+            return closed
+        return closed if closed.round >= max(self._all_submissions(), default=0) else None
 
     def close(self, closed: Closed) -> None:
         self.storage.write_bytes(self.key("closed.json"), _bytes(closed))
@@ -188,8 +189,8 @@ class CycleStore:
         """Replace the submission on record by a new one. The old plan, settings and records are archived.
 
         `end` is called under the lease. It returns the final records of the jobs, or raises to abort. A single write of
-        the claim replaces the submission, so a kill before it leaves the old one on record. Does nothing if no job was
-        submitted.
+        the claim replaces the submission, so a kill before it leaves the old one on record. Does nothing if there is no
+        submission to replace.
         """
         etag, old, submissions = self._etag(), self.claim(), self.submissions()
         if old is None or not (submissions or self.belongs_to_other(plan, target)):

@@ -354,6 +354,7 @@ def parent_state(children: Sequence[JobState]) -> JobState:
 
 
 def parent_record(job: JobSpec, job_id: str, children: Sequence[JobRecord]) -> JobRecord:
+    """Return the record of an array, derived from those of its children."""
     state = parent_state([child.state for child in children])
     failures = [child.status_reason for child in children if child.state is state and state.is_failure]
     stopped = [child.stopped_at for child in children if child.stopped_at is not None]

@@ -1,8 +1,8 @@
 """This machine as a target: an engine runs the jobs of a cycle, one tick after another.
 
 Every decision is written before it is carried out, and running nodes are rediscovered from their files. So an engine
-may die at any point, and the next one continues with the same attempts. Changes of a tick are saved at its end, at the
-latest at the start of the next one, and an attempt is only started in a later tick.
+may die at any point, and the next one continues with the same attempts. The changes of a tick are saved at its end, or
+after an error at the start of the next tick. An attempt is only started in a later tick.
 """
 
 import math
@@ -222,7 +222,7 @@ class LocalEngine:
         The end of another node has no effect. Source: user guide, multi-node parallel jobs.
         """
         record = self.latest.records[task.name]
-        task_id, attempt = record.id, len(record.attempts)
+        task_id, attempt, submission = record.id, len(record.attempts), self.latest.submissions[task.name]
         folders = [self.files.node(task_id, attempt, node) for node in range(max(1, task.spec.num_nodes))]
         views = [self.nodes.observe(folder) for folder in folders]
         main = views[0]
@@ -242,14 +242,7 @@ class LocalEngine:
                 self.nodes.exclude(folder)
             elif phase is Phase.ABSENT and (node == 0 or main.phase is Phase.RUNNING):
                 environment = node_environment(
-                    os.environ,
-                    self.plan,
-                    task,
-                    task_id,
-                    attempt,
-                    node,
-                    _address(),
-                    submission=self.latest.submissions[task.name],
+                    os.environ, self.plan, task, task_id, attempt, node, _address(), submission=submission
                 )
                 command, left_s = local_command(task.spec.command), max(0.0, task.spec.timeout_s - ran_s)
                 self.nodes.start(folder, command, environment, left_s)
@@ -358,6 +351,7 @@ class LocalTarget(Target):
         return "its jobs may run on another machine" if is_remote and super().busy_reason(records) else ""
 
     def check(self, plan: JobPlan) -> None:
+        """Check that jobs fit, scripts exist and arguments are short enough. Raises ConfigError if not."""
         check_fits(plan.jobs, self.machine)
         for job in plan.jobs:
             if (script := script_of(job)) and not Path(script).is_file():
@@ -379,6 +373,7 @@ class LocalTarget(Target):
         return lock.stat().st_mtime if lock.exists() and not is_locked(lock) else None
 
     def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
+        """Yield the lines of the log file. Raises ConfigError if there is no such log."""
         stream = log_stream(record, attempt, node)
         path = self.files.log_path(stream)
         if not stream or not path.is_file():
