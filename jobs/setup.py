@@ -111,7 +111,7 @@ class OpenCycle:
         )
 
     def interrupted_s(self) -> float | None:
-        """Return the seconds since the process that ran the jobs on this machine has died, None if it has not."""
+        """Return the seconds since the process that ran the jobs on this machine died, None if it is alive."""
         claim, now = self.store.claim(), self.store.clock()
         if claim is None or claim.target != "local" or (claim.owner and claim.lease_until > now):
             return None

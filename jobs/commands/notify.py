@@ -167,7 +167,7 @@ def _send(cycle: OpenCycle) -> int:
             remaining = message.model_copy(update={"taken_by": tuple(sorted(taken))})
             storage.write_bytes(key, remaining.model_dump_json(indent=1).encode())
     for index in sorted(failed):
-        cycle.say(f"notify: address {index + 1} of jobs.notify did not accept a message; it stays pending")
+        cycle.say(f"notify: address {index + 1} of jobs.notify did not accept a message, which stays pending")
     return waiting
 
 

@@ -131,7 +131,7 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         if has_ended:
             submission += 1
         elif cycle.interrupted_s() is not None:  # resume this submission, which no process runs
-            cycle.say(f"cycle {cycle.name} was interrupted; resuming it")
+            cycle.say(f"cycle {cycle.name} was interrupted, resuming it")
             claim = cycle.store.claim()
             submission = submission or (claim.first_round if claim else 1)  # it may have no job yet
         elif len(submissions) < 2 or cycle.store.submitted(submission).keys() >= {*unfinished}:

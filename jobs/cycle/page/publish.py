@@ -192,7 +192,7 @@ def _history_chart(rows: Sequence[CycleRow]) -> tuple[Markup, str]:
     bm25 = [(float(i), row.bm25) for i, row in enumerate(rows) if has_search and row.bm25 is not None]
     series = [(metric_name(metric), values, "now"), *([("BM25", bm25, "before")] if bm25 else [])]
     hollow = [float(i) for i, row in enumerate(rows) if not row.promoted]
-    title = f"{metric_name(metric)} of the last {len(rows)} cycles; hollow: not promoted"
+    title = f"{metric_name(metric)} of the last {len(rows)} cycles (hollow: not promoted)"
     if len(values) < 2:
         return Markup(), title
     names, size = [row.cycle for row in rows], (charts.WIDTH, 170.0)

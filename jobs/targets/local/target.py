@@ -437,6 +437,6 @@ class LocalTarget(Target):
         lock = self.files.engine_lock
         make_dirs(lock.parent)
         if is_locked(lock):
-            self.say("another process runs the jobs of this cycle; waiting for it")
+            self.say("another process runs the jobs of this cycle, waiting for it")
         with exclusive(lock, self.stop):
             yield

@@ -63,7 +63,7 @@ class SageMakerTarget(Target):
                 if self.store.clock() - answered_at > PATIENCE_S:
                     raise
             self.stop.wait(self.poll_s)
-            self.stop.raise_if_set("following training jobs, which continue; trnjobs submit follows them again")
+            self.stop.raise_if_set("following training jobs, which continue (trnjobs submit follows them again)")
 
     def record_submissions(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
         """Record the jobs, after which any process can follow them."""
