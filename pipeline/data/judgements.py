@@ -129,7 +129,7 @@ _MAX_IN_TRAIN = 0.05  # warn if more than this share of the queries of a validat
 
 
 def training_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, contrastive: bool) -> dict[str, str]:
-    """Return warnings, by kind, about a train split that limits what the losses learn."""
+    """Return warnings, by kind, about properties of the train split that limit training."""
     judged = sum_judgements(infos, "train", positive_gain)
     if judged is None:
         return {}
