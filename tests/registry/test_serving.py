@@ -71,7 +71,7 @@ def test_production_leads_and_the_pair_follows_after_verify(workspace: Storage, 
     assert "unchanged" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c1b", first, 2))
     later = embedded(workspace, tmp_path, "c2", second, 3)
     serve_verified_pair(workspace, later)
-    assert "already names these vectors (generation 2)" in serve_verified_pair(workspace, later)
+    assert "already refers to these vectors (generation 2)" in serve_verified_pair(workspace, later)
     assert served(workspace) == (second, "c2")
     assert "newer vectors" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c0", second, 2))
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
