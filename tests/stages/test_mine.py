@@ -86,7 +86,7 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     _, every = mined(case, "c2")
     assert set(every.query_id.tolist()) > set(vectors.query_id.tolist())
     other = case.run(more, MINED, stage="train", cycle="c2", code=78)
-    assert "other negatives" in other
+    assert "different negatives" in other
 
     # The same by an array, each worker's share in a run of its own.
     case.storage.delete_prefix(second.prefix)
