@@ -65,7 +65,7 @@ class EmbedConfig(Record):
     tokens_per_batch: int = Field(
         0,
         ge=0,
-        description="Tokens per batch, padding included (0: 1024 on cpu, 4096 on xla and neuron, 32768 on cuda)",
+        description="Tokens per batch, padding included. 0: 1024 on cpu, 4096 on xla, 4096 on neuron, 32768 on cuda",
     )
     chunks: int = Field(
         1,
@@ -89,7 +89,7 @@ class EmbedConfig(Record):
     output: OutputConfig = OutputConfig()
 
     @model_validator(mode="after")
-    def _rows_fit(self) -> Self:
+    def _check_lengths(self) -> Self:
         if any(short >= long for short, long in pairwise(self.buckets)):
             raise ValueError(f"buckets {self.buckets}: expected ascending lengths")
         if 0 < self.tokens_per_batch < self.buckets[-1]:

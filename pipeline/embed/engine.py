@@ -232,7 +232,7 @@ class EmbeddingEngine(Protocol):
     def batches(self, texts: Tokens) -> Iterator[HostBatch]:
         """Yield texts as batches for the device."""
 
-    def opened(self) -> AbstractContextManager[Start]:
+    def start_batches(self) -> AbstractContextManager[Start]:
         """Return a context manager that yields the function to start a batch on the device."""
 
 
@@ -270,7 +270,7 @@ class EmbedProgram:
     def batches(self, texts: Tokens) -> Iterator[HostBatch]:
         return row_batches(texts, self.shapes, self._pad_id)
 
-    def opened(self) -> AbstractContextManager[Start]:
+    def start_batches(self) -> AbstractContextManager[Start]:
         return nullcontext(self._start)
 
     def _start(self, batch: Batch, host: HostBatch) -> Wait:
@@ -308,7 +308,7 @@ class CpuEngine:
         return flat_batches(texts, self._tokens, self._pad_id)
 
     @contextmanager
-    def opened(self) -> Iterator[Start]:
+    def start_batches(self) -> Iterator[Start]:
         num_threads = torch.get_num_threads()
         pool = ThreadPoolExecutor(self._threads, "embed", initializer=torch.set_num_threads, initargs=(1,))
 
@@ -454,7 +454,7 @@ class Embedder:
                     yield vectors if len(vectors) == len(window.inverse) else vectors[window.inverse]
 
         feed = self._feed(windows, open_windows, loading)
-        with self._engine.opened() as start, self._backend.loader(feed) as ready:
+        with self._engine.start_batches() as start, self._backend.loader(feed) as ready:
             while True:
                 with idle():
                     batch = next(ready, None)

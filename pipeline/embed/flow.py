@@ -55,12 +55,12 @@ def embed_shards(
     shards: Sequence[WorkShard],
     embed: Embed,
     *,
-    embedded: Callable[[], object] = lambda: None,
-    written: Callable[[PartRecord], object] = lambda record: None,
+    on_window: Callable[[], object] = lambda: None,
+    on_part: Callable[[PartRecord], object] = lambda record: None,
 ) -> None:
     """Embed and commit shards. On a TrnpipeError, complete parts are still committed.
 
-    `embedded` is called in this thread after each window, `written` with each part in the writer thread.
+    `on_window` is called in this thread after each window, `on_part` with each part in the writer thread.
     """
     last, failed, lock = time.monotonic(), False, threading.Lock()
     # Texts sent to the device whose vectors are not back yet, in order, with complete parts in between. Appended by the
@@ -72,7 +72,7 @@ def embed_shards(
         if flow.earlier is not None:
             part.carry(flow.earlier)
         seconds, last = time.monotonic() - last, time.monotonic()
-        written(commit_part(flow.workspace, flow.plan, part, seconds=seconds))
+        on_part(commit_part(flow.workspace, flow.plan, part, seconds=seconds))
 
     def unless_failed(work: Callable[[], None]) -> None:
         nonlocal failed
@@ -121,7 +121,7 @@ def embed_shards(
                     raise RuntimeError("the embedder returned more windows than it received")
                 submit(partial(first.part.fill, first.rows, vectors))
                 write_complete_parts()
-            embedded()
+            on_window()
         wait_for_writes(0)
         if in_flight:
             raise RuntimeError("the embedder ended before it returned all windows")
@@ -203,14 +203,14 @@ class EmbedWatch:
         self._started = self._last_line_s = self.clock()
         self._skipped, self._reasons = 0, Counter[str]()  # rows that were not embedded: carried over, bad, filtered out
 
-    def embedded(self) -> None:
+    def on_window(self) -> None:
         """Print a progress line every SECONDS_BETWEEN_LINES."""
         now = self.clock()
         if now - self._last_line_s >= SECONDS_BETWEEN_LINES:
             self._last_line_s = now
             self.ctx.console.info(self.line())
 
-    def written(self, record: PartRecord) -> None:
+    def on_part(self, record: PartRecord) -> None:
         """Record a part. Raises DataError if too many rows of the catalogue are bad."""
         self.parts += 1
         self._skipped += self.plan.shards[record.index].rows - record.counts.embedded

@@ -95,7 +95,7 @@ class HealthConfig(Record):
 
     @field_validator("expected_instance")
     @classmethod
-    def _known(cls, name: str) -> str:
+    def _check_instance(cls, name: str) -> str:
         if name and name not in MACHINES:
             raise ValueError(f"expected one of {', '.join(MACHINES)}, or an empty text")
         return name

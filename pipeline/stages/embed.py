@@ -130,7 +130,7 @@ def _embed(
         max_bad_fraction=settings.embed.catalogue.max_bad_fraction,
     )
     try:
-        embed_shards(flow, todo, embedder.stream, embedded=watch.embedded, written=watch.written)
+        embed_shards(flow, todo, embedder.stream, on_window=watch.on_window, on_part=watch.on_part)
     except Preempted as error:
         raise Preempted(
             f"{error.seen}, {watch.parts} of {len(todo)} parts are finished", next_command=error.next_command

@@ -136,7 +136,7 @@ class TrainConfig(Record):
 
     @field_validator("deadline", mode="before")
     @classmethod
-    def _deadline_is_no_number(cls, value: Any) -> Any:
+    def _reject_numeric_deadline(cls, value: Any) -> Any:
         """Reject numbers, because pydantic reads 20260801 as seconds since 1970."""
         try:
             float(value)
@@ -145,7 +145,7 @@ class TrainConfig(Record):
         raise ValueError("a deadline cannot be a number: expected a date and a time, such as 2026-08-01T18:00Z")
 
     @model_validator(mode="after")
-    def _mined_are_negatives(self) -> Self:
+    def _check_mined_negatives(self) -> Self:
         if self.mined_per_query and self.loss.positive_gain == 0:
             raise ValueError("mined_per_query requires loss.positive_gain above 0, because mined negatives have gain 0")
         if self.mined_per_query and not self.loss.contrastive_weight:

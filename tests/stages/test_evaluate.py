@@ -177,7 +177,7 @@ def test_vectors_are_judged_as_they_are_embedded_and_narrower_ones_are_shown(cas
     assert cut.retrieval is not None and not cut.ndcg_by_width
     assert cut.retrieval.values["retrieval_ndcg@10"] == narrow
     told = case.run("--no-evaluate.promote", "--evaluate.retrieval.dimensions=33", code=78)
-    assert "evaluate.retrieval.dimensions is 33, the model's vectors have 32" in told
+    assert "evaluate.retrieval.dimensions is 33, but the model's vectors have 32" in told
 
 
 def test_embeddings_that_are_no_numbers_are_told(case: Case) -> None:

@@ -111,7 +111,7 @@ def test_the_verdict_in_words(outcome: str, figures: dict[str, Any], expected: s
 
 def test_without_new_data_it_is_said_that_nothing_changed() -> None:
     lines = verdict_lines(ledger(), None, {"promoted": False, "nothing_new": True}, None, "local")
-    assert lines[1:] == ["  nothing new to train on: the model in production stays"]
+    assert lines[1:] == ["  nothing new to train on: production is unchanged"]
 
 
 def test_a_cycle_that_was_not_evaluated_has_one_line() -> None:
