@@ -159,7 +159,7 @@ def test_one_run_compiles_the_next_has_nothing_to_do_the_third_what_is_lost(firs
     store_manifest(first.place.storage, manifest.model_copy(update={"cache_entries": slow}))
     shutil.rmtree(first.tools.entry(1))
     third = first.run("--compile.sync-url=")
-    assert "3 cache entries, 1 compiled, the others found in the cache" in third.out
+    assert "3 cache entries (1 compiled, 2 already in the cache)" in third.out
     assert first.tools.compiles()[NUM_GRAPHS:] == [first.tools.entry(1).name]
     now = first.assert_published().cache_entries
     assert {name for name, seconds in now.items() if seconds != 40.0} == {first.tools.key(1)}
