@@ -193,7 +193,7 @@ def test_the_next_cycle_embeds_only_the_news(workspace: Storage, tmp_path: Path)
         (("--embed.catalogue.path=nowhere",), 65, "nowhere does not exist"),
         (("--embed.catalogue.id=sku",), 65, "no column 'sku'"),
         (("--model-name=other",), 74, "no checkpoint of model other is promoted"),
-        (("--embed.checkpoint=checkpoints/c7/step-1",), 74, "holds no committed checkpoint"),
+        (("--embed.checkpoint=checkpoints/c7/step-1",), 74, "is not a committed checkpoint"),
     ],
 )
 def test_what_cannot_work_is_said_before_any_work(
