@@ -115,7 +115,7 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(message, expected=self._usage_line(), next_command=f"{self.prog} --help")
 
     def read(self, arguments: Sequence[str], model: "type[S]") -> "tuple[argparse.Namespace, Resolved[S]] | None":
-        """Parse the arguments and resolve the settings. Returns None if the user asked for help, which is printed.
+        """Parse the arguments and resolve the settings. Returns None if the user requested help, which is printed.
 
         The flags of settings are also available as `flags` in the returned namespace.
         """
@@ -156,8 +156,8 @@ class CommandParser(argparse.ArgumentParser):
                 groups.setdefault(name.rpartition(".")[0] or "general", []).append(name)
         else:
             groups = {"settings": named} if named else {"common settings": common}
-            more = f"{self._name} {HELP_ALL} shows all {len(read)} settings of this command"
-            self.epilog = f"{_SETTINGS}\n\n{more}, {self._name} --help train.loss shows those in a section."
+            more = f"Run {self._name} {HELP_ALL} to list all {len(read)} settings of this command"
+            self.epilog = f"{_SETTINGS}\n\n{more},\nor {self._name} --help train.loss for those in a section."
         self.usage = self._usage_line()  # set this before adding flags for settings, so that it doesn't list them
         for title, names in groups.items():
             group = self.add_argument_group(title)
