@@ -3,8 +3,8 @@
 The prepare stage opens the input, determines the labels, and looks up or trains the tokenizer. Each partition is named
 by a fingerprint of everything that its token set depends on, so partitions that have already been committed are reused.
 All others are tokenised chunk by chunk in worker processes, and each partition is committed once its last chunk is
-finished. A worker process needs enough memory for one chunk (at most 64 MiB of columns), the parent process for two. If
-the run is interrupted, a rerun skips the finished chunks and produces exactly the same bytes.
+finished. A worker process needs enough memory for one chunk (at most 64 MiB of columns), and the parent process needs
+enough for two. If the run is interrupted, a rerun skips the finished chunks and produces exactly the same bytes.
 
 With several workers (the tasks of an array job), each worker prepares every n-th partition. The workers do not need to
 coordinate, because the labels, the tokenizer and the names only depend on the input and the settings. The last worker
@@ -151,8 +151,8 @@ def prepare(
         staging = Staging(scratch / "tokens" / prefix.rpartition("/")[2])
         if info := _committed(encoding, prefix, workspace):
             events(EventName.PARTITION_REUSED, partition=info.partition, prefix=prefix, rows=info.rows)
-            # If an earlier attempt was killed right after its commit, its chunk records still exist. Remove them, or
-            # else they would still mark the chunks as finished if the token set is damaged and deleted later.
+            # If an earlier attempt was killed right after its commit, its chunk records still exist. They have to be
+            # removed, because they would mark the chunks as finished even after the token set has been deleted.
             shutil.rmtree(staging.folder, ignore_errors=True)
             infos[prefix] = info
         elif number % config.workers == worker:

@@ -22,7 +22,7 @@ from pipeline.data.tokenizer import SAMPLE_ROWS
 from pipeline.data.validate import filter_mask, to_floats
 
 MAX_LABELS = 1000
-SAMPLE_BYTES = 128 * 2**20  # maximum size of the sample. As Python objects, with the trainer's copy, it is 5x as large
+SAMPLE_BYTES = 128 * 2**20  # maximum size of the sampled text, which takes 5x as much memory during training
 _TEXT_FIELDS = ("query", "title", "text")
 
 
@@ -152,7 +152,7 @@ _RARE = 0.005  # labels of a smaller fraction of the rows are likely mistakes if
 
 @dataclass(frozen=True)
 class LabelSet:
-    """The labels and their gains, least relevant first. `row_gains` has the gains of rows without a gain, by label."""
+    """The labels and their gains, least relevant first. `row_gains` has the default gains of rows, by label."""
 
     gains: dict[str, float]
     row_gains: tuple[float, ...]

@@ -223,8 +223,8 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
         manifest = read_manifest(workspace, prefix)
         if manifest is None or manifest.kind != KIND:
             raise DataError(
-                f"{workspace.uri(prefix)} contains no prepared data",
-                expected="the token shards of the prepare stage",
+                f"{workspace.uri(prefix)} does not contain prepared data",
+                expected="token shards that were committed by the prepare stage",
                 next_command="trnpipe prepare",
             )
         try:

@@ -80,7 +80,7 @@ def to_codes(values: Int64s, names: Sequence[str]) -> Int64s:
     if any(value not in codes for value in hashes.tolist()):
         raise DataError(
             "token shards contain a slice value that is not listed in their manifest",
-            expected="the shards committed by prepare",
+            expected="the shards that were committed by the prepare stage",
             next_command="delete the token set and run trnpipe prepare again",
         )
     return np.array([codes[value] for value in hashes.tolist()], dtype=np.int64)[inverse]
@@ -135,7 +135,7 @@ def filter_mask(columns: pa.RecordBatch | pa.Table, conditions: Mapping[str, str
 def to_floats(column: pa.Array) -> npt.NDArray[np.float64]:
     """Convert a field of floats or bytes to numbers.
 
-    Booleans are converted to 1 and 0. Nulls and all texts that are not numbers are converted to NaN.
+    Booleans are converted to 1 and 0. Nulls and all strings that are not numbers are converted to NaN.
     """
     if pa.types.is_floating(column.type):
         return np.asarray(column.fill_null(float("nan")).to_numpy(zero_copy_only=False), dtype=np.float64)

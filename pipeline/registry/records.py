@@ -127,7 +127,7 @@ class Decision(Record):
     reasons: Reasons = Field((), description="The verdict, formatted as lines of text")
     figures: Figures = Field({}, description="Metrics of the candidate, null if not finite")
     verdict: str = Field("", description="Key of the stored verdict in the workspace")
-    forced: str = Field("", description="Reason to overrule the gate")
+    forced: str = Field("", description="Reason for overriding the gate, if any")
 
 
 class HistoryEntry(ModelRecord):
