@@ -33,7 +33,7 @@ class CategoricalFeature(Record):
 
 
 class SyntheticConfig(Record):
-    """Settings of the built-in, deterministic catalogue, which is used when `data.path` is not set."""
+    """Settings of the built-in, deterministic catalogue, used when `data.path` is not set."""
 
     retired: ClassVar[Mapping[str, Any]] = {"candidates_per_query": 12, "first_day": "2026-01-01", "seed": 17}
     num_queries: int = Field(1500, ge=10, description="Queries per day, each with 12 judged products")

@@ -107,7 +107,7 @@ def names_of(keys: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files below a path that may contain rows, and the keys of hidden files and documents, which are skipped."""
+    """The files below a path that may contain rows. `skipped` contains the keys of hidden files and documents."""
 
     storage: Storage
     stats: tuple[ObjectStat, ...]

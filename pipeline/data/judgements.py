@@ -88,7 +88,7 @@ def _nonzero(counts: Int64s) -> dict[int, int]:
 class JudgementCounts:
     """The judgements in one split, summed over partitions, given the minimum gain of a positive.
 
-    A query that occurs in several partitions is counted once per partition. `mean_gains` has the mean gain of each
+    A query that occurs in several partitions is counted once per partition. `mean_gains` is the mean gain of each
     label, or None if no row has that label.
     """
 

@@ -1,4 +1,4 @@
-"""Convert the partitions of the input to token sets, which are committed folders of token shards.
+"""Convert each partition of the input to a token set, a committed folder of token shards.
 
 The prepare stage opens the input, determines the labels, and looks up or trains the tokenizer. Each partition is named
 by a fingerprint of everything that its token set depends on, so partitions that have already been committed are reused.
@@ -7,7 +7,7 @@ finished. A worker process needs enough memory for one chunk (at most 64 MiB of 
 enough for two. If the run is interrupted, a rerun skips the finished chunks and produces exactly the same bytes.
 
 With several workers (the tasks of an array job), each worker prepares every n-th partition. The workers do not need to
-coordinate, because the labels, the tokenizer and the names only depend on the input and the settings. The last worker
+coordinate, because the labels, the tokenizer and the names depend only on the input and the settings. The last worker
 to finish finds all partitions committed.
 """
 
@@ -92,8 +92,8 @@ class Encoding:
 class _PartitionWork:
     """The progress of a partition that is being prepared.
 
-    `rows` and `blank` count the rows and the blank lines that have been read from each file, and `done` has the records
-    of all finished chunks. `num_chunks` is None until all files have been read.
+    `rows` and `blank` count the rows and the blank lines that have been read from each file. `done` contains the
+    records of all finished chunks. `num_chunks` is None until all files have been read.
     """
 
     partition: InputPartition

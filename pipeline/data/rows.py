@@ -108,7 +108,7 @@ def batch_rows(rows_per_chunk: int) -> int:
 def cut_chunks(file: str, batches: Iterable[RawBatch], rows_per_chunk: int) -> Iterator[RowChunk]:
     """Group the batches of one file into chunks of at most `rows_per_chunk` rows and about CHUNK_BYTES.
 
-    Chunk boundaries only depend on the file and the settings, so that a rerun can skip the chunks that are finished.
+    Chunk boundaries depend only on the file and the settings, so that a rerun can skip the chunks that are finished.
     """
     buffered: list[RawBatch] = []
     rows = size = 0

@@ -28,7 +28,7 @@ _TEXT_FIELDS = ("query", "title", "text")
 
 @dataclass
 class TextSample:
-    """A sample of every `stride`-th row, which is taken in a single pass.
+    """A sample of every `stride`-th row, taken in a single pass.
 
     Whenever the sample exceeds its limits, the stride is doubled. Row numbers start at n in the n-th file, instead of
     continuing from the previous file. As a result, the rows sampled from a file do not depend on the sizes of other
@@ -152,7 +152,7 @@ _RARE = 0.005  # labels of a smaller fraction of the rows are likely mistakes if
 
 @dataclass(frozen=True)
 class LabelSet:
-    """The labels and their gains, least relevant first. `row_gains` has the default gains of rows, by label."""
+    """The labels and their gains, least relevant first. `row_gains` contains the default gain of a row, by label."""
 
     gains: dict[str, float]
     row_gains: tuple[float, ...]

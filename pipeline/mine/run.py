@@ -246,7 +246,7 @@ def choose_negatives(candidates: Candidates, judged: JudgedItems, config: MineCo
     return negatives, {name: int(np.sum(count)) for name, count in zip(COUNTS, counts, strict=True)}
 
 
-# Parts of arrays, which are computed and committed by several workers.
+# Arrays that are computed and committed in parts by several workers.
 
 
 class MinedPart(Part):
