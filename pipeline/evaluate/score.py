@@ -89,7 +89,7 @@ class ScoreProgram:
         (rows, query_tokens), product_tokens = batch["query"].shape, batch["product"].shape[1]
         raw = self._forward(self._flats, batch)
         outputs = RelevanceOutputs(*(tensor.float() for tensor in raw))
-        del raw  # otherwise these tensors would become outputs of the graph as well
+        del raw  # otherwise these tensors would also become outputs of the graph
         position = GraphPosition(PHASE, Bucket(query_tokens, product_tokens).name, rows)
         self._watch.before(position, outputs)
         self.backend.step_boundary(outputs)

@@ -306,7 +306,7 @@ def judge_overall(comparison: Comparison, difference: PairedDifference, confiden
     """Judge a comparison over all rows by a non-inferiority test.
 
     The check only passes if we can be confident that the candidate is worse by at most the allowed drop. If there are
-    too few queries to tell, it fails.
+    too few queries to decide, it fails.
     """
     interval, values, drop, worst, best = _losses(comparison, difference, confidence)
     if math.isnan(worst):

@@ -139,7 +139,7 @@ def test_of_twelve_hosts_each_gets_its_own_rank_in_the_order_of_names(tmp_path: 
 def test_a_name_may_resolve_late(tmp_path: Path, late: SimpleNamespace) -> None:
     env = ml_root(tmp_path, "algo-2", ["algo-1", "algo-2"])
     late.after_s = 40.0
-    with pytest.raises(TransientError, match="algo-1 has no address after 20 s"):
+    with pytest.raises(TransientError, match="algo-1 has not resolved within 20 s"):
         sagemaker_variables(env, gather_s=20.0)
     assert sagemaker_variables(env, gather_s=900.0)["TRNJOBS_MAIN"] == "10.0.0.7"
 
