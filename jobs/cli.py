@@ -8,22 +8,22 @@ from pathlib import Path
 from pipeline.command_line import COMPLETION, CommandParser, Usage, completion, run_program, show
 from pipeline.core.errors import EXIT_OK
 
-# A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names. It finds the
-# settings of the cycle in `arguments.settings`.
+# A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names. The settings
+# of the cycle are in `arguments.settings`.
 COMMANDS: dict[str, str] = {
     "plan": "the jobs of a cycle: sizes, limits, expected duration and dollars; --json: the exact requests",
     "fit": "check that a cycle would run on what Terraform is about to create: schedule, limits, capacity",
     "submit": "submit the jobs to this machine, AWS Batch or SageMaker; safe to repeat, no job is started twice",
-    "run": "run your own script as a job, with the ranks, retries, records and cost of a stage; -- python train.py",
+    "run": "run your own script as a job, with ranks, retries, records and cost like a stage; -- python train.py",
     "status": "current state of the jobs of a cycle",
     "logs": "log of one attempt of a job, on any of its nodes",
     "cancel": "cancel the unfinished jobs of a cycle, the last job first",
-    "retry": "run failed jobs and those after them again, or go on with an interrupted cycle; with its stored settings",
+    "retry": "run failed jobs and those after them again, or resume an interrupted cycle, with its stored settings",
     "reconcile": "record the state of the jobs of a cycle, or of all open cycles, and close those that have ended",
     "history": "list the cycles of a workspace",
     "diff": "compare two cycles (default: the newest two): settings, data, metrics",
     "cost": "time and cost of a cycle by stage; --last N: several cycles, with their success rate",
-    "report": "write the page of a cycle, reports/<cycle>.html; also written whenever a cycle ends",
+    "report": "write the page of a cycle, reports/<cycle>.html (also written when a cycle ends)",
     "notify": "send pending notifications; --test: first a test message to every address",
     "driver": "entry point of the scheduler: start the cycle that is due, once",
     "config": "print every setting with its value and source, [jobs] included",
@@ -67,72 +67,70 @@ USAGE: dict[str, Usage] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. The result is the exit code of pipeline/core/errors.py; only bugs show a traceback."""
+    """Run one command and return its exit code (pipeline/core/errors.py). Only bugs show a traceback."""
     return run_program("trnjobs", COMMANDS, _run, argv)
 
 
-def _run(name: str, words: list[str]) -> int:
+def _run(name: str, argv: list[str]) -> int:
     from jobs.settings import CycleSettings
 
     if name == "completion":
-        return show(completion("trnjobs", COMMANDS, words, CycleSettings))
+        return show(completion("trnjobs", COMMANDS, argv, CycleSettings))
     module = import_module(f"jobs.commands.{MODULES[name]}")
-    end = words.index("--") if name == "run" and "--" in words else len(words)
+    end = argv.index("--") if name == "run" and "--" in argv else len(argv)
     parser = CommandParser(
         f"trnjobs {name}", COMMANDS[name], "SCRIPT.py [ARGUMENT ...]" if name == "run" else "", USAGE[name]
     )
     add_flags(name, parser)
-    read = parser.read(words[:end], CycleSettings)
+    read = parser.read(argv[:end], CycleSettings)
     if read is None:
         return EXIT_OK
     arguments, resolved = read
-    arguments.command = tuple(words[end + 1 :])
+    arguments.command = tuple(argv[end + 1 :])
     arguments.resolved, arguments.settings = resolved, resolved.settings
     return int(getattr(module, f"run_{name}")(arguments, show))
 
 
 def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
-    """Those of a command; every other flag is a setting."""
+    """Add the flags of a command. Every other flag is a setting."""
     add = parser.add_argument
     if name in ("plan", "submit", "run", "driver"):
         add("--target", choices=TARGETS, help="overrides jobs.target")
     if name in ("plan", "cost", "status", "config"):
-        add("--json", action="store_true", help="as JSON; of a plan: the requests as the target would get them")
+        add("--json", action="store_true", help="print as JSON (plan: the exact requests to the target)")
     match name:
         case "plan":
             add("--diff", action="store_true", help="show differences from the registered job definitions")
         case "config":
-            add("--markdown", action="store_true", help="the reference of all settings, docs/settings.md")
+            add("--markdown", action="store_true", help="print the reference of all settings, docs/settings.md")
         case "fit":
-            add("plan", type=Path, metavar="PLAN.json", help="what `terraform show -json` says of a plan")
+            add("plan", type=Path, metavar="PLAN.json", help="output of `terraform show -json` for a plan")
         case "submit":
-            fresh = "start a cycle from the beginning that was submitted before, as long as nothing was trained in it"
+            fresh = "start a submitted cycle again from the beginning, if nothing was trained in it"
             add("--fresh", action="store_true", help=fresh)
         case "run":
-            again = "run it once more from the beginning; it finds the checkpoints of the earlier run"
+            again = "run it again from the beginning, with access to the checkpoints of the earlier run"
             add("--again", action="store_true", help=again)
             add("--name", default="", help="recorded as the cycle run-NAME (default: from the script)")
             add("--nodes", type=int, default=0, metavar="N", help="machines at once (default: 1)")
             add("--processes", type=int, default=0, metavar="P", help="ranks on each machine (default: 1)")
             add("--instance", default="", help="instance type, such as trn1.32xlarge")
-            add("--vcpus", type=int, default=0, metavar="N", help="of a node (default: all of the instance; 1 without)")
-            add("--memory-mib", type=int, default=0, metavar="MIB", help="of a node (default: likewise; 2048)")
-            add("--attempts", type=int, default=0, metavar="A", help="attempts in all (default: 3)")
-            add("--timeout-s", type=int, default=0, metavar="S", help="of one attempt (default: 24 h)")
+            add("--vcpus", type=int, default=0, metavar="N", help="vCPUs per node (default: the instance's, else 1)")
+            add("--memory-mib", type=int, default=0, metavar="MIB", help="per node (default: likewise, else 2048)")
+            add("--attempts", type=int, default=0, metavar="A", help="maximum number of attempts (default: 3)")
+            add("--timeout-s", type=int, default=0, metavar="S", help="limit of one attempt (default: 24 h)")
             add("--image", default="", help="overrides jobs.image")
             add("--queue", default="", help="overrides jobs.queue")
             add("--role", default="", help="overrides jobs.role")
-            add(
-                "--environment", type=_variable, action="append", metavar="NAME=VALUE", help="of the script; no secrets"
-            )
+            add("--environment", type=_variable, action="append", metavar="NAME=VALUE", help="variable, not a secret")
         case "logs":
-            add("job", help="as in trnjobs status; a child of an array: embed:3")
+            add("job", help="name in trnjobs status (a child of an array: embed:3)")
             add("--attempt", type=int, default=0, help="attempt number, from 1 (default: the last)")
-            add("--node", type=int, default=0, help="which node of a multi-node job, from 0 (the main one)")
-            add("-f", "--follow", action="store_true", help="go on with new lines until the attempt has ended")
-            add("--tail", type=_count, metavar="N", help="begin with the last N lines")
+            add("--node", type=int, default=0, help="node of a multi-node job, from 0 (the main node)")
+            add("-f", "--follow", action="store_true", help="print new lines until the attempt has ended")
+            add("--tail", type=_count, metavar="N", help="start with the last N lines")
         case "notify":
-            add("--test", action="store_true", help="first a test message to every address")
+            add("--test", action="store_true", help="first send a test message to every address")
         case "cancel":
             add("--reason", default="by hand", help="recorded with the cycle")
         case "diff":
@@ -140,32 +138,31 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         case "history":
             add("--last", type=_count, default=20, help="cycles to show")
         case "cost":
-            several = "the newest N cycles side by side, and their success rate"
-            add("--last", type=_count, metavar="N", help=several)
+            add("--last", type=_count, metavar="N", help="show the newest N cycles and their success rate")
         case "status":
-            add("--watch", action="store_true", help="refresh until the cycle has ended; exits with its exit code")
-            add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between two looks (default: 5)")
+            add("--watch", action="store_true", help="refresh until the cycle has ended, exit with its exit code")
+            add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between updates (default: 5)")
         case "driver":
-            else_ = "else the variable TRNJOBS_SCHEDULED_TIME; else the newest time that has passed"
-            add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z; {else_}")
+            default = "default: TRNJOBS_SCHEDULED_TIME, else the newest scheduled time that has passed"
+            add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z ({default})")
 
 
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text}; expected NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"{text}, expected NAME=VALUE")
     return name, value
 
 
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} seconds; expected 0.1 to 3600")
+        raise argparse.ArgumentTypeError(f"{text} seconds, expected 0.1 to 3600")
     return seconds
 
 
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}; expected at least 1")
+        raise argparse.ArgumentTypeError(f"{text}, expected at least 1")
     return number

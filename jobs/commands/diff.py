@@ -1,4 +1,4 @@
-"""`trnjobs diff A B`: what differs between two cycles, in their settings, their data and their metrics."""
+"""`trnjobs diff A B`: differences between two cycles in settings, data and metrics."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -17,29 +17,29 @@ from pipeline.evaluate.report import EvaluationReport, load_report
 _DATA = ("rows", "rows_bad", "queries_train", "queries_valid", "queries_test", "labels", "partitions_prepared")
 """Figures of prepare that describe the data."""
 _MAIN_METRICS = ("ndcg@10", "retrieval_ndcg@10", "retrieval_recall@100", "macro_f1", "accuracy", "ece")
-_MOST_CHARACTERS = 30
+_MAX_CHARACTERS = 30
 _SAME = 5e-5
-"""Metrics this near are equal at four decimals."""
+"""Metrics with a smaller difference are equal at four decimals."""
 
 
 def run_diff(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the differences of two cycles (default: the newest two). Raises ConfigError if one is not there."""
-    asked = open_cycle(arguments.settings, say)
-    names = arguments.cycles or newest_cycles(asked.store)[-2:]
+    """Print the differences of two cycles (default: the newest two). Raises ConfigError if one does not exist."""
+    base = open_cycle(arguments.settings, say)
+    names = arguments.cycles or newest_cycles(base.store)[-2:]
     if len(names) != 2:
         raise ConfigError(
             f"{len(names)} cycle(s) to compare: {', '.join(names) or 'none'}",
             expected="two cycles",
             next_command="trnjobs history, then: trnjobs diff A B",
         )
-    one, other = (asked.other(name).store for name in names)
-    for store in (one, other):
-        asked.other(store.cycle).plan()  # it was submitted
-    say(f"{one.cycle} -> {other.cycle}")
+    first, second = (base.other(name).store for name in names)
+    for name in names:
+        base.other(name).plan()  # raises if the cycle was not submitted
+    say(f"{first.cycle} -> {second.cycle}")
     for title, lines in (
-        ("settings", _changed(_settings(one), _settings(other))),
-        ("data", _changed(_data(one), _data(other))),
-        ("metrics", _metrics(*(load_report(store.storage, store.cycle) for store in (one, other)))),
+        ("settings", _changed(_settings(first), _settings(second))),
+        ("data", _changed(_data(first), _data(second))),
+        ("metrics", _metrics(*(load_report(store.storage, store.cycle) for store in (first, second)))),
     ):
         say(f"{title}:" + ("" if lines else " no difference"))
         for line in lines:
@@ -67,21 +67,23 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _text(name: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return shortened(value_text(name, value), _MOST_CHARACTERS)
+    return shortened(value_text(name, value), _MAX_CHARACTERS)
 
 
 def _metrics(before: EvaluationReport | None, now: EvaluationReport | None) -> list[str]:
-    """Return the main metrics side by side, and whether they are of the same test rows."""
+    """Return the main metrics of both cycles, and a note if their test rows differ."""
     if before is None or now is None:
         return [f"{'the first' if before is None else 'the second'} was not evaluated"]
-    ours, theirs = before.candidate.figures, now.candidate.figures
+    old, new = before.candidate.figures, now.candidate.figures
     rows: list[Sequence[str]] = [
-        (name, f"{ours[name]:.4f}", "->", f"{theirs[name]:.4f}", f"{theirs[name] - ours[name]:+.4f}")
+        (name, f"{old[name]:.4f}", "->", f"{new[name]:.4f}", f"{new[name] - old[name]:+.4f}")
         for name in _MAIN_METRICS
-        if name in ours and name in theirs and abs(theirs[name] - ours[name]) > _SAME
+        if name in old and name in new and abs(new[name] - old[name]) > _SAME
     ]
     lines = aligned(rows, left=(0, 2)) if rows else []
     sizes = [f"{format_count(report.holdout.queries)} queries" for report in (before, now)]
     if lines and before.inputs.get("data") != now.inputs.get("data"):
-        lines.append(f"of different test rows ({sizes[0]}, {sizes[1]}): part of the difference may be the data")
+        lines.append(
+            f"measured on different test rows ({sizes[0]}, {sizes[1]}), which may explain a part of the change"
+        )
     return lines

@@ -69,18 +69,18 @@ def test_every_preset_can_be_trained_on_the_fleets_of_the_examples(files: list[s
     [
         (
             ["--jobs.compile.nodes=1"],
-            "jobs.compile has 32 ranks (nodes x processes), jobs.train 128",
+            "jobs.compile has 32 ranks (nodes x processes), jobs.train has 128",
             "--jobs.compile.nodes 4 --jobs.compile.processes 32",
         ),
         (
             ["--jobs.evaluate.processes=8"],
-            "jobs.evaluate has 8 ranks, graphs are compiled for 32, 128",
+            "jobs.evaluate has 8 ranks, but graphs are compiled for 32, 128",
             "--compile.scoring-ranks 32,8",
         ),
         (["--train.global-batch-size=2000"], "a global batch of 2000", "--train.global-batch-size 2048"),
         (
             ["--mine.enabled=true", "--jobs.mine.instance=trn1.2xlarge", "--jobs.mine.memory-mib=28000"],
-            "jobs.mine has 1 ranks, graphs are compiled for 32, 128",
+            "jobs.mine has 1 ranks, but graphs are compiled for 32, 128",
             "--compile.scoring-ranks 32,1",
         ),
     ],
@@ -141,7 +141,7 @@ def test_the_expected_durations_are_those_of_the_newest_cycles(
         ([IMAGE, "--jobs.train.attempts=11"], "jobs.train.attempts = '11'"),
         ([IMAGE, "--jobs.environment=" + "X=" + "y" * 25_000], "job definition has"),
         ([IMAGE, "--jobs.schedule.expression=cron(0 2 31 2 *)"], "jobs.schedule"),
-        ([IMAGE, "--train.mined-per-query=2"], "train.mined_per_query is 2, and no job of the cycle mines negatives"),
+        ([IMAGE, "--train.mined-per-query=2"], "train.mined_per_query is 2, but no job of the cycle mines negatives"),
         ([IMAGE, "--jobs.trian.nodes=2"], "unknown setting jobs.trian.nodes"),
         ([IMAGE, "train"], "unrecognized arguments: train"),
     ],
@@ -203,7 +203,7 @@ def test_the_preset_fits_what_infra_makes(
 ) -> None:
     code, text = fit(planned(tmp_path / "plan.json", **changes), capsys)
     assert code == 0 and text.startswith(first)
-    assert "8 jobs fit the planned queues; the first cycle by the schedule is 2" in text.splitlines()[-1]
+    assert "8 jobs fit the planned queues, the first scheduled cycle is 2" in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -215,11 +215,11 @@ def test_the_preset_fits_what_infra_makes(
             "--jobs.health.nodes=5",
             "health: needs 640 vCPU at once, the compute environments of trainium have at most 512",
         ),
-        ({}, "--jobs.train.instance=trn1n.32xlarge", "instance type trn1n.32xlarge"),
+        ({}, "--jobs.train.instance=trn1n.32xlarge", "needs trn1n.32xlarge"),
         ({"share_identifier": "prod-1"}, "", "share identifier 'prod-1'"),
         ({"health": {"queue": "cpu"}}, "", "4 nodes need a managed on-demand EC2 compute environment"),
         ({"report": {"queue": "nobody"}}, "", "queue nobody: does not exist"),
-        ({}, "--train.global-batch-size=1000", "a global batch of 1000 over 128 ranks"),
+        ({}, "--train.global-batch-size=1000", "a global batch of 1000 cannot be divided over 128 ranks"),
         ({"files": ["none.toml"]}, "", "none.toml: No such file"),
     ],
 )
