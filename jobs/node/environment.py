@@ -120,7 +120,7 @@ class Timing(Record):
             return cls.model_validate({name: env[text] for name, text in variables.items() if text in env})
         except ValidationError as error:
             variable = variables[str(error.errors()[0]["loc"][0])]
-            raise ConfigError(f"{variable}={env[variable]!r}", expected="a number of seconds above 0") from error
+            raise ConfigError(f"{variable}={env[variable]!r}", expected="a positive number of seconds") from error
 
 
 def job_variables(plan: JobPlan, job: JobSpec, submission: int) -> dict[str, str]:
@@ -132,7 +132,7 @@ def job_variables(plan: JobPlan, job: JobSpec, submission: int) -> dict[str, str
 def _whole(env: Mapping[str, str], variable: str, default: int) -> int:
     text = env.get(variable, str(default))
     if not text.isdecimal():
-        raise ConfigError(f"{variable}={text!r}", expected="a whole number")
+        raise ConfigError(f"{variable}={text!r}", expected="an integer")
     return int(text)
 
 
@@ -159,7 +159,7 @@ def batch_variables(env: Mapping[str, str]) -> dict[str, str]:
             nodes, index = int(variables[NUM_NODES]), int(env["AWS_BATCH_JOB_NODE_INDEX"])
             variables[NODE] = str((index - int(env["AWS_BATCH_JOB_MAIN_NODE_INDEX"])) % nodes)
         except (KeyError, ValueError, ZeroDivisionError) as error:
-            raise ConfigError(f"AWS_BATCH_JOB_* variables of this multi-node job are incomplete: {error}") from error
+            raise ConfigError(f"the AWS_BATCH_JOB_* variables of this multi-node job are invalid: {error}") from error
     return variables
 
 
@@ -232,7 +232,7 @@ def write_failure(env: Mapping[str, str], code: int, reason: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(text.encode()[:MAX_FAILURE_BYTES].decode(errors="ignore").encode())
     except OSError as error:
-        message = f"trnjobs-entry: cannot write {file}: {error}. Not reported to SageMaker: {text}"
+        message = f"trnjobs-entry: cannot write {file}: {error}. SageMaker was not notified of: {text}"
         print(message, file=sys.stderr, flush=True)
 
 

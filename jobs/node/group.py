@@ -248,7 +248,7 @@ class NodeGroup:
             if message.kind != "hello" or not hmac.compare_digest(message.token.encode(), expected):
                 raise NodeGone("it is not from a node of this attempt (wrong token)")
             if message.node not in self._missing():
-                raise NodeGone(f"node {message.node} is already connected, or not part of this job")
+                raise NodeGone(f"node {message.node} is already connected, or is not part of this job")
             link.node = message.node
             if self._stop_reason:
                 link.send(NodeMessage(kind="stop", text=self._stop_reason))

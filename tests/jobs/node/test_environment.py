@@ -184,4 +184,4 @@ def test_the_failure_file_begins_with_the_code_and_can_stand_in_a_json_string(
 def test_a_failure_that_cannot_be_written_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "output").touch()
     write_failure({"TRAINING_JOB_NAME": "x", "TRNJOBS_ML_ROOT": str(tmp_path)}, 75, "a peer is lost")
-    assert "Not reported to SageMaker: exit 75 TransientError: a peer is lost" in capsys.readouterr().err
+    assert "SageMaker was not notified of: exit 75 TransientError: a peer is lost" in capsys.readouterr().err
