@@ -227,6 +227,8 @@ def judge(
 ) -> Verdict:
     """Decide whether to promote a candidate. The same inputs always result in the same verdict.
 
+    Raises DataError if the models were not scored on the same rows and queries.
+
     Args:
         candidate: The results of the candidate, whose slice columns define the slices.
         production: The results of the production model, if there is one.
@@ -236,8 +238,6 @@ def judge(
         warnings: Problems with the test split, which are added to the checks.
         golden: The check of the golden queries, if any.
         seed: The seed of the bootstrap.
-
-    Raises DataError if the models were not scored on the same rows and queries.
     """
     if production is not None:
         check_same_holdout(candidate, production)
