@@ -1,4 +1,4 @@
-"""The training loop: train, select the best step, and score its checkpoint as the candidate.
+"""The training loop, which trains a model, selects the best step, and scores its checkpoint as the candidate.
 
 The loop maintains these invariants: it never waits for a value from the device within a step, it queues a checkpoint
 only after the metrics of all its steps are on disk, it accounts for every batch, and all ranks agree on the stop signal
@@ -323,7 +323,7 @@ class TrainLoop:
                 if saving and (stopping or not late):  # the caller saves the last step, after evaluating it
                     self.save(self.step)
                 if evaluating or saving:
-                    self._forget_host_operators()  # those of evaluating and saving are not part of a training step
+                    self._forget_host_operators()  # ignore operators that ran during evaluation or saving
                     self._pace.resume()
                 if stopping:
                     return "stopped"
@@ -485,7 +485,7 @@ class TrainLoop:
                 raise NumericError(
                     f"step {int(row['step'])} had loss {row['loss']} and gradient norm {row['grad_norm']},"
                     f" and the guard on {self.backend.device_name()} did not skip it",
-                    expected="finite values, or that the guard skips the step",
+                    expected="finite values, or a step that is skipped by the guard",
                     next_command="trnpipe health on this machine (the last checkpoint is not affected)",
                 )
         last = figures[-1]

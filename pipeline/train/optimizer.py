@@ -25,7 +25,7 @@ def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> 
 
 
 def learning_rate_at(config: OptimizerConfig, step: int, max_steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (1-based), after a linear warm-up and the configured decay."""
+    """Return the learning rate of step `step` (1-based), with a linear warm-up followed by the configured schedule."""
     peak, warmup_steps = config.learning_rate, round(config.warmup_fraction * max_steps)
     if step <= warmup_steps:
         return peak * step / max(1, warmup_steps)
@@ -137,7 +137,7 @@ _DECAY = 0.98  # decay rate of the running mean and variance
 
 
 class SpikeGuard:
-    """Decides on the device whether to skip a step because its gradient norm is not finite or a spike.
+    """Decides on the device whether to skip a step, because its loss or gradient norm is not finite or is a spike.
 
     The state is an fp32 tensor [5] with the running mean and variance of the gradient norm and counts of skipped steps.
     Like OLMo-core's SkipStepOptimizer, the guard skips a step if the norm is too many standard deviations above the
@@ -156,7 +156,8 @@ class SpikeGuard:
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Update the state and return whether to take the step, as a bool scalar on the device.
 
-        `loss` and `grad_norm` are fp32 scalars that must be equal on all ranks, so that all ranks decide the same.
+        `loss` and `grad_norm` are fp32 scalars. They must be equal on all ranks, which ensures that all ranks make the
+        same decision.
         """
         config, state = self.config, self.state
         mean, variance, count, skipped_in_a_row, skipped = state.unbind()

@@ -182,8 +182,8 @@ class TrainProgram:
         self._second_pass = step_program(backend, self._loss.second_pass)
         self._step_optimizer = step_program(backend, self._clip_and_step)
         self._append_metrics = step_program(backend, _append_row)
-        # Copy everything once, so that the graph of step 1 has the same kind of inputs as that of step 2. Otherwise,
-        # step 1 would need a graph for itself.
+        # Copy everything once, so that the graph of step 1 has the same inputs as that of step 2. Otherwise, step 1
+        # would require an additional graph.
         with torch.no_grad():
             for tensor in [*strategy.masters, *self._copies] if backend.is_lazy else ():
                 tensor.copy_(tensor.clone())
