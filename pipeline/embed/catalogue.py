@@ -56,7 +56,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class WorkShard:
-    """Consecutive rows of the catalogue that are written as one part. Interrupted jobs resume after the last complete part."""
+    """Consecutive rows of the catalogue that are written as one part, which is the unit of work and of resumption."""
 
     index: int
     ranges: tuple[RowRange, ...]

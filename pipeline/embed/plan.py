@@ -203,7 +203,7 @@ class EmbedPlan(Record):
     asked: dict[str, JsonValue] = Field(description="The settings that determine the plan, by name")
     catalogue: Catalogue
     model: ModelRef
-    made_by: dict[str, JsonValue] = Field(description="Everything except the text that determines a vector, by name")
+    made_by: dict[str, JsonValue] = Field(description="All inputs that affect a vector, except for its text, by name")
     layout: VectorLayout
     max_tokens: int
     rows_per_part: int
@@ -280,7 +280,7 @@ def plan_settings(config: EmbedConfig, data: DataConfig) -> dict[str, JsonValue]
 
 
 def vector_identity(config: EmbedConfig, checkpoint: Checkpoint) -> dict[str, JsonValue]:
-    """Return everything except the text that determines a vector, by name.
+    """Return all inputs that affect a vector, except for its text, by name.
 
     Vectors of an earlier cycle are reused only if these values are equal.
     """

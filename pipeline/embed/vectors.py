@@ -218,7 +218,7 @@ class VectorSetInfo(Record):
     plan: str = Field(description="Fingerprint of cycles/<cycle>/embed/plan.json")
     catalogue: str = Field(description="Fingerprint of the catalogue's files, rows and columns")
     model: ModelRef
-    made_by: dict[str, JsonValue] = Field(description="Everything except the text that determines a vector")
+    made_by: dict[str, JsonValue] = Field(description="All inputs that affect a vector, except for its text")
     layout: VectorLayout
     rows: int
     counts: PartCounts
