@@ -386,10 +386,10 @@ def changes(cycle: OpenCycle, plan: JobPlan, target: str) -> list[str]:
 def unused_settings(cycle: OpenCycle) -> list[str]:
     """Return the given settings that differ from the stored ones, for a command that runs the stored ones."""
     stored = values_of(cycle.store.settings() or {})
-    given = values_of(
-        cycle.settings.model_dump(mode="json", exclude_unset=True, exclude={"cycle", "workspace", "jobs"})
-    )
-    known = {name: value for name, value in given.items() if name in stored}
+    left_out = {"cycle", "workspace", "jobs"}
+    given = values_of(cycle.settings.model_dump(mode="json", exclude_unset=True, exclude=left_out))
+    whole = values_of(cycle.settings.model_dump(mode="json"))  # with the defaults of records inside lists
+    known = {name: whole[name] for name in given if name in stored}
     return [_change(*one) for one in differences({name: stored[name] for name in known}, known)][:MAX_CHANGES]
 
 

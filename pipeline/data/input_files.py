@@ -141,7 +141,7 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
         raise DataError(
             f"{path} does not exist",
             expected="a file or folder with rows",
-            next_command=f"correct {setting}, or leave it out",
+            next_command=f"correct {setting}" + (", or leave it out" if setting.startswith("--") else ""),
         )
     if not is_local and "//" in urlsplit(path).path:
         raise DataError(

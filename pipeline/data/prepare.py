@@ -425,10 +425,13 @@ def _refuse_bad_share(
         place = f"line {bad[0].line}" if bad[0].line else f"row {bad[0].row}"
         first = f"; the first in {bad[0].file}, {place}: {bad[0].reason}"
     top = ", ".join(f"{reason} ({count})" for reason, count in Counter(info.reasons).most_common(_TOP_REASONS))
+    remedy = "repair the input, correct --data.columns / --data.labels"
+    if any(reason.startswith("feature ") for reason in info.reasons):
+        remedy = "write 0 or another default where a number is missing, take the column out of --data.numeric"
     raise DataError(
         f"{info.partition}: {info.rows_bad} of {info.rows_read} rows are bad "
         f"({info.rows_bad / info.rows_read:.1%}): {top}{first}",
         expected=f"at most {config.max_bad_fraction:.1%} (data.max_bad_fraction)",
-        next_command=f"look at {workspace.uri(sample)}; "
-        "repair the input, correct --data.columns / --data.labels, or raise --data.max-bad-fraction",
+        next_command=f"look at {workspace.uri(sample)}; {remedy},"
+        " or leave these rows out with a higher --data.max-bad-fraction",
     )

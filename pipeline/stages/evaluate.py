@@ -56,7 +56,8 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
             return _finish(settings, ctx, models, known, pointer, started)
         if models.against_production:
             ctx.console.info(f"evaluate: nothing new, the candidate is the model in production: {models.candidate.uri}")
-            outputs, nothing = {"checkpoint": models.candidate.prefix}, {"promoted": False, "nothing_new": True}
+            nothing: dict[str, Figure] = {"promoted": False, "nothing_new": True, "since": models.candidate.state.cycle}
+            outputs = {"checkpoint": models.candidate.prefix}
             result = ctx.finish(NAME, started, inputs=inputs, outputs=outputs, figures=nothing)
             return store_result(ctx.workspace, result) if earlier is None and ctx.world.is_main else result
     report = known if known is not None and known.inputs == inputs else None

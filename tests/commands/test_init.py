@@ -20,6 +20,7 @@ def columns(**values: list[str]) -> dict[str, Column]:
 
 QUERIES = [f"query {number // 4} words" for number in range(400)]
 TITLES = [f"title of product {number}" for number in range(400)]
+ROWS = list(enumerate(zip(QUERIES, TITLES, strict=True)))
 GRADES = [str(number % 3) for number in range(400)]
 
 
@@ -44,17 +45,61 @@ def test_a_label_that_does_not_fit_is_a_mistake_if_it_is_rare() -> None:
     guess = guess_columns(columns(query=QUERIES, title=TITLES, label=[*GRADES[:-1], "n/a"]))
     assert guess.labels == ("0", "1", "2") and "n/a (1)" in guess.notes[0]
     guess = guess_columns(columns(query=QUERIES, title=TITLES, label=["good", "bad"] * 200))
-    assert guess.labels == ("bad", "good") and "IN ORDER" in guess.notes[0]
+    assert guess.labels == () and guess.unordered == ("bad", "good") and "IN ORDER" in guess.notes[0]
 
 
-def test_gains_put_labels_in_order_and_empty_features_are_left_out() -> None:
+def test_gains_put_labels_in_order_and_a_category_may_be_missing() -> None:
     guess = guess_columns(
         columns(
-            query=QUERIES, title=TITLES, label=["good", "bad"] * 200, gain=["1", "0.1"] * 200, price=["", "2"] * 200
+            query=QUERIES,
+            title=TITLES,
+            label=["good", "bad"] * 200,
+            gain=["1", "0.1"] * 200,
+            brand=["", "a", "b", "c"] * 100,
         )
     )
     assert guess.labels == () and guess.columns["gain"] == "gain"
-    assert guess.numeric == [] and "200 rows are empty" in guess.notes[0]
+    assert (guess.numeric, guess.categorical) == ([], ["brand"])
+
+
+def test_numbers_that_are_missing_are_not_guessed_and_what_to_do_is_said() -> None:
+    prices = ["", *(f"{number}.5" for number in range(399))]
+    guess = guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, price=prices, const=["x"] * 400))
+    assert guess.numeric == [] and "without a number: 1" in guess.notes[0] and "write 0" in guess.notes[0]
+    assert "different values: 1" in guess.notes[1]
+
+
+def test_flags_win_over_guesses_and_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    header = "what_was_typed,article,verdict,cost,maker\n"
+    rows = [f"{query},{title},{'good' if at % 2 else 'bad'},{at}.5,m{at % 5}\n" for at, (query, title) in ROWS]
+    Path("mine.csv").write_text(header + "".join(rows))
+    assert cli.main(["init", "mine.csv"]) == DataError.exit_code
+    assert "next: trnpipe init mine.csv --data.columns.label COLUMN" in capsys.readouterr().err
+    assert cli.main(["init", "mine.csv", "--data.columns.label", "grade"]) == DataError.exit_code
+    flags = ["--data.columns.label", "verdict", "--data.labels=bad,good", "--data.categorical", "maker=64"]
+    assert cli.main(["init", "mine.csv", *flags, "--train.epochs", "3", "--data.filter.maker", "m1"]) == 0
+    settings = resolve(project_files(tmp_path), {}).settings
+    assert (settings.data.columns.label, settings.data.labels) == ("verdict", ("bad", "good"))
+    assert [(one.column, one.num_ids) for one in settings.data.categorical] == [("maker", 64)]
+    assert (settings.train.epochs, settings.data.filter) == (3, {"maker": "m1"})
+
+
+def test_an_unknown_order_of_labels_stops_prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{query},{title},{('partial', 'exact', 'wrong')[at % 3]}\n" for at, (query, title) in ROWS]
+    Path("mine.csv").write_text("query,title,label\n" + "".join(rows))
+    assert cli.main(["init", "mine.csv"]) == 0
+    assert "PUT data.labels IN ORDER" in capsys.readouterr().out
+    assert resolve(project_files(tmp_path), {}).settings.data.labels == ()
+    assert cli.main(["prepare", "--cycle", "c1", "--data.num-workers=1"]) == DataError.exit_code
+    text = Path(PROJECT_FILE).read_text()
+    Path(PROJECT_FILE).write_text(text.replace("# labels", "labels"))
+    assert resolve(project_files(tmp_path), {}).settings.data.labels == ("exact", "partial", "wrong")
 
 
 def test_a_split_column_is_one_only_with_the_names_of_splits() -> None:
