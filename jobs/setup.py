@@ -169,9 +169,11 @@ def open_cycle(
     return OpenCycle(settings, CycleStore(storage, cycle_of(settings), time.time), say, stop, is_shown)
 
 
-def open_newest(settings: CycleSettings, say: Say) -> OpenCycle:
-    """Open the cycle that the settings name; if they name none, the newest with jobs, for commands that only read."""
-    asked = open_cycle(settings, say)
+def open_newest(
+    settings: CycleSettings, say: Say, stop: StopSignal | None = None, *, is_shown: bool = False
+) -> OpenCycle:
+    """Open the cycle that the settings name; if they name none, the newest with jobs."""
+    asked = open_cycle(settings, say, stop, is_shown=is_shown)
     newest = [] if settings.cycle else newest_cycles(asked.store) or list(claims_by_age(asked.store, runs=True))
     return asked.other(newest[-1]) if newest else asked
 

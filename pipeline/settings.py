@@ -195,6 +195,11 @@ class SettingField:
         return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
     @property
+    def choices(self) -> list[str]:
+        """The accepted values, if they can be listed."""
+        return [str(value) for kind in self.options if get_origin(kind) is Literal for value in get_args(kind)]
+
+    @property
     def origins(self) -> set[Any]:
         """The collection types (tuple, dict) among the accepted types."""
         return {get_origin(option) for option in self.options} & {tuple, dict}

@@ -26,7 +26,17 @@ from jobs.plan.cycle import RUN_PREFIX, script_of
 from jobs.plan.spec import JobPlan
 from jobs.schedule import ScheduleConfig, due_cycle
 from jobs.settings import CycleSettings, StageJob, Step, differences, of_all_jobs, values_of, with_values
-from jobs.setup import OpenCycle, cycle_of, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
+from jobs.setup import (
+    OpenCycle,
+    cycle_of,
+    make_plan,
+    make_run,
+    open_cycle,
+    open_newest,
+    open_target,
+    stopping_jobs,
+    submitter,
+)
 from jobs.targets.batch.requests import check_plan
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
@@ -124,7 +134,7 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
     Raises ConfigError while jobs are under way, or when none failed.
     """
     with stopping_jobs(arguments.settings) as stop:
-        asked = open_cycle(arguments.settings, say, stop, is_shown=True)
+        asked = open_newest(arguments.settings, say, stop, is_shown=True)
         if unused := unused_settings(asked):
             say(f"retry runs with the settings the cycle was submitted with; not used: {'; '.join(unused)}")
         cycle = asked.with_stored()
@@ -176,7 +186,7 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: JobPlan, round_: int, j
 
 def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
     """End every job of a cycle that is not final, from the last to the first. What has finished stays."""
-    cancel_cycle(open_cycle(arguments.settings, say).with_stored(), arguments.reason)
+    cancel_cycle(open_newest(arguments.settings, say).with_stored(), arguments.reason)
     return EXIT_OK
 
 
