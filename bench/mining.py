@@ -21,7 +21,15 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.mine.config import MineConfig
-from pipeline.mine.run import JudgedItems, Pieces, Search, all_negatives, mine_share, open_pieces, vector_search
+from pipeline.mine.run import (
+    ArrayParts,
+    JudgedItems,
+    Search,
+    mine_worker_slice,
+    open_parts,
+    read_negatives,
+    vector_search,
+)
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
 
 WIDTH = 64
@@ -132,10 +140,10 @@ def _unit(vectors: Float32s) -> Float32s:
     return np.asarray(vectors / lengths, dtype=np.float32)
 
 
-def parts_at(place: Path, num_items: int, num_queries: int, config: MineConfig) -> list[Pieces]:
+def parts_at(place: Path, num_items: int, num_queries: int, config: MineConfig) -> list[ArrayParts]:
     """Open the parts of a mining below a folder: vectors, negatives."""
     storage, size = open_storage(str(place / "workspace")), (num_items, num_queries)
-    return open_pieces(storage, "cycles/bench/mine/made-up", place / "cache", size, config.queries_per_part)
+    return open_parts(storage, "cycles/bench/mine/made-up", place / "cache", size, config.queries_per_part)
 
 
 def mine_here(place: Path, num_items: int, num_queries: int) -> Passed:
@@ -151,8 +159,8 @@ def mine_here(place: Path, num_items: int, num_queries: int) -> Passed:
         def open_search() -> Search:
             return vector_search(of_vectors, vectors.items, vectors.queries, config.depth, stop)
 
-        mine_share(parts, open_search, judged, lambda items: items, config, worker=0, workers=1, stop=stop)
-        product, counts = all_negatives(parts, config.negatives_per_query)
+        mine_worker_slice(parts, open_search, judged, lambda items: items, config, worker=0, workers=1, stop=stop)
+        product, counts = read_negatives(parts, config.negatives_per_query)
         info = NegativesInfo(
             dataset="made-up", token_sets=(), rows=(num_items,), source="made-up", settings={}, figures=dict(counts)
         )

@@ -116,7 +116,7 @@ def train_config(batch_size: int) -> TrainConfig:
 
 def grouped(source: BucketedRows, config: TrainConfig) -> GroupedRows:
     """Rows in groups of one query, as a run of this config has them."""
-    return GroupedRows.of(
+    return GroupedRows.build(
         source,
         slots=config.candidates_per_query,
         lengths=rows_of_batch(config, source.buckets),

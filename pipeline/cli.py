@@ -13,7 +13,7 @@ from pipeline.command_line import HELP, CommandParser, completion, hint, rows, r
 from pipeline.commands import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, USAGE, Tool, ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.parallel.launch import launch, needs_launch, note_exit_code, write_whole_lines
+from pipeline.parallel.launch import launch, line_buffer_c_stdout, needs_launch, record_exit_code
 from pipeline.proc.children import LAUNCHER_S, RANK_S
 from pipeline.proc.signals import enable_stack_dumps, stop_on_signals
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # the overview does not need the settings
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (core/errors.py). Only bugs print a traceback."""
     enable_stack_dumps()
-    write_whole_lines()
+    line_buffer_c_stdout()
     code = run_program("trnpipe", COMMANDS, _run, argv)
-    note_exit_code(code)
+    record_exit_code(code)
     return code
 
 

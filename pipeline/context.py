@@ -184,7 +184,7 @@ def scratch_folder(settings: Settings, workspace: Storage, env: Mapping[str, str
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"scratch folder {folder}: {error.strerror}",
+            f"cannot create the scratch folder {folder}: {error.strerror}",
             expected="a writable local folder",
             next_command="set --workspace or --scratch to another folder",
         ) from error

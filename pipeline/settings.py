@@ -311,7 +311,7 @@ _PATHS = (
 
 
 def project_files(folder: Path) -> list[Path]:
-    """Return the nearest project file at or above a folder, after the files in its `config`. Raises ConfigError."""
+    """Return the project file at or above a folder, after those in its `config`. Raises ConfigError for bad TOML."""
     path = next((path for parent in (folder, *folder.parents) if (path := parent / PROJECT_FILE).is_file()), None)
     if path is None:
         return []

@@ -80,7 +80,9 @@ def test_overview_lists_all_commands(words: list[str], capsys: pytest.CaptureFix
     assert cli.main(words) == 0
     text = capsys.readouterr().out
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert all(f"\n  {name} " in text for name in ("prepare", "train", "cache", "config"))
+    listed = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2:3].isalpha()]
+    assert {*listed} >= COMMANDS.keys() and listed[0] == "init", "what is seldom needed comes last"
+    assert listed.index("search") < listed.index("train") < listed.index("doctor")
 
 
 def help_of(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -114,6 +116,7 @@ def test_help_of_a_section_and_of_all_that_a_command_reads(capsys: pytest.Captur
     assert flags == {leaf.flag for name, leaf in leaves(Settings).items() if name.startswith("train.optimizer.")}
     text = help_of(cli.main, capsys, "prepare", "--help-all")
     assert "--data.columns.query" in text and "--workspace" in text and "--embed.precision" not in text
+    assert "--model.mlp-sizes int,..." in help_of(cli.main, capsys, "train", "--help", "model")
     assert "--train.start str" in text and "[incumbent]" in text
     assert "--train.loss.temperature" in help_of(cli.main, capsys, "--help", "train.loss")
     assert "usage: trnpipe search" in help_of(cli.main, capsys, "help", "search")

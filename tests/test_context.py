@@ -102,7 +102,7 @@ def test_auto_on_a_host_alone_goes_by_the_model_and_by_how_the_cycle_began(
             manifest = GraphManifest(plan={"device": device}, graphs=())
             if device != "gone":
                 store_manifest(ctx.workspace, manifest)
-            outputs = {"manifest": manifest.place}
+            outputs = {"manifest": manifest.key}
             now = datetime.now(UTC)
             store_result(ctx.workspace, ctx.finish("compile", now, inputs={}, outputs=outputs, figures={"graphs": 16}))
         elif what:

@@ -23,7 +23,7 @@ from tests.kit import zygote
 ROOT = Path(__file__).parents[1]
 CONVENTIONS = frozenset({"_asdict", "_exit", "_fields", "_getframe", "_make"})
 """Public by their documentation: of namedtuple, of os and sys."""
-OURS = frozenset({("pipeline/parallel/strategies/zero1.py", "_held")})
+OURS = frozenset({("pipeline/parallel/strategies/zero1.py", "_split")})
 
 
 class Use(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 from pipeline.context import StageResult, Status, load_result, result_key, store_result
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.checkpoints import parent_tokenizer, start_place
+from pipeline.registry.checkpoints import locate_start, parent_tokenizer
 from pipeline.settings import Settings
 from pipeline.train.config import TrainConfig
 
@@ -86,12 +86,12 @@ def test_the_incumbent_gives_the_tokenizer(workspace: Storage) -> None:
 )
 def test_a_broken_pointer_is_a_checkpoint_error(workspace: Storage, content: bytes) -> None:
     workspace.write_bytes(POINTER, content)
-    with pytest.raises(CheckpointError, match="no pointer"):
+    with pytest.raises(CheckpointError, match="not a valid pointer"):
         parent_tokenizer(Settings(), workspace)
 
 
 def test_a_named_parent_may_lie_elsewhere(workspace: Storage, tmp_path: Path) -> None:
     settings = Settings(train=TrainConfig(start=f"file://{tmp_path}/other/step-3/"))
-    place = start_place(settings.train.start, settings, workspace)
+    place = locate_start(settings.train.start, settings, workspace)
     assert place is not None
     assert place[0].uri(place[1]) == f"file://{tmp_path}/other/step-3"

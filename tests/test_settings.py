@@ -262,7 +262,7 @@ def test_unknown_keys_are_refused_with_source_and_nearest(
         (
             "--model.num-heads",
             "5",
-            ["model.hidden_size 128 with model.num_heads 5", "model.num_heads from flag", "--model.hidden-size 130"],
+            ["model.hidden_size 128 is no multiple of 5", "model.num_heads from flag", "--model.hidden-size 130"],
         ),
         ("--train", "3", ["is a section", "max_steps"]),
         ("--train.max-steps", None, ["has no value"]),

@@ -170,7 +170,7 @@ def nearest(encode: peers.Encode, catalogue: Catalogue) -> npt.NDArray[np.int64]
     search = ExactTopK(encode(catalogue.queries), DEPTH)
     for first in range(0, len(catalogue.titles), _WINDOW):
         search.add(first, encode(catalogue.titles[first : first + _WINDOW]))
-    return search.found()[1]
+    return search.result()[1]
 
 
 def retrieval(ranked: npt.NDArray[np.int64], catalogue: Catalogue) -> tuple[PerQuery, dict[str, float]]:

@@ -26,7 +26,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.layout import layout_of
 from pipeline.parallel.config import Plan
 from pipeline.parallel.mesh import AXES, Mesh
-from pipeline.parallel.parallelize import arrange, find_units
+from pipeline.parallel.parallelize import apply_plan, find_units
 from pipeline.parallel.tensors import tensor_styles
 
 
@@ -73,7 +73,7 @@ def track(
         members = [unit for _, unit in find_units(model)]
         styles = tensor_styles(model, None, layout) if layout.tensor_size > 1 else []
         with torch.no_grad():  # of tensors without data, and of ranks, which have it (torch 2.14)
-            arrange(model, members, styles, mesh)
+            apply_plan(model, members, styles, mesh)
         with without_data:
             optimizer = _Moments(model.parameters())
             tracker = FSDPMemTracker(model, optimizer)

@@ -85,7 +85,7 @@ def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], clo
     if first and (failed := failed_task(first)):
         lines += (failed.attempts[-1].error or NO_LOG).splitlines()
         lines.append(logs_command(failed, store.storage.root, store.cycle))
-    name = f"{event.partition(' ')[0]}-{closed.round or max(store.rounds(), default=1)}"
+    name = f"{event.partition(' ')[0]}-{closed.round or max(store.submissions(), default=1)}"
     _put(cycle, name, event.upper() if event == "failed" else event, lines, at=closed.at)
 
 

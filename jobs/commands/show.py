@@ -216,7 +216,7 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
         done, tries = "-", "-"
         if records:
             done = f"{sum(record.state is JobState.SUCCEEDED for record in records)}/{len(records)}"
-            tries = str(sum(len(one.tries()) for one in (*cycle.store.earlier_records(records), *records)))
+            tries = str(sum(len(one.all_attempts()) for one in (*cycle.store.earlier_records(records), *records)))
         rows.append((name, target, at, outcome, took, done, tries, why))
     for line in (*aligned(rows, left=(0, 1, 2, 3, 7)), *errors):
         say(line)

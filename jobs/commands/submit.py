@@ -120,10 +120,10 @@ def submit_plan(cycle: OpenCycle, plan: JobPlan, target_name: str, *, again: boo
         begin_again(cycle, plan, target_name)
     claim, jobs = store.claim(), [job.name for job in plan.jobs]
     first = claim.first_round if claim else 1
-    round_ = max(store.rounds(), default=first)
-    if round_ > first and store.plan() == plan:  # what a retry has not handed over; the rest has succeeded
+    submission = max(store.submissions(), default=first)
+    if submission > first and store.plan() == plan:  # what a retry has not handed over; the rest has succeeded
         jobs = _unfinished(plan, cycle.target().records(plan))
-    return _hand_over(cycle, target_name, plan, round_, jobs)
+    return _hand_over(cycle, target_name, plan, submission, jobs)
 
 
 def run_retry(arguments: argparse.Namespace, say: Say) -> int:
@@ -138,17 +138,17 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         if unused := unused_settings(asked):
             say(f"retry runs with the settings the cycle was submitted with; not used: {'; '.join(unused)}")
         cycle = asked.with_stored()
-        plan, target, rounds = cycle.plan(), cycle.target(), cycle.store.rounds()
+        plan, target, submissions = cycle.plan(), cycle.target(), cycle.store.submissions()
         records = target.records(plan)
-        again, round_ = _unfinished(plan, records), max(rounds, default=0)
+        again, submission = _unfinished(plan, records), max(submissions, default=0)
         has_ended = cycle.store.closed() or outcome_of(plan, records)
         if has_ended:
-            round_ += 1
+            submission += 1
         elif cycle.interrupted_s() is not None:  # go on with the jobs of this round, which nobody runs
             cycle.say(f"cycle {cycle.name} was interrupted; going on")
             claim = cycle.store.claim()
-            round_ = round_ or (claim.first_round if claim else 1)  # it may have been before its first job
-        elif len(rounds) < 2 or cycle.store.submitted(round_).keys() >= {*again}:
+            submission = submission or (claim.first_round if claim else 1)  # it may have been before its first job
+        elif len(submissions) < 2 or cycle.store.submitted(submission).keys() >= {*again}:
             raise ConfigError(
                 f"cycle {cycle.name} is under way",
                 expected="one that ended",
@@ -157,8 +157,8 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         if not again:
             raise ConfigError(f"cycle {cycle.name}: no job failed", next_command=f"trnjobs status --cycle {cycle.name}")
         if has_ended:
-            cycle.store.keep_records(round_ - 1, records)
-        return _hand_over(cycle, target.name, plan, round_, again)
+            cycle.store.archive_records(submission - 1, records)
+        return _hand_over(cycle, target.name, plan, submission, again)
 
 
 def _unfinished(plan: JobPlan, records: Sequence[JobRecord]) -> list[str]:
@@ -166,7 +166,7 @@ def _unfinished(plan: JobPlan, records: Sequence[JobRecord]) -> list[str]:
     return [job.name for job in plan.jobs if job.name not in done]
 
 
-def _hand_over(cycle: OpenCycle, target_name: str, plan: JobPlan, round_: int, jobs: Sequence[str]) -> int:
+def _hand_over(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: int, jobs: Sequence[str]) -> int:
     """Claim the cycle and give `jobs` of it to the target.
 
     Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
@@ -177,10 +177,10 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: JobPlan, round_: int, j
         store.reopen()
         target = open_target(replace(cycle, say=view.say) if view else cycle, target_name, renew)
         if target_name == "batch":
-            target.submit(plan, round_, jobs)
+            target.submit(plan, submission, jobs)
     if target_name != "batch":  # sees them through; a second one at it waits (local) or does nothing twice (sagemaker)
         with view.while_running() if view else nullcontext():
-            target.submit(plan, round_, jobs)
+            target.submit(plan, submission, jobs)
     return finish(cycle, plan, target.records(plan))
 
 
@@ -210,9 +210,9 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
         close_cycle(asked)
         return EXIT_OK
     names = unclosed_cycles(asked.store, claimed_cycles(asked.store, runs=True))
-    under_way = [asked.other(name) for name in names]
+    busy_reason = [asked.other(name) for name in names]
     failed: TrnpipeError | None = None
-    for cycle in under_way:
+    for cycle in busy_reason:
         try:
             if cycle.store.plan() is None:
                 again = "the same trnjobs run again" if is_run(cycle) else f"trnjobs submit --cycle {cycle.name}"
@@ -222,7 +222,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
         except TrnpipeError as error:  # the others are looked at all the same
             say(f"cycle {cycle.name}: {type(error).__name__}: {error}")
             failed = failed or error
-    if not under_way:
+    if not busy_reason:
         say(f"no cycle is under way in {asked.store.storage.root}")
         send_messages(asked)
     if failed is not None:
@@ -252,10 +252,10 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
     store.save_records(records)
     closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
     if closed is not None:
-        round_ = max(store.rounds(), default=0)
+        submission = max(store.submissions(), default=0)
         # By the newest round: somebody may have retried the cycle since the records were read.
-        is_retried = {one.id for one in store.submitted(round_).values()} - {record.id for record in records}
-        closed = None if is_retried else closed.model_copy(update={"round": round_})
+        is_retried = {one.id for one in store.submitted(submission).values()} - {record.id for record in records}
+        closed = None if is_retried else closed.model_copy(update={"round": submission})
     if closed is None:
         for line in (*status_lines(records), *cycle.failure_lines(records)):
             say(line)
@@ -415,7 +415,7 @@ def obstacle(cycle: OpenCycle) -> str:
     may run as often as it is asked to.
     """
     store = cycle.store
-    if not store.rounds():
+    if not store.submissions():
         return ""
     if not is_run(cycle) and (done := _done(cycle)):
         return done
@@ -424,7 +424,7 @@ def obstacle(cycle: OpenCycle) -> str:
         return ""
     try:
         target = cycle.target()
-        return target.under_way(target.records(plan))
+        return target.busy_reason(target.records(plan))
     except TrnpipeError as error:
         return f"it is not known whether its jobs have ended: {error.seen}"
 

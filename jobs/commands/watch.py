@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jobs.cycle.costs import SKEW_MS, CycleLedger, Moment, read_ledger, read_moments
+from jobs.cycle.costs import SKEW_MS, CycleEvent, CycleLedger, read_cycle_events, read_ledger
 from jobs.cycle.job_states import Change, Closed, JobRecord, JobState, change_line, exit_code_of_cycle, outcome_of
 from jobs.cycle.tables import status_rows
 from jobs.cycle.verdict import cost_text
@@ -47,7 +47,7 @@ Row = tuple[str, ...]
 def live_rows(
     plan: JobPlan,
     records: Sequence[JobRecord],
-    moments: Sequence[Moment],
+    events: Sequence[CycleEvent],
     now: float,
     newest_line: Callable[[JobRecord], str] = lambda record: "",
 ) -> list[Row]:
@@ -65,16 +65,16 @@ def live_rows(
             stage, attempt = plan.job(record.name).stage, len(running[0].attempts)
             earlier = [before.stopped_at or 0.0 for before in running[0].attempts[:-1]]
             from_ms = max([1000 * started - SKEW_MS, *(1000 * at for at in earlier)])  # nothing of a dead attempt
-            since = [moment for moment in moments if moment.at_ms >= from_ms]
+            since = [moment for moment in events if moment.at_ms >= from_ms]
             doing = doing_text(stage, since, newest_line(running[0]))
             why = ", ".join(filter(None, (f"attempt {attempt}" if attempt > 1 else "", doing)))
         rows.append((name, state, ran, why))
     return rows
 
 
-def doing_text(stage: str, moments: Sequence[Moment], newest_line: str = "") -> str:
+def doing_text(stage: str, events: Sequence[CycleEvent], newest_line: str = "") -> str:
     """Return what a running job is at: `step 120/2000, loss 0.693, ...`; else what it has written last."""
-    newest: Mapping[str, Moment] = {moment.name: moment for moment in moments}
+    newest: Mapping[str, CycleEvent] = {moment.name: moment for moment in events}
     if stage == "train" and (steps := newest.get(EventName.TRAIN_STEPS)):
         started, losses = newest.get(EventName.TRAIN_STARTED), steps.fields.get("losses")
         numbers = [loss for loss in losses if isinstance(loss, int | float)] if isinstance(losses, list) else []
@@ -91,14 +91,14 @@ def doing_text(stage: str, moments: Sequence[Moment], newest_line: str = "") -> 
         words = [one for one in line.removeprefix(stage).removeprefix(":").split(" | ") if not one.endswith("so far")]
         return ", ".join([*words[:2], *words[2:][-1:]]).strip()
     if stage == "embed" and (begun := newest.get(EventName.EMBED_STARTED)):
-        parts = sum(one.name == EventName.PART_EMBEDDED and one.at_ms >= begun.at_ms for one in moments)
+        parts = sum(one.name == EventName.PART_EMBEDDED and one.at_ms >= begun.at_ms for one in events)
         return f"part {begun.number('done') + parts:.0f}/{begun.number('parts'):.0f}"
     return ""
 
 
-def event_text(moments: Sequence[Moment], now: float) -> str:
+def event_text(events: Sequence[CycleEvent], now: float) -> str:
     """Return the newest event other than figures of steps: `3s ago: checkpoint saved, step 200`; empty: none."""
-    newest = next((one for one in reversed(moments) if one.name != EventName.TRAIN_STEPS), None)
+    newest = next((one for one in reversed(events) if one.name != EventName.TRAIN_STEPS), None)
     if newest is None:
         return ""
     fields = [f"{name} {newest.fields[name]}" for name in _IN_EVENTS if name in newest.fields]
@@ -224,17 +224,17 @@ class View:
         """Show how the jobs stand now; return the end of the cycle, if it has ended."""
         store = self.cycle.store
         closed = store.closed() or outcome_of(self.plan, records)
-        moments = read_moments(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
-        ledger = read_ledger(store, self.plan, records, self.cycle.settings.jobs, closed=closed, moments=moments)
+        events = read_cycle_events(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
+        ledger = read_ledger(store, self.plan, records, self.cycle.settings.jobs, closed=closed, events=events)
         now, state = store.clock(), "interrupted" if is_interrupted else "under way"
         newest_line = (lambda record: "") if self._followed else target.newest_line  # it is printed anyway
-        rows = live_rows(self.plan, records, moments, now, newest_line)
+        rows = live_rows(self.plan, records, events, now, newest_line)
         end, state = (closed.at, closed.outcome) if closed else (now, state)
         head = head_text(self.plan, ledger, target.name, state, end)
         if self.live is None:
             self._tell(head, records, rows, now)
             return closed
-        lines = [event_text(moments, now)] if closed is None else []
+        lines = [event_text(events, now)] if closed is None else []
         is_stopping = self.stop.is_set()
         self.live.update(_picture(head, rows, [*lines, STOPPING] if is_stopping else lines), refresh=True)
         self._told_at = now

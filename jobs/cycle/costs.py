@@ -70,7 +70,7 @@ _LEFT = frozenset({EventName.PARTITION_PREPARED, EventName.PART_EMBEDDED})
 
 
 @dataclass(frozen=True)
-class Moment:
+class CycleEvent:
     """One line of the event log. `at_ms`: since 1970."""
 
     at_ms: int
@@ -83,9 +83,9 @@ class Moment:
         return float(value) if isinstance(value, int | float) and 0 <= value < NEVER else 0.0
 
 
-def read_moments(storage: Storage, cycle: str, *, last_bytes: int | None = None) -> tuple[Moment, ...]:
+def read_cycle_events(storage: Storage, cycle: str, *, last_bytes: int | None = None) -> tuple[CycleEvent, ...]:
     """Return all events of a cycle, or about as much of the newest; none when there is no log."""
-    found = list[Moment]()
+    found = list[CycleEvent]()
     for line in read_events(storage, f"cycles/{cycle}/events.jsonl", last_bytes=last_bytes):
         name, fields = line.get("event"), {key: value for key, value in line.items() if key not in ("time", "event")}
         try:
@@ -93,25 +93,25 @@ def read_moments(storage: Storage, cycle: str, *, last_bytes: int | None = None)
         except (TypeError, ValueError):  # no event
             continue
         if isinstance(name, str):
-            found.append(Moment(round(1000 * at.replace(tzinfo=at.tzinfo or UTC).timestamp()), name, fields))
+            found.append(CycleEvent(round(1000 * at.replace(tzinfo=at.tzinfo or UTC).timestamp()), name, fields))
     return tuple(found)
 
 
 @dataclass(frozen=True)
-class Try:
+class AttemptSpan:
     """One try of one job, on the clock of whoever runs the jobs. `kept`: it ended well, or has not ended yet."""
 
     stage: str
     start_ms: int
     stop_ms: int
     kept: bool
-    moments: tuple[Moment, ...] = ()
+    events: tuple[CycleEvent, ...] = ()
     """Its own, in order of time."""
     kept_until: float = NEVER
     """Training steps after this one were done again, or are lost."""
 
 
-def spent_in(one: Try) -> dict[Category, int]:
+def time_by_category(one: AttemptSpan) -> dict[Category, int]:
     """Return milliseconds by category; they add up to the length of the try.
 
     Events tell when the work began and ended, and how long steps and evaluations took. The rest of a training went into
@@ -127,7 +127,7 @@ def spent_in(one: Try) -> dict[Category, int]:
         spent[category], left = spent[category] + part, left - part
 
     def times(*names: EventName) -> list[int]:
-        return [moment.at_ms for moment in one.moments if moment.name in names]
+        return [moment.at_ms for moment in one.events if moment.name in names]
 
     ended = times(*_ENDS)
     if one.kept and ended:
@@ -136,7 +136,7 @@ def spent_in(one: Try) -> dict[Category, int]:
     if trained:
         give(Category.START_UP, trained[0] - one.start_ms)
         if one.kept and not ended:  # steps that are not reported yet
-            give(work, one.stop_ms - one.moments[-1].at_ms)
+            give(work, one.stop_ms - one.events[-1].at_ms)
         _give_steps(one, give)
         rest = Category.CHECKPOINT if one.kept else Category.WASTED
     else:
@@ -152,13 +152,13 @@ def spent_in(one: Try) -> dict[Category, int]:
     return dict.fromkeys(SPENT, 0) | {Category.WASTED: one.stop_ms - one.start_ms}
 
 
-def _give_steps(one: Try, give: Callable[[Category, float], None]) -> None:
+def _give_steps(one: AttemptSpan, give: Callable[[Category, float], None]) -> None:
     """Give out the time of steps and of evaluations on the holdout; what was done again or is lost is a waste."""
     compiled_ms = Counter[float]()  # by the step that was reported just before
-    for moment in one.moments:
+    for moment in one.events:
         if moment.name == EventName.GRAPH_COMPILED:
             compiled_ms[moment.number("step")] += round(1000 * moment.number("compile_s"))
-    for moment in one.moments:
+    for moment in one.events:
         step, length_ms = moment.number("step"), 1000 * moment.number("seconds")
         if moment.name == EventName.TRAIN_STEPS:
             losses = moment.fields.get("losses")
@@ -174,16 +174,16 @@ def _give_steps(one: Try, give: Callable[[Category, float], None]) -> None:
             give(Category.EVALUATION if step <= one.kept_until else Category.WASTED, length_ms)
 
 
-def with_kept_until(given: Iterable[Try]) -> list[Try]:
+def with_kept_until(given: Iterable[AttemptSpan]) -> list[AttemptSpan]:
     """Return the tries of one training job, with the steps of each that a later one continued from.
 
     A later try that began at an earlier step has done those after it again. If none came later, what was saved last is
     kept for whoever continues.
     """
     tries, saved, made = list(given), 0.0, []
-    begun = [[m.number("step") for m in one.moments if m.name == EventName.TRAIN_STARTED][:1] for one in tries]
+    begun = [[m.number("step") for m in one.events if m.name == EventName.TRAIN_STARTED][:1] for one in tries]
     for index, one in enumerate(tries):
-        saved = max([saved, *(m.number("step") for m in one.moments if m.name == EventName.CHECKPOINT_SAVED)])
+        saved = max([saved, *(m.number("step") for m in one.events if m.name == EventName.CHECKPOINT_SAVED)])
         later = [step for steps in begun[index + 1 :] for step in steps]
         made.append(replace(one, kept_until=min(later, default=NEVER if one.kept else saved)))
     return made
@@ -215,7 +215,7 @@ class AttemptCost(Record):
         return self.ending not in ("succeeded", "running")
 
     @property
-    def try_name(self) -> str:
+    def attempt_name(self) -> str:
         """Its number, and of which submission it is where there was more than the first."""
         return f"{self.attempt} (submission {self.submission})" if self.submission > 1 else f"{self.attempt}"
 
@@ -290,7 +290,7 @@ def sum_if_known(amounts: Sequence[float | None]) -> float | None:
 def ledger_of(
     plan: JobPlan,
     records: Sequence[JobRecord],
-    moments: Sequence[Moment],
+    events: Sequence[CycleEvent],
     prices: Prices,
     *,
     now: float,
@@ -302,10 +302,10 @@ def ledger_of(
 
     `earlier`: of jobs that were submitted again since, in the order of rounds; their tries count, their states do not.
     """
-    entries = list(_entries(plan, (*earlier, *records), moments, prices, now))
+    entries = list(_entries(plan, (*earlier, *records), events, prices, now))
     tasks = [task for record in records for task in record.tasks()]
     every = (*earlier, *records)
-    stops = [a.stopped_at for record in every for a in record.tries() if a.stopped_at is not None]
+    stops = [a.stopped_at for record in every for a in record.all_attempts() if a.stopped_at is not None]
     ended_at = max(stops, default=None) if outcome else None
     if outcome == "cancelled" and deadline_at is not None:
         last = max([*stops, *(record.stopped_at or 0.0 for record in every)], default=0.0)  # a job may have had no try
@@ -331,17 +331,19 @@ def ledger_of(
 
 
 def _entries(
-    plan: JobPlan, records: Sequence[JobRecord], moments: Sequence[Moment], prices: Prices, now: float
+    plan: JobPlan, records: Sequence[JobRecord], events: Sequence[CycleEvent], prices: Prices, now: float
 ) -> Iterator[AttemptCost]:
     """Yield the tries of a plan. `records`: in the order of rounds, the newest of each job last."""
     ends = {  # a try that still runs counts 0
-        record.name: max((attempt.stopped_at or 0.0 for attempt in record.tries()), default=record.stopped_at or 0.0)
+        record.name: max(
+            (attempt.stopped_at or 0.0 for attempt in record.all_attempts()), default=record.stopped_at or 0.0
+        )
         for record in records
     }
     for job in plan.jobs:
         runnable_at = max((ends[one.job] for one in job.depends_on if one.job in ends), default=0.0)
         nodes, price = max(1, job.num_nodes), node_usd_per_hour(job, prices)
-        own = [moment for moment in moments if moment.fields.get("stage", job.stage) == job.stage]
+        own = [moment for moment in events if moment.fields.get("stage", job.stage) == job.stage]
         rounds = dict[str, list[JobRecord]]()
         for task in (task for one in records if one.name == job.name for task in one.tasks()):
             rounds.setdefault(task.name, []).append(task)
@@ -368,7 +370,7 @@ def _entries(
                     nodes=nodes,
                     start_ms=one.start_ms,
                     waiting_ms=max(0, one.start_ms - ready_ms),
-                    spent_ms=spent_in(one),
+                    spent_ms=time_by_category(one),
                     usd=None if price is None else price * nodes * paid_ms / MS_PER_HOUR,
                     ending=_ending(attempt),
                 )
@@ -384,16 +386,18 @@ def _ending(attempt: AttemptRecord) -> str:
     return "succeeded" if attempt.exit_code == EXIT_OK else failure
 
 
-def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Moment], now: float) -> Iterator[Try]:
+def _tries(
+    stage: str, attempts: Sequence[AttemptRecord], events: Sequence[CycleEvent], now: float
+) -> Iterator[AttemptSpan]:
     """Yield each with the events that fall into it: an event belongs to the last try that had started by then."""
     starts = [round(1000 * (attempt.started_at or 0.0)) for attempt in attempts]
     for index, (start_ms, attempt) in enumerate(zip(starts, attempts, strict=True)):
         stop_ms = max(start_ms, round(1000 * (now if attempt.stopped_at is None else attempt.stopped_at)))
         from_ms = start_ms - SKEW_MS * (not index)
         until_ms = min([stop_ms + SKEW_MS, *starts[index + 1 : index + 2]])
-        own = sorted((one for one in moments if from_ms <= one.at_ms <= until_ms), key=lambda moment: moment.at_ms)
+        own = sorted((one for one in events if from_ms <= one.at_ms <= until_ms), key=lambda moment: moment.at_ms)
         kept = attempt.stopped_at is None or attempt.exit_code in (EXIT_OK, GateRefused.exit_code)
-        yield Try(stage, start_ms, stop_ms, kept, tuple(own))
+        yield AttemptSpan(stage, start_ms, stop_ms, kept, tuple(own))
 
 
 # The ledger of a cycle, from what its workspace holds.
@@ -407,7 +411,7 @@ def read_ledger(
     *,
     closed: Closed | None = None,
     without_report: bool = False,
-    moments: Sequence[Moment] | None = None,
+    events: Sequence[CycleEvent] | None = None,
 ) -> CycleLedger:
     """Return the ledger of a cycle as it is now, or as it was at its end: of a closed cycle always the same.
 
@@ -428,7 +432,7 @@ def read_ledger(
     return ledger_of(
         plan,
         records,
-        read_moments(store.storage, store.cycle) if moments is None else moments,
+        read_cycle_events(store.storage, store.cycle) if events is None else events,
         prices_of(config, claim.target if claim else ""),
         now=now,
         outcome=closed.outcome if closed else None,

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from jobs.cycle.job_states import Closed, JobRecord, Sighting, Submission
+from jobs.cycle.job_states import BlockedJob, Closed, JobRecord, SubmittedJob
 from jobs.plan.cycle import RUN_PREFIX
 from jobs.plan.spec import JobPlan
 from pipeline.core.errors import ConfigError, DataError, TransientError
@@ -31,7 +31,7 @@ from pipeline.io.storage import KeyNotFound, Storage
 LEASE_S = 120.0
 NUM_READ_THREADS = 16
 _RECORDS = TypeAdapter(tuple[JobRecord, ...])
-_SIGHTINGS = TypeAdapter(tuple[Sighting, ...])
+_SIGHTINGS = TypeAdapter(tuple[BlockedJob, ...])
 _SETTINGS = TypeAdapter(dict[str, Any])
 _REPLACED = ("claim.json", "plan.json", "settings.json")
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class CycleStore:
         try:
             yield renew
         except ConfigError:
-            if is_new and not self.rounds() and self._etag() == etag:
+            if is_new and not self.submissions() and self._etag() == etag:
                 self.storage.delete([self.key("settings.json"), self.key("plan.json")])
                 if mine.first_round == 1:  # else it also says which rounds are of an earlier submission
                     self.storage.delete([self.key("claim.json")])
@@ -108,37 +108,37 @@ class CycleStore:
         """Return the settings that were submitted, as a tree; None before. Raises DataError if they are unreadable."""
         return self._read("settings.json", _SETTINGS.validate_json)
 
-    def rounds(self) -> list[int]:
+    def submissions(self) -> list[int]:
         """Submission rounds of the plan; empty before its first job was submitted. From 1, or from where it replaced
         another plan.
         """
-        rounds, claim = self._all_rounds(), self.claim()
-        return [one for one in rounds if claim is None or one >= claim.first_round]
+        submissions, claim = self._all_submissions(), self.claim()
+        return [one for one in submissions if claim is None or one >= claim.first_round]
 
-    def _all_rounds(self) -> list[int]:
+    def _all_submissions(self) -> list[int]:
         """Also those of submissions that were replaced."""
         folders = self.storage.list_dirs(self.key("submitted"))
         return sorted(int(name.removeprefix("round-")) for name in folders)
 
-    def submitted(self, round_: int) -> dict[str, Submission]:
-        names = self._names(f"submitted/round-{round_}")
-        found = [self._read(name, Submission.model_validate_json) for name in names]
+    def submitted(self, submission: int) -> dict[str, SubmittedJob]:
+        names = self._names(f"submitted/round-{submission}")
+        found = [self._read(name, SubmittedJob.model_validate_json) for name in names]
         return {one.job: one for one in found if one}
 
-    def current(self) -> dict[str, Submission]:
+    def current(self) -> dict[str, SubmittedJob]:
         """Return the newest submission of each job."""
-        return {name: one for round_ in self.rounds() for name, one in self.submitted(round_).items()}
+        return {name: one for submission in self.submissions() for name, one in self.submitted(submission).items()}
 
-    def save_submission(self, round_: int, submission: Submission) -> None:
+    def save_submitted(self, submission: int, submitted_job: SubmittedJob) -> None:
         """Record a job that was handed over; the first to write wins.
 
         Raises TransientError when another process has made another job of it.
         """
-        name = f"submitted/round-{round_}/{submission.job}.json"
-        if self.storage.write_if_absent(self.key(name), submission.model_dump_json().encode()):
+        name = f"submitted/round-{submission}/{submitted_job.job}.json"
+        if self.storage.write_if_absent(self.key(name), submitted_job.model_dump_json().encode()):
             return
-        theirs = self._read(name, Submission.model_validate_json)
-        if theirs is None or theirs.id != submission.id:
+        theirs = self._read(name, SubmittedJob.model_validate_json)
+        if theirs is None or theirs.id != submitted_job.id:
             raise TransientError(
                 f"{self.storage.uri(self.key(name))}: another process submitted this job", next_command="trnjobs status"
             )
@@ -152,9 +152,9 @@ class CycleStore:
         if self.closed() is None:
             self.storage.write_bytes(self.key("records.json"), _RECORDS.dump_json(records, indent=1))
 
-    def keep_records(self, round_: int, records: Sequence[JobRecord]) -> None:
+    def archive_records(self, submission: int, records: Sequence[JobRecord]) -> None:
         """Before another round begins, whose records take the place of these. The first to write wins."""
-        key = self.key(f"records/round-{round_}.json")
+        key = self.key(f"records/round-{submission}.json")
         self.storage.write_if_absent(key, _RECORDS.dump_json(tuple(records), indent=1))
 
     def earlier_records(self, records: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
@@ -165,16 +165,18 @@ class CycleStore:
         newest = {one.id for one in records}
         return tuple(one for one in found.values() if one.id not in newest)
 
-    def sightings(self) -> tuple[Sighting, ...]:
+    def blocked_jobs(self) -> tuple[BlockedJob, ...]:
         return self._read("blocked.json", _SIGHTINGS.validate_json) or ()
 
-    def save_sightings(self, sightings: tuple[Sighting, ...]) -> None:
-        self.storage.write_bytes(self.key("blocked.json"), _SIGHTINGS.dump_json(sightings, indent=1))
+    def save_blocked_jobs(self, blocked_jobs: tuple[BlockedJob, ...]) -> None:
+        self.storage.write_bytes(self.key("blocked.json"), _SIGHTINGS.dump_json(blocked_jobs, indent=1))
 
     def closed(self) -> Closed | None:
         """None while the cycle is under way, also where somebody retried it while another process closed it."""
         found = self._read("closed.json", Closed.model_validate_json)
-        is_earlier = found is not None and found.round is not None and found.round < max(self._all_rounds(), default=0)
+        is_earlier = (
+            found is not None and found.round is not None and found.round < max(self._all_submissions(), default=0)
+        )
         return None if is_earlier else found
 
     def close(self, closed: Closed) -> None:
@@ -199,8 +201,8 @@ class CycleStore:
         this. One write of the claim replaces the submission: killed before it, the earlier one is still on record.
         Nothing is done where nothing was submitted, or the plan is there and none of its jobs.
         """
-        etag, old, rounds = self._etag(), self.claim(), self.rounds()
-        if old is None or not (rounds or self.belongs_to_other(plan, target)):
+        etag, old, submissions = self._etag(), self.claim(), self.submissions()
+        if old is None or not (submissions or self.belongs_to_other(plan, target)):
             return
         self._check_lease(old, owner)
 
@@ -210,13 +212,13 @@ class CycleStore:
 
         renew()
         try:
-            if rounds:
-                folder = f"earlier/round-{rounds[-1]}"
+            if submissions:
+                folder = f"earlier/round-{submissions[-1]}"
                 earlier = self.plan() or self._read(f"{folder}/plan.json", JobPlan.model_validate_json)
                 if earlier is None:
                     uri = self.storage.uri(self.key("plan.json"))
                     raise DataError(f"{uri} is gone", next_command="restore it, or another --cycle")
-                self.keep_records(rounds[-1], end(earlier))
+                self.archive_records(submissions[-1], end(earlier))
                 renew()  # to end jobs may take longer than the lease
                 for name in _REPLACED:
                     if (data := self._read(name, bytes)) is not None:
@@ -226,7 +228,7 @@ class CycleStore:
         except BaseException:
             self._free(old, etag)
             raise
-        first = rounds[-1] + 1 if rounds else old.first_round
+        first = submissions[-1] + 1 if submissions else old.first_round
         new = Claim(plan_id=plan.plan_id, target=target, claimed_at=old.claimed_at, owner="", first_round=first)
         self._replace(new, etag)
 
@@ -269,7 +271,7 @@ class CycleStore:
 
     def _has_no_plan(self) -> bool:
         """plan.json follows the claim, and the first job follows plan.json."""
-        return self.storage.stat(self.key("plan.json")) is None and not self.rounds()
+        return self.storage.stat(self.key("plan.json")) is None and not self.submissions()
 
     def _replace(self, claim: Claim, etag: str) -> str:
         if not self.storage.write_if_match(self.key("claim.json"), _bytes(claim), etag):

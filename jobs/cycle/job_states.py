@@ -89,7 +89,7 @@ class JobRecord(Record):
         """Return what runs: the children of an array, else the job itself."""
         return self.children or (self,)
 
-    def tries(self) -> list[AttemptRecord]:
+    def all_attempts(self) -> list[AttemptRecord]:
         """Of all leaves."""
         return [attempt for task in self.tasks() for attempt in task.attempts]
 
@@ -98,7 +98,7 @@ Outcome = Literal["succeeded", "failed", "refused", "cancelled"]
 """Of a cycle. refused: the gate did its work, production stays as it is."""
 
 
-class Submission(Record):
+class SubmittedJob(Record):
     """A job that was handed over. Written before the next one is submitted."""
 
     job: str
@@ -127,7 +127,7 @@ class Closed(Record):
         return self.outcome + (f", {self.reason}" if self.reason else "")
 
 
-class Sighting(Record):
+class BlockedJob(Record):
     """A job that was seen blocked, at every look since `since` (seconds since 1970) for the same reason."""
 
     job: str = Field(description="Name of the record; of a child: name:index")
@@ -263,7 +263,9 @@ def unneeded_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord]) -> di
     }
 
 
-def in_our_words(plan: JobPlan, records: Sequence[JobRecord], cancelled: Mapping[str, Cancel]) -> tuple[JobRecord, ...]:
+def normalize_batch_records(
+    plan: JobPlan, records: Sequence[JobRecord], cancelled: Mapping[str, Cancel]
+) -> tuple[JobRecord, ...]:
     """Return records of AWS Batch, which reports every end without success as FAILED, in our states and reasons.
 
     `cancelled`: by id of job, what we have asked to end before it had ended.
@@ -285,7 +287,7 @@ def in_our_words(plan: JobPlan, records: Sequence[JobRecord], cancelled: Mapping
         one = renamed(record, asked).model_copy(update={"children": tuple(children)})
         failed = [found[of.job] for of in plan.job(one.name).depends_on if of.job in found]
         failed = [of for of in failed if of.state.is_failure]
-        if one.state is JobState.FAILED and failed and asked is None and not one.tries():
+        if one.state is JobState.FAILED and failed and asked is None and not one.all_attempts():
             one = one.model_copy(update={"status_reason": NOT_RUN + cause_text(failed)})
         found[one.name] = one
     return tuple(found.values())
@@ -315,12 +317,12 @@ def record_after_attempt(
     if end.status_reason == INTERRUPTED:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     counted = sum(attempt.status_reason != INTERRUPTED for attempt in record.attempts)
-    if is_tried_again(retry, counted, end) if again is None else again:
+    if should_retry(retry, counted, end) if again is None else again:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     return failed_record(record, end.status_reason, at)
 
 
-def is_tried_again(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
+def should_retry(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
     """After attempt number `attempt` (from 1) failed. Those that were timed out or cancelled never are."""
     if attempt >= retry.attempts:
         return False
@@ -459,7 +461,7 @@ def first_failure(records: Sequence[JobRecord]) -> JobRecord | None:
     def order(record: JobRecord) -> tuple[int, float]:
         """Sort jobs that ran first, then jobs that were cancelled before, then those that ended because of them."""
         why = record.status_reason
-        rank = 0 if record.tries() and not why.startswith(UNNEEDED) else 1 if why.startswith(CANCELLED) else 2
+        rank = 0 if record.all_attempts() and not why.startswith(UNNEEDED) else 1 if why.startswith(CANCELLED) else 2
         return rank, record.stopped_at or float("inf")
 
     return min((record for record in records if record.state.is_failure), key=order, default=None)
@@ -477,7 +479,7 @@ def shown_state(record: JobRecord) -> str:
 
 
 def _is_left_out(record: JobRecord) -> bool:
-    return record.state.is_failure and record.status_reason.startswith(NOT_RUN) and not record.tries()
+    return record.state.is_failure and record.status_reason.startswith(NOT_RUN) and not record.all_attempts()
 
 
 def reason_of(record: JobRecord) -> str:

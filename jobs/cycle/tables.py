@@ -65,7 +65,7 @@ def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
                 state += f" {done}/{len(record.children)}"
             if record.state.is_failure or (record.state is JobState.RUNNABLE and record.attempts and why):
                 why = reason_of(record)  # it failed, or is tried again
-            tries, ran = str(len(record.tries())), format_duration(ran_seconds(record))
+            tries, ran = str(len(record.all_attempts())), format_duration(ran_seconds(record))
             is_well = record.state is JobState.SUCCEEDED
             rows.append((record.name, state, tries, ran, "-" if code is None else str(code), "" if is_well else why))
     return rows
@@ -95,8 +95,8 @@ def logs_command(task: JobRecord, workspace: str, cycle: str, program: str = "tr
 
 def ran_seconds(record: JobRecord) -> float | None:
     """From the start of the first try to the end of the last; None where it has not come to that."""
-    starts = [attempt.started_at for attempt in record.tries() if attempt.started_at is not None]
-    ends = [attempt.stopped_at for attempt in record.tries() if attempt.stopped_at is not None]
+    starts = [attempt.started_at for attempt in record.all_attempts() if attempt.started_at is not None]
+    ends = [attempt.stopped_at for attempt in record.all_attempts() if attempt.stopped_at is not None]
     return max(ends) - min(starts) if starts and ends else None
 
 

@@ -15,7 +15,7 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import (
     Cancel,
     JobRecord,
-    Submission,
+    SubmittedJob,
     Task,
     failed_task,
     new_record,
@@ -57,7 +57,7 @@ class Target(Protocol):
     name: ClassVar[str]
     """`local`, `batch` or `sagemaker`."""
 
-    def submit(self, plan: JobPlan, round_: int, jobs: Sequence[str]) -> None:
+    def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
         """Submit these jobs of a claimed plan in its order; those of this round that were submitted stay as they are.
 
         `local` and `sagemaker` also follow them, and return when the last has ended. Dependencies on jobs that are
@@ -71,7 +71,7 @@ class Target(Protocol):
         """Do what is due now and return the records; `local` needs nobody for that."""
         return self.records(plan)
 
-    def under_way(self, records: Sequence[JobRecord]) -> str:
+    def busy_reason(self, records: Sequence[JobRecord]) -> str:
         """Return why another submission cannot replace that of these records now; empty if nothing of it runs."""
         left = [record.name for record in records if not record.state.is_final]
         return f"{', '.join(left)} {'has' if len(left) == 1 else 'have'} not ended" if left else ""
@@ -108,7 +108,7 @@ class LatestRecords:
 
     tasks: Sequence[Task]
     records: dict[str, JobRecord]
-    rounds: Mapping[str, int]
+    submissions: Mapping[str, int]
 
     def by_job(self, plan: JobPlan, records: Mapping[str, JobRecord]) -> tuple[JobRecord, ...]:
         """Return one record per job, from `records` of its leaves."""
@@ -122,16 +122,16 @@ class LatestRecords:
 def latest_records(plan: JobPlan, store: CycleStore, saved: Iterable[JobRecord]) -> LatestRecords:
     """Return the latest. `saved`: what is on record of leaves, of any round."""
     by_id = {record.id: record for record in saved}
-    newest = dict[str, tuple[int, Submission]]()
-    for round_ in store.rounds():
-        newest |= {name: (round_, one) for name, one in store.submitted(round_).items()}
+    newest = dict[str, tuple[int, SubmittedJob]]()
+    for submission in store.submissions():
+        newest |= {name: (submission, one) for name, one in store.submitted(submission).items()}
     tasks = [task for job in plan.jobs if job.name in newest for task in tasks_of(job)]
-    records, rounds = dict[str, JobRecord](), dict[str, int]()
+    records, submissions = dict[str, JobRecord](), dict[str, int]()
     for task in tasks:
-        rounds[task.name], one = newest[task.spec.name]
+        submissions[task.name], one = newest[task.spec.name]
         fresh = new_record(task, one.id, one.submitted_at)
         records[task.name] = by_id.get(fresh.id, fresh)
-    return LatestRecords(tasks, records, rounds)
+    return LatestRecords(tasks, records, submissions)
 
 
 def job_id_of(record: JobRecord) -> str:
@@ -145,7 +145,7 @@ def log_stream(record: JobRecord, attempt: int, node: int) -> str:
     return streams[node] if 0 <= node < len(streams) else ""
 
 
-def no_log(record: JobRecord, attempt: int, node: int) -> ConfigError:
+def no_log_error(record: JobRecord, attempt: int, node: int) -> ConfigError:
     tries, nodes = len(record.attempts), max(1, record.num_nodes)
     return ConfigError(
         f"{record.name}: no log of attempt {attempt}, node {node} ({record.state})",
@@ -166,7 +166,7 @@ def read_cancels(store: CycleStore) -> dict[str, Cancel]:
         return {}
 
 
-def keep_cancels(store: CycleStore, cancels: Mapping[str, Cancel]) -> None:
+def save_cancels(store: CycleStore, cancels: Mapping[str, Cancel]) -> None:
     """Put on record which jobs are to end, by id. The first reason stays."""
     known = read_cancels(store)
     if not cancels.keys() <= known.keys():
@@ -183,7 +183,7 @@ def seconds_of(milliseconds: float | None) -> float | None:
 
 TAIL_LINES = 400
 MAX_NODES = 32
-NOTHING = "(it printed nothing)"
+NO_OUTPUT = "(it printed nothing)"
 Logs = Callable[[JobRecord, int, int], Iterable[str]]
 """Lines of one attempt (from 1) on one node. Raises TrnpipeError where there are none."""
 
@@ -219,8 +219,10 @@ def with_errors(
 def _from_post_mortem(store: CycleStore, task: JobRecord) -> tuple[list[str], int] | None:
     """Return the lines, and the node: of several the one whose own command ended the job."""
     job, attempt, bundles = task.name.partition(":")[0], task.attempts[-1], list[PostMortem]()
-    rounds = [one for one in store.rounds() if (made := store.submitted(one).get(job)) and made.id == job_id_of(task)]
-    end = f"-round-{rounds[-1]}" if rounds and rounds[-1] > 1 else ""
+    submissions = [
+        one for one in store.submissions() if (made := store.submitted(one).get(job)) and made.id == job_id_of(task)
+    ]
+    end = f"-round-{submissions[-1]}" if submissions and submissions[-1] > 1 else ""
     name = f"{task.name.replace(':', '-')}-{len(task.attempts)}-node"
     wanted = re.compile(rf".*/{re.escape(name)}\d+{end}\.json")
     keys = [stat.key for stat in store.storage.list(store.key("post-mortem")) if wanted.fullmatch(stat.key)]
@@ -238,7 +240,7 @@ def _from_post_mortem(store: CycleStore, task: JobRecord) -> tuple[list[str], in
     elif first.returncode < 0:
         name = signal.Signals(-first.returncode).name
         lines.append(f"(ended by {name}{', for want of memory' if first.out_of_memory_kills else ''})")
-    return lines or [NOTHING], first.node
+    return lines or [NO_OUTPUT], first.node
 
 
 def _from_log(logs: Logs, task: JobRecord) -> list[str]:
@@ -249,7 +251,7 @@ def _from_log(logs: Logs, task: JobRecord) -> list[str]:
         raise
     except Exception:  # also of a bug: the cycle ends as it ends, whatever its logs say
         return []
-    return list(error_in_log(lines, task.attempts[-1].exit_code)) or [NOTHING]
+    return list(error_in_log(lines, task.attempts[-1].exit_code)) or [NO_OUTPUT]
 
 
 # Queue, share, role and log of AWS Batch; network and capacity of SageMaker. A plan holds the placement of every job,

@@ -125,7 +125,7 @@ def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, w
         from pipeline.backends.cpu import CpuBackend
 
         return CpuBackend()
-    raise ConfigError(f"backend {name!r}", expected=f"one of {', '.join(NAMES)}")
+    raise ConfigError(f"unknown backend {name!r}", expected=f"one of {', '.join(NAMES)}")
 
 
 def open_host() -> Backend:

@@ -74,7 +74,7 @@ class Backend(Protocol):
         return 1
 
     def compiled(self, function: Function) -> Function:
-        """Compile a function to one program for each shape of its arguments, if can_compile. Raises ConfigError."""
+        """Compile a function, one program per shape, if can_compile. Raises ConfigError without a compiler."""
         return function
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:

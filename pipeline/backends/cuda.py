@@ -34,7 +34,8 @@ class CudaBackend(Accelerator):
         check_visible()
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
-                f"local rank {local_rank} with {torch.cuda.device_count()} GPUs", expected="one process per GPU"
+                f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible",
+                expected="at most one process per GPU",
             )
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)

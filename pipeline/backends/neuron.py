@@ -39,7 +39,7 @@ def load_package() -> Any:
     installed = "not installed" if version is None else metadata.version("torch-neuronx")
     if version is None or version < NATIVE_SINCE or version != torch_version:
         raise ConfigError(
-            f"torch {torch.__version__} with torch-neuronx {installed}",
+            f"torch {torch.__version__} does not match torch-neuronx ({installed})",
             expected=f"torch-neuronx {NATIVE_SINCE[0]}.{NATIVE_SINCE[1]} or later, in the same minor version as torch",
             next_command=f"--backend xla if torch-neuronx is the one for PyTorch/XLA; or {_INSTALL}",
         )

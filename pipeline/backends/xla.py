@@ -160,7 +160,7 @@ class XlaBackend(Backend):
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
         if self.device_type == "CPU":
             raise ConfigError(
-                "train.precision autocast on XLA:CPU",
+                "train.precision autocast is not supported on XLA:CPU",
                 expected="a Neuron device for autocast",
                 next_command="--train.precision bf16 or fp32",
             )

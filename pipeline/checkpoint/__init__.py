@@ -1,1 +1,1 @@
-"""Saving, verifying, finding, retaining and loading checkpoints."""
+"""Save, verify, find, prune and load checkpoints."""

@@ -1,4 +1,4 @@
-"""Saving behind training: the caller hands over host copies; one thread writes, commits and prunes."""
+"""Save checkpoints from host copies in a background thread, which writes, commits and prunes."""
 
 import threading
 import time
@@ -30,13 +30,13 @@ from pipeline.io.storage import Storage
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import CheckpointConfig
 
-# Which checkpoints stay.
+# Retention.
 
 
 def steps_to_delete(
     steps: Iterable[int], *, keep_last: int, keep_every_steps: int, best_step: int | None
 ) -> tuple[int, ...]:
-    """Steps whose checkpoints may go: not among the newest, not the best, not a multiple kept for good."""
+    """Return the steps to delete: all but the newest, the best, and multiples of `keep_every_steps`."""
     ordered = sorted(set(steps))
     kept = set(ordered[-keep_last:])
     if best_step is not None:
@@ -48,7 +48,7 @@ def steps_to_delete(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All of one checkpoint, in host memory. Tensors must not change any more."""
+    """The content of one checkpoint in host memory. Its tensors must not change anymore."""
 
     state: TrainState
     weights: Mapping[str, Tensor]
@@ -59,29 +59,29 @@ class Snapshot:
 
 @dataclass
 class CheckpointWriter:
-    """Writes one snapshot at a time. A failed save is reported and the run goes on; the last good checkpoint stays."""
+    """Background writer of one snapshot at a time. A failed save is reported, and the run continues."""
 
     store: CheckpointStore
     config: CheckpointConfig
     staging: Path
-    """May be shared by the cycles of a machine: each save has a folder of its own there."""
+    """Folder for temporary files. Cycles may share it, because each save uses its own subfolder."""
     before_commit: Callable[[], None] = lambda: None
-    """Makes durable what must not be lost once the checkpoint is there (the events before it)."""
+    """Called before the commit, to make earlier events durable."""
     in_use: Callable[[], Collection[str]] = frozenset
-    """Returns the prefixes of checkpoints that retention must leave alone, such as promoted ones."""
+    """Returns the prefixes of checkpoints that retention must not delete, such as promoted ones."""
     failure: str = field(init=False, default="")
     last_saved: int | None = field(init=False, default=None)
     _thread: threading.Thread | None = field(init=False, default=None)
     _error: BaseException | None = field(init=False, default=None)
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Start saving; waits first for a save still under way."""
+        """Start saving in the background, after waiting for the previous save."""
         self.wait()
         self._thread = threading.Thread(target=self._work, args=(snapshot,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until nothing is being saved. Re-raises a bug in the saving code; expected failures are in `failure`."""
+        """Wait for the current save. Re-raises unexpected errors, while expected ones are stored in `failure`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -91,24 +91,24 @@ class CheckpointWriter:
 
     def _work(self, snapshot: Snapshot) -> None:
         try:
-            if self._saved(snapshot):
+            if self._save(snapshot):
                 self._prune(snapshot)
         except BaseException as error:  # a bug: wait() raises it in the training thread
             self._error = error
 
-    def _saved(self, snapshot: Snapshot) -> bool:
-        """Save and tell; False when it failed in an expected way."""
+    def _save(self, snapshot: Snapshot) -> bool:
+        """Save a snapshot and emit the event. Return False after an expected failure."""
         step, store, size_bytes = snapshot.state.step, self.store, 0
         started = time.monotonic()
         try:
-            is_whole = False
+            is_complete = False
             if step in store.steps():
                 try:
                     store.open(step)
-                    is_whole = True  # an earlier attempt saved these very bytes
+                    is_complete = True  # an earlier attempt saved the same bytes
                 except CheckpointError:
                     store.delete(step)
-            if not is_whole:
+            if not is_complete:
                 size_bytes = commit_snapshot(store.storage, snapshot, self.staging, self.before_commit).size_bytes
         # SafetensorError: how safetensors reports a full disk.
         except (TransientError, DataError, ConfigError, OSError, SafetensorError, Preempted) as error:
@@ -126,10 +126,10 @@ class CheckpointWriter:
         return True
 
     def _prune(self, snapshot: Snapshot) -> None:
-        """Delete what retention lets go. A failure leaves the save as it is; the next one prunes again."""
+        """Delete old checkpoints. A failure does not affect the save, and the next save prunes again."""
         step, best = snapshot.state.step, snapshot.state.best
         try:
-            # A later step was passed over as damaged when this run continued: it must not push out the good ones.
+            # Later steps were rejected as damaged when this run resumed, and must not displace good checkpoints.
             old = steps_to_delete(
                 [saved for saved in self.store.steps() if saved <= step],
                 keep_last=self.config.keep_last,
@@ -137,10 +137,10 @@ class CheckpointWriter:
                 best_step=best.step if best else None,
             )
             kept = self.in_use() if old else ()
-            for one in old:
-                if prefix_of(self.store.cycle, one) not in kept:
-                    self.store.delete(one)
-        # CheckpointError, DataError: what is in use cannot be told, so nothing goes.
+            for old_step in old:
+                if prefix_of(self.store.cycle, old_step) not in kept:
+                    self.store.delete(old_step)
+        # CheckpointError, DataError: the checkpoints in use are unknown, so none is deleted.
         except (TransientError, ConfigError, CheckpointError, DataError, OSError) as error:
             reason = f"old checkpoints could not be deleted: {error}"
             self.store.emit(EventName.CHECKPOINT_FAILED, step=step, reason=reason)
@@ -149,10 +149,10 @@ class CheckpointWriter:
 def commit_snapshot(
     storage: Storage, snapshot: Snapshot, staging: Path, before_commit: Callable[[], None] = lambda: None
 ) -> Manifest:
-    """Publish a snapshot as the checkpoint of its cycle and step, by way of a temporary folder in `staging`."""
+    """Publish a snapshot as the checkpoint of its cycle and step, written to a temporary folder in `staging` first."""
     state = snapshot.state
-    with atomic.staging_dir(staging) as home:
-        folder = home / f"step-{state.step}"
+    with atomic.staging_dir(staging) as temporary:
+        folder = temporary / f"step-{state.step}"
         folder.mkdir()
         weights = {name: tensor.contiguous() for name, tensor in snapshot.weights.items()}
         save_file(weights, folder / WEIGHTS, {"format": "pt"})

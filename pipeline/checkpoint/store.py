@@ -20,7 +20,7 @@ from pipeline.telemetry.events import EventName
 if TYPE_CHECKING:
     from torch import Tensor
 
-# state.json: everything about a checkpoint that is not a tensor.
+# state.json: all content of a checkpoint that is not a tensor.
 
 SCHEMA_VERSION = 1
 KIND = "checkpoint"
@@ -37,13 +37,13 @@ class Parent(Record):
     """The checkpoint a run started from."""
 
     uri: str
-    digest: str = Field(description="Digest of its manifest: names its content")
+    digest: str = Field(description="Digest of its manifest, which identifies its content")
     cycle: str
     step: int
 
 
 class Best(Record):
-    """The best holdout evaluation so far."""
+    """The best validation result so far."""
 
     step: int
     metric: str
@@ -51,17 +51,17 @@ class Best(Record):
 
 
 class Origin(Record):
-    """Where imported weights come from: the root of a lineage that did not begin here."""
+    """The source of imported weights, the root of a lineage that began outside of this workspace."""
 
     uri: str
-    format: str = Field(description="Kind of files that were read, such as sentence-transformers")
-    fingerprint: str = Field(description="xxh3_128 over the files that were read")
+    format: str = Field(description="Format of the imported files, such as sentence-transformers")
+    fingerprint: str = Field(description="xxh3_128 over the imported files")
 
 
 class PublishedWeights(Record):
-    """Weights of a published encoder that training began from (model.init_from)."""
+    """Weights of a published encoder that training started from (model.init_from)."""
 
-    uri: str = Field(description="Of the file that was read")
+    uri: str = Field(description="URI of the weights file")
     sha256: str
 
     @property
@@ -70,14 +70,14 @@ class PublishedWeights(Record):
 
 
 class TrainState(Record):
-    """Where a run stands. The position in the data is `step`: the loader needs nothing else."""
+    """The state of a run, from which it resumes. `step` is also the complete state of the data loader."""
 
     schema_version: int = SCHEMA_VERSION
     cycle: str
-    step: int = Field(ge=0, description="Optimizer steps done; also the number of global batches consumed")
+    step: int = Field(ge=0, description="Optimizer steps done, which is also the number of global batches consumed")
     max_steps: int
-    identity: str = Field(description="Hash of all that decides the weights; a run continues only its own checkpoints")
-    identity_parts: dict[str, str] = Field(description="What went into the identity, to name a difference")
+    identity: str = Field(description="Hash of everything that determines the weights; a run resumes only on a match")
+    identity_parts: dict[str, str] = Field(description="Components of the identity, to report a difference")
     model: ModelConfig
     inputs: InputSpec
     tokenizer_fingerprint: str
@@ -89,27 +89,27 @@ class TrainState(Record):
     )
     also_seen: dict[str, str] = Field(
         {},
-        description="Further content that was trained on, fingerprint to name: replayed partitions that came late or"
-        " changed, and what a name in `partitions` stood for before",
+        description="Further content that was trained on, fingerprint to name: replayed partitions that arrived late or"
+        " changed, and earlier content of a name in `partitions`",
     )
     parent: Parent | None
     best: Best | None
-    origin: Origin | None = Field(None, description="Of an imported checkpoint")
+    origin: Origin | None = Field(None, description="Source of an imported checkpoint")
     published: PublishedWeights | None = Field(
-        None, description="What this run, or the first one of its lineage, began from; none: scratch, or not known"
+        None, description="Initial weights of this run or the first of its lineage; none: from scratch or unknown"
     )
     max_tokens: int | None = Field(
-        None, description="Longest text the encoder has learnt to read, [CLS] and [SEP] included; none: not known"
+        None, description="Longest text the encoder was trained on, including [CLS] and [SEP]; none: unknown"
     )
     trained_head: bool = Field(
-        True, description="Whether the relevance head was trained, so that scores of pairs mean something"
+        True, description="Whether the relevance head was trained, so that scores are meaningful"
     )
     settings_hash: str
     code_version: str
 
 
 def checkpoint_manifest(storage: Storage, prefix: str, *, next_command: str) -> Manifest:
-    """Of a committed checkpoint. Raises CheckpointError with `next_command` where there is none."""
+    """Return the manifest of a committed checkpoint. Raises CheckpointError with `next_command` if there is none."""
     manifest = read_manifest(storage, prefix)
     if manifest is None or manifest.kind != KIND:
         raise CheckpointError(
@@ -121,7 +121,7 @@ def checkpoint_manifest(storage: Storage, prefix: str, *, next_command: str) -> 
 
 
 def parse_state(data: bytes) -> TrainState:
-    """Content of its state.json. Raises ValidationError, and DataError for another schema."""
+    """Parse a state.json. Raises ValidationError if it is invalid, and DataError for another schema."""
     state = TrainState.model_validate_json(data)
     if state.schema_version != SCHEMA_VERSION:
         raise DataError(f"{STATE} has schema {state.schema_version}")
@@ -143,34 +143,34 @@ class Checkpoint:
     state: TrainState
 
     def weights(self) -> "dict[str, Tensor]":
-        """Named tensors, Hugging Face names, fp32."""
-        return _tensors(self.folder / WEIGHTS)
+        """Load the fp32 weights, under Hugging Face names."""
+        return _load_tensors(self.folder / WEIGHTS)
 
     def optimizer(self) -> "dict[str, Tensor]":
-        """The optimizer state under the names of TrainProgram."""
-        return _tensors(self.folder / OPTIMIZER)
+        """Load the optimizer state, under the names of TrainProgram."""
+        return _load_tensors(self.folder / OPTIMIZER)
 
     def tokenizer(self) -> bytes:
         return (self.folder / TOKENIZER).read_bytes()
 
 
 def prefix_of(cycle: str, step: int) -> str:
-    """Where the checkpoint of one step lies in the workspace."""
+    """Return the key prefix of a step's checkpoint in the workspace."""
     return f"checkpoints/{cycle}/step-{step}"
 
 
 def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoint:
-    """Verify every byte and read the state. Raises CheckpointError naming what is wrong."""
+    """Fetch a checkpoint, verify every byte and read its state. Raises CheckpointError if it is missing or damaged."""
     uri = storage.uri(prefix)
     try:
-        named = "name a checkpoint as <workspace>/checkpoints/<cycle>/step-<n>, or --train.start scratch"
-        manifest = checkpoint_manifest(storage, prefix, next_command=named)
+        next_command = "use a checkpoint such as <workspace>/checkpoints/<cycle>/step-<n>, or --train.start scratch"
+        manifest = checkpoint_manifest(storage, prefix, next_command=next_command)
         folder = fetch_dir(storage, prefix, cache_dir)
         state = parse_state((folder / STATE).read_bytes())
     except (DataError, ValidationError, OSError) as error:
         raise CheckpointError(
             f"{uri}: {first_line(error)}",
-            expected=f"a whole checkpoint of schema {SCHEMA_VERSION}",
+            expected=f"a complete checkpoint of schema {SCHEMA_VERSION}",
             next_command="use an earlier checkpoint of the cycle",
         ) from error
     return Checkpoint(prefix, uri, folder, manifest.digest, state)
@@ -178,7 +178,7 @@ def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoin
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints of one cycle. What is opened is fetched into `cache_dir`."""
+    """The checkpoints of one cycle, which are fetched to `cache_dir` when opened."""
 
     storage: Storage
     cycle: str
@@ -186,17 +186,17 @@ class CheckpointStore:
     emit: Emit
 
     def steps(self) -> list[int]:
-        """Steps that have a marker, ascending; not yet verified."""
+        """Return the steps with a committed checkpoint in ascending order, without verifying them."""
         names = self.storage.list_dirs(f"checkpoints/{self.cycle}/")
-        found = sorted(int(match.group(1)) for name in names if (match := _STEP.match(name)))
-        return [step for step in found if self.storage.stat(f"{prefix_of(self.cycle, step)}/{MANIFEST_NAME}")]
+        steps = sorted(int(match.group(1)) for name in names if (match := _STEP.match(name)))
+        return [step for step in steps if self.storage.stat(f"{prefix_of(self.cycle, step)}/{MANIFEST_NAME}")]
 
     def open(self, step: int) -> Checkpoint:
-        """One step's checkpoint, verified. Raises CheckpointError."""
+        """Open a step's checkpoint. Raises CheckpointError if it is missing or damaged."""
         return open_checkpoint(self.storage, prefix_of(self.cycle, step), self.cache_dir)
 
     def newest_valid(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that verifies, and what was wrong with the newer ones (each also an event)."""
+        """Return the newest valid checkpoint, if any, and the problems of newer ones, emitting an event for each."""
         rejected: list[str] = []
         for step in reversed(self.steps()):
             try:
@@ -207,15 +207,15 @@ class CheckpointStore:
         return None, rejected
 
     def delete(self, step: int) -> None:
-        """Remove a checkpoint, marker first, so that a half-deleted one is never taken for whole."""
+        """Delete a checkpoint, its marker first, so that a half-deleted one never counts as complete."""
         prefix = prefix_of(self.cycle, step)
         self.storage.delete([f"{prefix}/{MANIFEST_NAME}"])
         self.storage.delete_prefix(f"{prefix}/")
         self.emit(EventName.CHECKPOINT_DELETED, step=step)
 
 
-def _tensors(path: Path) -> "dict[str, Tensor]":
-    from safetensors.torch import load_file  # torch costs prepare, which finds checkpoints, seconds
+def _load_tensors(path: Path) -> "dict[str, Tensor]":
+    from safetensors.torch import load_file  # imports torch, which would cost prepare seconds
 
     try:
         return load_file(path)

@@ -196,10 +196,11 @@ TOOLS: dict[str, Tool] = {
     ),
 }
 CONFIG = Tool("print every setting with its value and source", switches=_JSON)
+_SELDOM = ("launch", "doctor", "cache", "parity")
 COMMANDS: dict[str, str] = (
-    {"init": TOOLS["init"].text}
+    {name: tool.text for name, tool in TOOLS.items() if name not in {*STAGES, *_SELDOM}}
     | STAGES
-    | {name: tool.text for name, tool in TOOLS.items()}
+    | {name: TOOLS[name].text for name in _SELDOM}
     | {"config": CONFIG.text, "completion": COMPLETION}
 )
 

@@ -28,7 +28,7 @@ from pipeline.inference.model import Hit, Kind, Model, Order, PairScores, open_m
 from pipeline.io.atomic import write_atomic
 from pipeline.io.paths import temporary_folder, user_path
 from pipeline.io.storage import open_storage, os_errors
-from pipeline.registry.model import Registry, readable_model
+from pipeline.registry.model import Registry, resolve_model_name
 from pipeline.registry.records import one_line
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
@@ -119,7 +119,7 @@ def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
     if beside not in (_PREVIOUS, _PRODUCTION):
         return beside
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    registry = Registry(workspace, readable_model(settings, workspace))
+    registry = Registry(workspace, resolve_model_name(settings, workspace))
     served = registry.serving()
     pairs = [pair for pair in registry.pairs() if served and (pair == served) == (beside == _PRODUCTION)]
     if not pairs:
@@ -201,8 +201,8 @@ def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) ->
 
 def _chunks(model: Model, settings: Settings, path: str, stop: StopSignal) -> Iterator[RowChunk]:
     files = open_files(path, settings.data.format if settings.data.format != "esci" else "auto", stop, "FILE")
-    for stat, name in files.found:
-        one = replace(files, found=((stat, name),))  # a chunk is of one file
+    for stat, name in files.entries:
+        one = replace(files, entries=((stat, name),))  # a chunk is of one file
         batches = one.read(lambda uri: partial(plan_pairs, model.row_config, file=uri), _CHUNK_ROWS, "scoring")
         yield from cut_chunks(stat.key, batches, _CHUNK_ROWS)
 

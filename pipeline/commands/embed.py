@@ -31,7 +31,7 @@ from pipeline.embed.verify import (
     skipped,
 )
 from pipeline.registry.model import DeployedPair, Vectors, serve_verified_pair
-from pipeline.registry.records import Author, who
+from pipeline.registry.records import Author, current_user
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 
@@ -90,7 +90,9 @@ def _serve(ctx: StageContext, vectors: VectorSet) -> str:
             rows=info.rows,
             dim=info.layout.dim,
         ),
-        author=Author(by=who(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version),
+        author=Author(
+            by=current_user(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version
+        ),
     )
     return f"verify: {serve_verified_pair(ctx.workspace, pair)}"
 

@@ -28,7 +28,7 @@ from pipeline.io import atomic
 from pipeline.io.paths import user_path
 from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.registry.checkpoints import lineage, locate
-from pipeline.registry.model import read_pair, readable_model
+from pipeline.registry.model import read_pair, resolve_model_name
 from pipeline.registry.records import one_line, read_pointer
 from pipeline.settings import Settings
 from pipeline.stages.inputs import expected_shapes, find_prepared, shapes_of
@@ -154,7 +154,7 @@ def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall) -> tuple[
     if call.arguments:
         storage, prefix = locate(call.arguments[0], settings, ctx.workspace)
         return open_checkpoint(storage, prefix, cache_dir), prefix if storage is ctx.workspace else ""
-    model = readable_model(settings, ctx.workspace)
+    model = resolve_model_name(settings, ctx.workspace)
     found = read_pointer(ctx.workspace, model)
     if found is None:
         raise ConfigError(
@@ -205,7 +205,7 @@ def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCa
             next_command=f"{OUT} DIR, and copy it from there",
         )
     with open_context(settings, stop) as ctx:
-        served = None if call.arguments else read_pair(ctx.workspace, readable_model(settings, ctx.workspace))
+        served = None if call.arguments else read_pair(ctx.workspace, resolve_model_name(settings, ctx.workspace))
         if not call.arguments and served is None:
             raise ConfigError(
                 f"nothing is served of {settings.model_name} in {ctx.workspace.root}",

@@ -24,7 +24,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import open_files
 from pipeline.data.rows import LIKELY_NAMES, SLICE, ColumnPlan, by_spelling
-from pipeline.data.survey import common_labels, known_order
+from pipeline.data.survey import common_labels, infer_gains
 from pipeline.evaluate.gate.judge import fraction_for
 from pipeline.io.atomic import create_atomic
 from pipeline.io.storage import os_errors
@@ -172,7 +172,7 @@ def guess_columns(columns: Mapping[str, Column], config: DataConfig | None = Non
         grades = [
             column
             for column in rest.values()
-            if 2 <= len(column.values) <= _MAX_LABELS and known_order([*column.values])
+            if 2 <= len(column.values) <= _MAX_LABELS and infer_gains([*column.values])
         ]
         if grades:
             guess.columns["label"] = rest.pop(grades[0].name).name
@@ -205,10 +205,10 @@ def _fits(wanted: str, column: Column) -> bool:
 def _guess_labels(guess: Guess, column: Column) -> None:
     """Put the labels in order, without those that look like mistakes."""
     counts = column.values
-    names = [*counts] if known_order([*counts]) is not None else common_labels(counts)
+    names = [*counts] if infer_gains([*counts]) is not None else common_labels(counts)
     if rare := ", ".join(f"{name} ({rows})" for name, rows in counts.items() if name not in names):
         guess.notes.append(f"labels {rare} do not fit the others: these rows will be bad rows")
-    order = known_order(names)
+    order = infer_gains(names)
     guess.labels = tuple(order or ())
     if column.empty:
         guess.notes.append(f"{column.empty:,} rows have no {column.name}: bad rows")

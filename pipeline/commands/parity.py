@@ -38,12 +38,12 @@ from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest
 from pipeline.io.storage import Storage, open_storage, read_record
 from pipeline.model.hf import from_hf
-from pipeline.model.ops import unit
+from pipeline.model.ops import l2_normalize
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.process_group import ProcessGroup, open_device
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.proc.pool import run_tasks
-from pipeline.registry.checkpoints import start_place
+from pipeline.registry.checkpoints import locate_start
 from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared, mined_negatives
 from pipeline.telemetry.events import EventLog, EventName, read_events
@@ -335,7 +335,7 @@ def _start(settings: Settings, ctx: StageContext) -> Checkpoint:
     named, trained = settings.parity.checkpoint, ctx.earlier("train")
     start = (ctx.workspace, trained.outputs["checkpoint"]) if trained else None
     if named:
-        start = start_place(named, settings, ctx.workspace)
+        start = locate_start(named, settings, ctx.workspace)
     if start is None:
         raise ConfigError(
             f"there is no checkpoint to start from: parity.checkpoint is {named or 'not set'}, cycle {ctx.cycle} is"
@@ -441,7 +441,7 @@ def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopS
 
     def outputs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         found = program.outputs(batch)
-        both = {"query": unit(found.query), "product": unit(found.product)}
+        both = {"query": l2_normalize(found.query), "product": l2_normalize(found.product)}
         backend.step_boundary(list(both.values()))
         return {"logits": found.logits, **both}
 

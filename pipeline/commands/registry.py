@@ -12,8 +12,8 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, prefix_in
-from pipeline.registry.model import DeployedPair, Registry, readable_model
-from pipeline.registry.records import Author, HistoryEntry, Pointer, list_models, one_line, who
+from pipeline.registry.model import DeployedPair, Registry, resolve_model_name
+from pipeline.registry.records import Author, HistoryEntry, Pointer, current_user, list_models, one_line
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.events import code_version
 
@@ -77,8 +77,8 @@ def _open_registry(settings: Settings, stop: StopSignal, *, reads: bool) -> Regi
     Raises ConfigError.
     """
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    author = Author(by=who(), settings_hash=settings_hash(settings), code_version=code_version())
-    return Registry(workspace, readable_model(settings, workspace) if reads else settings.model_name, author=author)
+    author = Author(by=current_user(), settings_hash=settings_hash(settings), code_version=code_version())
+    return Registry(workspace, resolve_model_name(settings, workspace) if reads else settings.model_name, author=author)
 
 
 def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:

@@ -1,7 +1,7 @@
-"""A Neuron compile cache, on a disk or on S3: its entries, their states, and the deletion of what is stale or failed.
+"""Entries of a Neuron compile cache on a disk or S3: their states, and deletion of stale and failed ones.
 
-Layout, local and on S3: `neuronxcc-<version>+<build>/MODULE_<graph hash>+<flags hash>/<files>`. Sources: AWS Neuron SDK
-2.29, neuron-caching.rst; the table of states is that of optimum-neuron's cache clean-up.
+Layout on both: `neuronxcc-<version>+<build>/MODULE_<graph hash>+<flags hash>/<files>`. Sources: neuron-caching.rst of
+AWS Neuron SDK 2.29, and the cache clean-up of optimum-neuron for the states.
 """
 
 import json
@@ -28,11 +28,11 @@ from pipeline.io.storage import Storage, os_errors
 NEFF_NAME = "model.neff"
 DONE_NAME = "model.done"  # an empty marker, written last
 LOG_NAME = "model.log"  # the compiler's error text
-FLAGS_NAME = "compile_flags.json"  # from about SDK 2.20 on
+FLAGS_NAME = "compile_flags.json"  # since about SDK 2.20
 LOCK_SUFFIX = ".lock"
-# With no compiler alive a lock can only be right in the moments before one starts and after it ended.
+# Without a running compiler, a lock is valid only shortly before one starts and after one ends.
 STALE_LOCK_S = 600.0
-# On S3 live compilers cannot be seen. Longer than one graph takes to compile, shorter than a cycle can wait.
+# On S3 compilers of other machines are invisible. Longer than compiling one graph, shorter than a cycle can wait.
 SHARED_LOCK_S = 3600.0
 LOCK_DIR = ".trnpipe-sync"
 
@@ -45,16 +45,13 @@ class EntryState(StrEnum):
     """The state of one graph in a compile cache."""
 
     DONE = "done"
-    FAILED = "failed"  # the failure is reused for ever
-    LOCKED = "locked"  # compiling now, or a lock that a dead compiler left
-    PARTIAL = "partial"  # traced and not compiled, or left by a killed writer
+    FAILED = "failed"  # a cached failure, which is reused until it is deleted
+    LOCKED = "locked"  # being compiled, or a stale lock of a killed compiler
+    PARTIAL = "partial"  # traced but not compiled, or left by a killed writer
 
 
 def entry_state(names: Collection[str]) -> EntryState:
-    """Return the state that the names of an entry's files imply.
-
-    A finished result counts even beside a lock, which then only waits to be removed.
-    """
+    """Return the state of an entry from its file names. A finished result is DONE even if a lock is left."""
     if DONE_NAME in names and NEFF_NAME in names:
         return EntryState.DONE
     if any(name.endswith(LOCK_SUFFIX) for name in names):
@@ -72,7 +69,7 @@ class CacheFile:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """An entry as it was found. `key`: `<version folder>/<module folder>`."""
+    """An entry as listed. `key`: `<version folder>/<module folder>`."""
 
     key: str
     files: Mapping[str, CacheFile]
@@ -88,7 +85,7 @@ class CacheEntry:
 
     @property
     def is_published(self) -> bool:
-        """True for the layout of compile/sync.py: files in a folder of their own under a marker with checksums."""
+        """True if it has the layout of compile/sync.py: files in a subfolder, with a marker that has checksums."""
         return any(name == MANIFEST_NAME or _PUBLISHED_FILE.fullmatch(name) for name in self.files)
 
     @cached_property
@@ -96,7 +93,7 @@ class CacheEntry:
         if self.is_published:
             marker = self.files.get(MANIFEST_NAME)
             return EntryState.DONE if marker and marker.size_bytes else EntryState.PARTIAL
-        # A power cut keeps a name and loses the bytes.
+        # After a power failure a file may exist without its content.
         return entry_state({name for name, file in self.files.items() if name != NEFF_NAME or file.size_bytes})
 
     @property
@@ -109,28 +106,27 @@ class CacheEntry:
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since its newest file changed; None if any age is unknown."""
+        """Seconds since its newest file changed, None if any age is unknown."""
         ages = [file.age_s for file in self.files.values()]
-        known = [age for age in ages if age is not None]
-        return min(known, default=None) if len(known) == len(ages) else None
+        return None if None in ages else min((age for age in ages if age is not None), default=None)
 
 
 def list_entries(storage: Storage, key: str = "") -> list[CacheEntry]:
-    """List the entries below the root of a storage, or the one entry `key`, sorted by name.
+    """List the entries below the root of a storage, or only the entry `key`, sorted by name, without reading files.
 
-    On S3 one listing; on a disk no file is read. Raises ConfigError if the root is unreadable.
+    Raises ConfigError if the root is unreadable.
     """
-    root, found = storage.local_path(""), dict[str, dict[str, CacheFile]]()
+    root, entries = storage.local_path(""), dict[str, dict[str, CacheFile]]()
     files = _local_files(root, key) if root else ((s.key, s.size_bytes, s.age_s) for s in storage.list(key))
     for path, size_bytes, age_s in files:
         parts = path.split("/", 2)
         if len(parts) == 3 and _ENTRY.fullmatch("/".join(parts[:2])):
-            found.setdefault("/".join(parts[:2]), {})[parts[2]] = CacheFile(size_bytes, age_s)
-    return [CacheEntry(name, found[name]) for name in sorted(found)]
+            entries.setdefault("/".join(parts[:2]), {})[parts[2]] = CacheFile(size_bytes, age_s)
+    return [CacheEntry(name, entries[name]) for name in sorted(entries)]
 
 
 def _local_files(root: Path, key: str) -> Iterator[tuple[str, int, float | None]]:
-    """Yield (key, size, age) of the files two folders down and deeper. Files that vanish meanwhile are left out."""
+    """Yield (key, size, age) of files at least two folders deep, skipping files that are deleted during the listing."""
     now_s = time.time()
     with os_errors("listing", f"file://{root}"):
         if not root.is_dir() or not any(root.iterdir()):
@@ -142,40 +138,40 @@ def _local_files(root: Path, key: str) -> Iterator[tuple[str, int, float | None]
                     yield path.relative_to(root).as_posix(), stat.st_size, now_s - stat.st_mtime
 
 
-# Compilers at work on this host, and file systems on which their locks are unreliable.
+# Running compilers on this host, and file systems with unreliable locks.
 
 COMPILER_NAMES = ("neuronx-cc", "walrus_driver")  # the driver and its longest running child
 Compilers = Callable[[], Sequence[str]]
 
 
 def live_compilers() -> list[str]:
-    """Return the compiler processes of this host or container, as `name (pid 7)`."""
-    found = []
+    """Return the running compilers of this host or container, as `name (pid 7)`."""
+    compilers = []
     for process in psutil.process_iter(["pid", "name", "cmdline", "status"]):
         info = process.info
         # A console script may run as `python -u /opt/.../neuronx-cc compile`.
-        names = [info["name"] or "", *(PurePath(word).name for word in (info["cmdline"] or [])[:3])]
+        names = [info["name"] or "", *(PurePath(argument).name for argument in (info["cmdline"] or [])[:3])]
         name = next((name for name in names if name.startswith(COMPILER_NAMES)), None)
         if name is not None and info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(f"{name} (pid {info['pid']})")
-    return found
+            compilers.append(f"{name} (pid {info['pid']})")
+    return compilers
 
 
-# Neuron's locking over these is documented as unreliable: missing files, corruption, KeyError.
+# Neuron documents its locks as unreliable on these: missing files, corruption, KeyError.
 NETWORK_TYPES = frozenset({"nfs", "nfs4", "lustre", "efs", "cifs", "smb3"})
-LOCAL_FUSE = "fuse.fuse-overlayfs"  # the root of a container without privileges: a local disk below
+LOCAL_FUSE = "fuse.fuse-overlayfs"  # the root of an unprivileged container, on a local disk
 
 
 def refuse_network_root(root: Path) -> None:
     """Raise ConfigError if compilers would share `root` over a network file system."""
-    real = root.resolve()
-    above = [one for one in psutil.disk_partitions(all=True) if real.is_relative_to(one.mountpoint)]
-    mount = max(reversed(above), key=lambda one: len(PurePath(one.mountpoint).parts), default=None)
+    resolved = root.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
+    mount = max(reversed(mounts), key=lambda mount: len(PurePath(mount.mountpoint).parts), default=None)
     kind = mount.fstype.lower() if mount else ""
     if kind in NETWORK_TYPES or (kind.startswith("fuse.") and kind != LOCAL_FUSE):
         raise ConfigError(
             f"compile cache {root} is on a network file system ({kind})",
-            expected="a local disk: the compiler's locks are not reliable on a network file system",
+            expected="a local disk, because the compiler's locks are unreliable on network file systems",
             next_command="set the cache to a local folder and share it with `trnpipe cache sync` through S3",
         )
 
@@ -184,9 +180,9 @@ def refuse_network_root(root: Path) -> None:
 
 
 def status_lines(storage: Storage, flags: CompilerFlags, compilers: Compilers = live_compilers) -> list[str]:
-    """Describe a cache: totals, a line per compiler and per set of flags, one per entry that needs a look, warnings."""
+    """Return totals, a line per compiler version and set of flags, a line per entry that is not done, and warnings."""
     entries = list_entries(storage)
-    alive = compilers() if storage.local_path("") is not None else ()
+    running = compilers() if storage.local_path("") is not None else ()
     counts = Counter(entry.state for entry in entries)
     ages = [age for entry in entries if (age := entry.age_s) is not None]
     span = f" | age {format_duration(min(ages))} to {format_duration(max(ages))}" if ages else ""
@@ -195,40 +191,40 @@ def status_lines(storage: Storage, flags: CompilerFlags, compilers: Compilers = 
         f"compile cache {storage.uri('')} | {len(entries)} entries, {size}{span}",
         " | ".join(f"{state} {counts[state]}" for state in EntryState),
     ]
-    lines += [f"{name}: {number} entries" for name, number in sorted(Counter(one.version for one in entries).items())]
+    lines += [f"{name}: {count} entries" for name, count in sorted(Counter(entry.version for entry in entries).items())]
     texts = _flags_texts(storage, entries)
-    for suffix, number in sorted(Counter(entry.flags for entry in entries).items()):
-        lines.append(f"flags {suffix}: {number} entries, {texts.get(suffix, 'unknown')}")
-    lines += [f"compiling now: {process}" for process in alive]
+    for suffix, count in sorted(Counter(entry.flags for entry in entries).items()):
+        lines.append(f"flags {suffix}: {count} entries, {texts.get(suffix, 'unknown')}")
+    lines += [f"compiling now: {process}" for process in running]
     for entry in entries:
         if entry.state is not EntryState.DONE or entry.locks:
             size = format_bytes(entry.size_bytes)
             lines.append(f"{entry.state} {entry.key} | {size} | age {format_duration(entry.age_s)}")
-    if counts[EntryState.FAILED] or (counts[EntryState.LOCKED] and not alive):
-        lines.append("warning: a lock is waited for, and a failure reused, for ever: trnpipe cache repair")
+    if counts[EntryState.FAILED] or (counts[EntryState.LOCKED] and not running):
+        lines.append("warning: failed entries and stale locks block compiling until deleted: trnpipe cache repair")
     if texts and not any(set(flags.tokens()) == set(text.split()) for text in texts.values()):
-        lines.append(f"warning: no entry has the flags of the next run, {flags.text()}: every graph is compiled again")
+        lines.append(f"warning: no entry has the flags {flags.text()}, so the next run compiles every graph again")
     return lines
 
 
 def _flags_texts(storage: Storage, entries: Sequence[CacheEntry]) -> dict[str, str]:
-    """Return the flags behind each flags hash, without the target, from an entry that holds them."""
+    """Return the flags of each flags hash, without the target, as stored in one of its entries."""
     texts: dict[str, str] = {}
     for entry in entries:
         if entry.flags not in texts and FLAGS_NAME in entry.files:
             with suppress(KeyError, ValueError, TypeError):
                 tokens = json.loads(storage.read_bytes(f"{entry.key}/{FLAGS_NAME}"))
-                texts[entry.flags] = " ".join(word for word in tokens if not word.startswith("--target="))
+                texts[entry.flags] = " ".join(token for token in tokens if not token.startswith("--target="))
     return texts
 
 
-# Repair. What a living compiler may be writing is left alone: on a disk while one runs on this host, on S3 until it is
-# older than SHARED_LOCK_S.
+# Repair. Locked and partial entries may belong to a running compiler: on a disk if one runs on this host, on S3 until
+# they are older than SHARED_LOCK_S.
 
 
 @contextmanager
 def cache_lock(root: Path, stop: StopSignal) -> Iterator[Path]:
-    """Hold the lock of sync and repair on a local cache. Yields a work folder that compilers do not look into."""
+    """Hold the lock of sync and repair on a local cache. Yields a work folder that compilers ignore."""
     folder = root / LOCK_DIR
     with os_errors("writing", f"file://{folder}"):
         atomic.make_dirs(folder)
@@ -237,31 +233,31 @@ def cache_lock(root: Path, stop: StopSignal) -> Iterator[Path]:
 
 
 def repair(storage: Storage, *, stale_s: float = STALE_LOCK_S, compilers: Compilers = live_compilers) -> list[str]:
-    """Delete failed entries and stale locks, on a disk also partial entries. Return a line for each. Raises Preempted.
+    """Delete failed entries and stale locks, on a disk also partial entries, and return a line for each.
 
-    On S3 partial entries stay, because they may be waiting for a compiler of another machine. `stale_s`: age from which
-    a lock or partial entry on a disk is stale if no compiler runs on this host.
+    On S3 partial entries are kept, because another machine may be about to compile them. `stale_s`: age from which a
+    lock or partial entry on a disk is stale if no compiler runs on this host. Raises Preempted when stopped.
     """
     root = storage.local_path("")
     if root is None:
-        return list(_cleaned(storage, stale_s, compilers, (EntryState.FAILED,)))
+        return list(_clean(storage, stale_s, compilers, (EntryState.FAILED,)))
     if not root.is_dir():
         return []
     refuse_network_root(root)
     with cache_lock(root, storage.stop):
-        return list(_cleaned(storage, stale_s, compilers, (EntryState.FAILED, EntryState.PARTIAL, EntryState.LOCKED)))
+        return list(_clean(storage, stale_s, compilers, (EntryState.FAILED, EntryState.PARTIAL, EntryState.LOCKED)))
 
 
 def release_locks(storage: Storage, *, stale_s: float = 0.0, compilers: Compilers = live_compilers) -> list[str]:
-    """Delete the locks that dead compilers left, so that waiting processes go on. Return a line for each."""
-    return list(_cleaned(storage, stale_s, compilers, ()))
+    """Delete locks of dead compilers, so that waiting processes continue, and return a line for each."""
+    return list(_clean(storage, stale_s, compilers, ()))
 
 
-def _cleaned(storage: Storage, stale_s: float, compilers: Compilers, dropped: Collection[EntryState]) -> Iterator[str]:
-    """Delete stale locks, and whole entries of the `dropped` states. Yield a line for each."""
+def _clean(storage: Storage, stale_s: float, compilers: Compilers, dropped: Collection[EntryState]) -> Iterator[str]:
+    """Delete stale locks, and complete entries in one of the `dropped` states, and yield a line for each."""
     for listed in list_entries(storage):
         storage.stop.raise_if_set("repairing the compile cache")
-        # As it is now: a compiler may have started since the listing.
+        # List the entry again, because a compiler may have started since.
         for entry in list_entries(storage, listed.key) if listed.locks or listed.state in dropped else ():
             if not (entry.locks or entry.state in dropped):
                 continue
@@ -276,7 +272,7 @@ def _cleaned(storage: Storage, stale_s: float, compilers: Compilers, dropped: Co
 
 
 def _is_stale(storage: Storage, entry: CacheEntry, stale_s: float, compilers: Compilers) -> bool:
-    """Return whether no compiler can be at work on an entry that is locked or partial."""
+    """Return whether no compiler can be working on a locked or partial entry."""
     is_local = storage.local_path("") is not None
     names = {lock.rpartition("/")[2] for lock in entry.locks} or entry.files.keys()
     limit_s = stale_s if is_local else SHARED_LOCK_S

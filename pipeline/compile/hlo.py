@@ -1,6 +1,6 @@
-"""HLO text as torch_xla prints it: its instructions, how two graphs differ, and the readiness lint.
+"""Parse, compare and lint HLO text as printed by torch_xla.
 
-The text form is XLA's `HloModule::ToString` (github.com/openxla/xla, xla/hlo/ir/hlo_instruction.cc).
+The format is that of XLA's `HloModule::ToString` (github.com/openxla/xla, xla/hlo/ir/hlo_instruction.cc).
 """
 
 import math
@@ -26,47 +26,47 @@ class Instruction:
     shape: str
     """`f32[2,3]`, or a tuple `(f32[2], s32[2])`. A dynamic dimension is printed as its bound, `<=7`."""
     first_shape: str
-    """The shape of its first operand; empty without one."""
+    """The shape of its first operand, empty if it has none."""
     rest: str
     """The text after the opening parenthesis: operands and attributes."""
     combiner: str = ""
-    """The operation at the root of the computation that it applies (`to_apply`)."""
+    """The root operation of the computation that it applies (`to_apply`)."""
 
     @property
     def signature(self) -> str:
-        """The name under which it is counted: `dot f32[64,256]`."""
+        """Operation and shape, for counting: `dot f32[64,256]`."""
         return f"{self.opcode} {self.shape}"
 
     @property
     def source(self) -> str:
-        """file:line of our code; empty if the trace was made without XLA_HLO_DEBUG=1 and XLA_IR_DEBUG=1."""
+        """Source location as file:line, empty unless traced with XLA_HLO_DEBUG=1 and XLA_IR_DEBUG=1."""
         file, line = self.attribute("source_file"), self.attribute("source_line")
         return f"{file}:{line}" if file else ""
 
     def attribute(self, name: str) -> str:
-        """Return the value of an attribute, without quotes; empty if it is missing."""
-        found = re.search(rf'\b{name}=(?:"([^"]*)"|(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|[^\s,}}]+))', self.rest)
-        return (found[1] or found[2] or "") if found else ""
+        """Return the value of an attribute without quotes, empty if it is missing."""
+        match = re.search(rf'\b{name}=(?:"([^"]*)"|(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|[^\s,}}]+))', self.rest)
+        return (match[1] or match[2] or "") if match else ""
 
 
 def arrays(shape: str) -> list[tuple[str, list[str]]]:
-    """Return (dtype, dimensions as printed) of an array, or of each array of a tuple."""
+    """Return (dtype, dimensions as printed) of an array, or of each array in a tuple."""
     return [(dtype, [size for size in sizes.split(",") if size]) for dtype, sizes in _ARRAY.findall(shape)]
 
 
 def read_instructions(text: str) -> Iterator[Instruction]:
-    """Yield the instructions of all computations; of their parameters only the inputs of the graph."""
+    """Yield the instructions of all computations, without parameters that are not inputs of the graph."""
     roots: dict[str, str] = {}  # computations are printed before those that apply them
     shapes: dict[str, str] = {}
     computation, is_entry = "", False
     for line in text.splitlines():
-        found = _INSTRUCTION.match(line)
-        if found is None:
+        match = _INSTRUCTION.match(line)
+        if match is None:
             if start := _COMPUTATION.match(line):
                 is_entry, computation = bool(start[1]), start[2]
                 shapes = {}
             continue
-        is_root, name, printed, opcode, rest = found.groups()
+        is_root, name, printed, opcode, rest = match.groups()
         shape = shapes[name] = _LAYOUT_OR_COMMENT.sub("", printed)
         if is_root:
             roots[computation] = opcode
@@ -86,12 +86,12 @@ def read_instructions(text: str) -> Iterator[Instruction]:
 
 def op_counts(text: str) -> dict[str, int]:
     """Count operations by result shape, over all computations of a graph."""
-    return dict(sorted(Counter(one.signature for one in read_instructions(text)).items()))
+    return dict(sorted(Counter(instruction.signature for instruction in read_instructions(text)).items()))
 
 
-def difference(known: Mapping[str, int], seen: Mapping[str, int]) -> dict[str, int]:
-    """Return what `seen` has more (+) or fewer (-) of than `known`: inputs first, then the largest changes."""
-    changes = {op: seen.get(op, 0) - known.get(op, 0) for op in known.keys() | seen.keys()}
+def difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """Return the changes of operation counts, inputs first, then the largest changes."""
+    changes = {op: after.get(op, 0) - before.get(op, 0) for op in before.keys() | after.keys()}
     order = sorted(changes, key=lambda op: (not op.startswith("parameter "), -abs(changes[op]), op))
     return {op: changes[op] for op in order if changes[op]}
 
@@ -99,14 +99,14 @@ def difference(known: Mapping[str, int], seen: Mapping[str, int]) -> dict[str, i
 def describe(changes: Mapping[str, int], limit: int = 8) -> str:
     """Format a difference: `-1 parameter f32[64,2], +3 dot f32[64,256] and 12 more`."""
     if not changes:
-        return "the same operations, in another order or with other constants"
+        return "the same operations in another order or with other constants"
     more = f" and {len(changes) - limit} more" if len(changes) > limit else ""
     return ", ".join([f"{change:+d} {op}" for op, change in changes.items()][:limit]) + more
 
 
-# The lint: what neuronx-cc is documented to refuse or to compute wrongly. Facts: AWS Neuron documentation (error code
-# pages of neuronx-cc), and traces by torch-xla 2.9 on XLA:CPU. A code such as EVRF001 is the one that neuronx-cc prints
-# (as NCC_EVRF001); HLO0xx are ours, for results documented to be wrong.
+# The lint finds operations that neuronx-cc is documented to refuse or to compute wrongly. Sources: AWS Neuron
+# documentation (error code pages of neuronx-cc), and traces by torch-xla 2.9 on XLA:CPU. Codes such as EVRF001 are
+# printed by neuronx-cc (as NCC_EVRF001). HLO0xx are codes of this lint, for wrong results.
 
 Severity = Literal["error", "warning"]
 
@@ -118,93 +118,93 @@ _FLOAT_EXACT = "exact below 2^24 only"
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem, however often it occurs at one place in the code."""
+    """A problem and the number of its occurrences at one source location."""
 
     code: str
     message: str
     remedy: str
     severity: Severity = "error"
     instruction: str = ""
-    """Name, operation and shape of the first instruction; empty for a counter."""
+    """Name, operation and shape of the first instruction, empty for a counter."""
     source: str = ""
-    """file:line; empty when the trace was made without XLA_HLO_DEBUG=1 XLA_IR_DEBUG=1."""
+    """Source location, see Instruction.source."""
     count: int = 1
 
     def __str__(self) -> str:
         times = f" ({self.count} times)" if self.count > 1 else ""
-        where = f"\n  at: {self.source}" if self.source else ""
-        what = f"\n  in: {self.instruction}" if self.instruction else ""
-        return f"{self.severity} {self.code}: {self.message}{times}{what}{where}\n  remedy: {self.remedy}"
+        source = f"\n  at: {self.source}" if self.source else ""
+        instruction = f"\n  in: {self.instruction}" if self.instruction else ""
+        return f"{self.severity} {self.code}: {self.message}{times}{instruction}{source}\n  remedy: {self.remedy}"
 
 
-def _types_and_sizes(one: Instruction) -> Iterator[Finding]:
+def _check_shapes(op: Instruction) -> Iterator[Finding]:
     """Check the dtypes and dimensions of any operation."""
-    shapes = [] if one.opcode == "tuple" else arrays(one.shape)
+    shapes = [] if op.opcode == "tuple" else arrays(op.shape)
     dtypes = sorted({dtype for dtype, _ in shapes})
     for dtype in dtypes:
         if dtype in ("c64", "c128"):
-            yield Finding("EVRF004", f"complex numbers ({dtype})", "keep real and imaginary part in two tensors")
+            yield Finding("EVRF004", f"complex numbers ({dtype})", "keep real and imaginary parts in two tensors")
         elif dtype.startswith("f8") and ("fnuz" in dtype or "b11" in dtype or dtype == "f8e4m3fn"):
             remedy = "bf16, or f8e5m2 / f8e4m3 if the compiler supports them"
-            yield Finding("EVRF005", f"an 8-bit float that trn1 and trn2 do not have ({dtype})", remedy)
+            yield Finding("EVRF005", f"an 8-bit float that trn1 and trn2 do not support ({dtype})", remedy)
         elif dtype.startswith("f4"):
             yield Finding("ESPP004", f"a 4-bit float ({dtype})", "bf16")
         elif dtype == "f64":
             remedy = "float32: compare with tensors, not with Python floats"
-            yield Finding("ESPP004", f"double precision in {one.opcode} (f64)", remedy, "warning")
-    if one.opcode in DYNAMIC or any(size.startswith(("<=", "?")) for _, sizes in shapes for size in sizes):
+            yield Finding("ESPP004", f"double precision in {op.opcode} (f64)", remedy, "warning")
+    if op.opcode in DYNAMIC or any(size.startswith(("<=", "?")) for _, sizes in shapes for size in sizes):
         remedy = "fixed shapes: a mask instead of indexing by condition"
-        yield Finding("EMOD025", f"a dimension known only at run time, in {one.opcode}", remedy)
+        yield Finding("EMOD025", f"a dimension known only at run time, in {op.opcode}", remedy)
     integers = ", ".join(dtype for dtype in dtypes if dtype in INTEGERS)
-    if integers and one.opcode in ("dot", "all-reduce", "reduce-scatter"):
+    if integers and op.opcode in ("dot", "all-reduce", "reduce-scatter"):
         remedy = f"{_FLOAT_EXACT}: use float32, or keep the values small"
-        yield Finding("HLO004", f"{one.opcode} of {integers}", remedy, "warning")
-    if one.opcode in ("all-gather", "reduce-scatter"):
-        # Above it AWS's own trainer met NaN (neuronx-distributed, trainer/trainer.py: "Bucket cap > 140 MB").
+        yield Finding("HLO004", f"{op.opcode} of {integers}", remedy, "warning")
+    if op.opcode in ("all-gather", "reduce-scatter"):
+        # AWS's trainer got NaN above this size (neuronx-distributed, trainer/trainer.py: "Bucket cap > 140 MB").
         largest = max(
             math.prod(map(int, sizes)) * int("".join(filter(str.isdigit, dtype)) or 8) // 8
-            for dtype, sizes in (*shapes, *arrays(one.first_shape))
+            for dtype, sizes in (*shapes, *arrays(op.first_shape))
         )
         if largest > LARGEST_EXCHANGE_BYTES:
-            remedy = "NaN was seen above 140 MB: exchange it in parts"
-            yield Finding("HLO007", f"{one.opcode} of {largest / 1e6:,.0f} MB", remedy, "warning")
+            remedy = "split it, because collectives above 140 MB may return NaN"
+            yield Finding("HLO007", f"{op.opcode} of {largest / 1e6:,.0f} MB", remedy, "warning")
 
 
-def _operations(one: Instruction) -> Iterator[Finding]:
+def _check_operation(op: Instruction) -> Iterator[Finding]:
     """Check for operations that are documented as refused, or refused for integers."""
-    target = one.attribute("custom_call_target")
-    keys = {dtype for dtype, _ in arrays(one.first_shape)} & INTEGERS
-    if keys and (one.opcode in ("sort", "topk") or target in ("TopK", "AwsNeuronTopK")):
+    target = op.attribute("custom_call_target")
+    keys = {dtype for dtype, _ in arrays(op.first_shape)} & INTEGERS
+    if keys and (op.opcode in ("sort", "topk") or target in ("TopK", "AwsNeuronTopK")):
         remedy = f"convert the keys to float32 ({_FLOAT_EXACT}) before sort or topk"
-        yield Finding("EVRF013", f"{target or one.opcode} by keys of {', '.join(sorted(keys))}", remedy)
-    combined = {dtype for dtype, _ in arrays(one.shape)} & (INTEGERS | {"pred"})
-    if one.opcode == "scatter" and combined and one.combiner != "parameter":  # a parameter: plain overwriting
+        yield Finding("EVRF013", f"{target or op.opcode} by keys of {', '.join(sorted(keys))}", remedy)
+    combined = {dtype for dtype, _ in arrays(op.shape)} & (INTEGERS | {"pred"})
+    if op.opcode == "scatter" and combined and op.combiner != "parameter":  # a parameter overwrites
         remedy = f"scatter float32 and convert back ({_FLOAT_EXACT})"
         yield Finding("EVRF016", f"scatter that combines {', '.join(sorted(combined))}", remedy)
-    if one.opcode in ("triangular-solve", "cholesky"):
-        yield Finding("EVRF001", f"operator {one.opcode}", "solve or factor on the host, before or after training")
-    if one.opcode == "rng-bit-generator" and one.attribute("algorithm") not in ("", "rng_default"):
+    if op.opcode in ("triangular-solve", "cholesky"):
+        yield Finding("EVRF001", f"operator {op.opcode}", "solve or factor on the host, before or after training")
+    if op.opcode == "rng-bit-generator" and op.attribute("algorithm") not in ("", "rng_default"):
         remedy = "unset XLA_RNG_BIT_GENERATOR: only rng_default is implemented"
-        yield Finding("EVRF006", f"random numbers by {one.attribute('algorithm')}", remedy)
-    if one.opcode == "custom-call" and not target.startswith(("AwsNeuron", "NeuronBoundaryMarker", "Resize")):
-        yield Finding("EVRF015", f"custom call {target}", "write it with plain operators, or on the host")
+        yield Finding("EVRF006", f"random numbers by {op.attribute('algorithm')}", remedy)
+    if op.opcode == "custom-call" and not target.startswith(("AwsNeuron", "NeuronBoundaryMarker", "Resize")):
+        yield Finding("EVRF015", f"custom call {target}", "use plain operators, or compute it on the host")
 
 
 HOST_READ = "HLO006"
-"""Code of a value that was read on the host."""
+"""Code of the finding that a value was read on the host."""
 
 
 def lint(*texts: str) -> tuple[Finding, ...]:
-    """Apply every rule to every instruction of HLO texts. Errors come first, each problem once per line of our code."""
-    found: dict[tuple[str, str, str], Finding] = {}
+    """Apply every rule to every instruction of HLO texts. Returns each problem once per source line, errors first."""
+    findings: dict[tuple[str, str, str], Finding] = {}
     for text in texts:
-        for one in read_instructions(text):
-            for finding in (*_operations(one), *_types_and_sizes(one)):
-                key = (finding.code, finding.message, one.source)
-                where = f"{one.name} = {one.signature}"
-                before = found.get(key, replace(finding, instruction=where, source=one.source, count=0))
-                found[key] = replace(before, count=before.count + 1)
-    return tuple(sorted(found.values(), key=lambda finding: finding.severity != "error"))
+        for op in read_instructions(text):
+            for finding in (*_check_operation(op), *_check_shapes(op)):
+                key = (finding.code, finding.message, op.source)
+                new = replace(finding, instruction=f"{op.name} = {op.signature}", source=op.source, count=0)
+                previous = findings.get(key, new)
+                findings[key] = replace(previous, count=previous.count + 1)
+    return tuple(sorted(findings.values(), key=lambda finding: finding.severity != "error"))
 
 
 def lint_counters(counters: Mapping[str, int]) -> tuple[Finding, ...]:
@@ -213,15 +213,15 @@ def lint_counters(counters: Mapping[str, int]) -> tuple[Finding, ...]:
     findings = [
         Finding(
             "HLO005",
-            f"{name} ran on the host: the graph is cut there, and its result goes back to the device",
-            "another operator, or move this part into the data preparation",
+            f"{name} ran on the host, which splits the graph and copies the result back to the device",
+            "use another operator, or move the computation to data preparation",
             count=count,
         )
         for name, count in sorted(counters.items())
         if name.startswith("aten::") and name != read and count > 0
     ]
     if reads := counters.get(read, 0):
-        message = "a value was read on the host (.item(), float(), bool() of a tensor): the graph is cut there"
+        message = "a value was read on the host (.item(), float(), bool() of a tensor), which splits the graph"
         findings.append(
             Finding(HOST_READ, message, "keep it on the device and read it every N steps", "warning", count=reads)
         )

@@ -1,4 +1,4 @@
-"""What decides the graphs of a run, and the guard that holds a run against the manifest of this way of running."""
+"""The plan that identifies the graphs of a run, and the guard that compares a run with the manifest of its plan."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,7 +27,7 @@ from pipeline.model.config import ENCODER_FIELDS, EncoderSize, InputSpec, ModelC
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 
-# In the program but not in its graphs: values travel with the batches, or stay on the host.
+# Settings that do not affect graphs, because their values are inputs or are used on the host only.
 _NOT_IN_GRAPHS = {
     "start",
     "replay_share",
@@ -46,35 +46,35 @@ _NOT_IN_GRAPHS = {
     "parallel",  # see graph_plan
 }
 
-_OF_THE_RATE = {"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
+_SCHEDULE_FIELDS = {"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
 
 
 def graph_plan(
     settings: Settings, spec: InputSpec, buckets: Sequence[Bucket], share: RankSlice, device: str
 ) -> dict[str, PlanValue]:
-    """Everything two runs must share to share their graphs, by name."""
+    """Return everything that determines the graphs of training, by name. Runs with equal plans share their graphs."""
     plan = evaluation_plan(settings, spec, buckets, share.world_size, device)
-    spread = settings.train.parallel
-    if spread.recompute != "none":
-        plan["train.parallel.recompute"] = spread.recompute
-    if spread.shard == "state" and spread.shard_degree != 1:
-        plan["train.parallel.state_shards"] = spread.shard_degree or share.world_size
+    parallel = settings.train.parallel
+    if parallel.recompute != "none":
+        plan["train.parallel.recompute"] = parallel.recompute
+    if parallel.shard == "state" and parallel.shard_degree != 1:
+        plan["train.parallel.state_shards"] = parallel.shard_degree or share.world_size
     return plan | {"accumulation": share.accumulation, "world_size": share.world_size}
 
 
 def evaluation_plan(
     settings: Settings, spec: InputSpec, buckets: Sequence[Bucket], world_size: int, device: str
 ) -> dict[str, PlanValue]:
-    """What of it decides the graphs of evaluation: not how ranks share a step."""
+    """Return the part of the plan that determines the graphs of evaluation, without how ranks divide a step."""
     train, model = settings.train, settings.model
     plan: dict[str, PlanValue] = {}
-    for prefix, fields, left_out in (
+    for prefix, fields, excluded in (
         ("train", with_retired(train), {*_NOT_IN_GRAPHS, "optimizer", "loss", "guard"}),
-        ("train.optimizer", with_retired(train.optimizer), _OF_THE_RATE),
+        ("train.optimizer", with_retired(train.optimizer), _SCHEDULE_FIELDS),
         ("train.loss", train.loss.used_fields(), ()),
         ("train.guard", with_retired(train.guard), {"patience"}),
     ):
-        plan |= {f"{prefix}.{name}": value for name, value in fields.items() if name not in left_out}
+        plan |= {f"{prefix}.{name}": value for name, value in fields.items() if name not in excluded}
     plan |= {f"model.{name}": value for name, value in model.shape().items() if name not in ("preset", "init_from")}
     plan |= embed_plan(model, settings.embed, settings.compile, spec, device, world_size)
     return plan | {
@@ -90,7 +90,7 @@ def evaluation_plan(
 def embed_plan(
     model: ModelConfig, embed: EmbedConfig, flags: CompileConfig, spec: InputSpec, device: str, world_size: int
 ) -> dict[str, PlanValue]:
-    """What of it decides the graphs of embedding: encoder, vocabulary, shapes, device with its replicas, compiler."""
+    """Return the part of the plan for graphs of embedding: encoder, vocabulary, shapes, device, replicas, compiler."""
     plan: dict[str, PlanValue] = {
         f"model.{name}": value
         for name, value in model.shape().items()
@@ -105,9 +105,9 @@ def embed_plan(
     return plan | {
         "data.vocab_size": spec.vocab_size,
         "device": device,
-        # Devices that the runtime of one rank compiles every graph for, also one that reduces nothing. PyTorch/XLA 2.9
-        # tells the compiler their number (PjRtComputationClient::Compile), so a graph may have another cache key for
-        # another number. XLA:CPU processes are alone.
+        # The number of devices for which a rank's runtime compiles every graph, even one without collectives.
+        # PyTorch/XLA 2.9 passes it to the compiler (PjRtComputationClient::Compile), so it may change the cache key.
+        # XLA:CPU processes compile for one device each.
         "replicas": 1 if is_lazy_host(device) else world_size,
         "flags": flags.flags.text(),
         "versions": versions,
@@ -115,10 +115,10 @@ def embed_plan(
 
 
 def open_guard(workspace: Storage, plan: Plan, tracer: Tracer, config: CompileConfig, console: Console) -> GraphWatch:
-    """Watch a run against the manifest of exactly its plan.
+    """Return a guard that compares a run with the manifest of exactly its plan.
 
-    Warns once if nothing of the workspace was compiled ahead of time. Raises ConfigError, before anything is traced, if
-    only other plans were.
+    Logs a line if the workspace has no manifest. Raises ConfigError, before anything is traced, if it has manifests of
+    other plans only.
     """
     manifest = load_manifest(workspace, plan)
     if manifest is not None:
@@ -129,10 +129,10 @@ def open_guard(workspace: Storage, plan: Plan, tracer: Tracer, config: CompileCo
 def open_part_guard(
     workspace: Storage, plan: Plan, tracer: Tracer, config: CompileConfig, console: Console
 ) -> GraphWatch:
-    """Watch evaluation or embedding, whose part of the plan several ways of training may share.
+    """Return a guard for evaluation or embedding, whose plan may be part of several training plans.
 
-    On devices they share it at one number of ranks. They may run on CPU machines while training runs on Trainium:
-    XLA:CPU compiles in seconds, so only what was compiled for it, of this very model, binds it.
+    On devices these must have the same number of ranks. Evaluation and embedding may also run on CPU machines while
+    training runs on Trainium. XLA:CPU compiles in seconds, so only manifests for XLA:CPU and this model are enforced.
     """
     manifests = load_manifests(workspace)
     for manifest in manifests:
@@ -140,7 +140,7 @@ def open_part_guard(
             return _guard(manifest, tracer, config, console)
     if is_lazy_host(str(plan["device"])):
         names = [name for name in plan if name in ("device", "data.vocab_size") or name.startswith("model.")]
-        manifests = [one for one in manifests if all(one.plan.get(name) == plan[name] for name in names)]
+        manifests = [m for m in manifests if all(m.plan.get(name) == plan[name] for name in names)]
     parts = [GraphManifest(plan={name: manifest.plan.get(name) for name in plan}, graphs=()) for manifest in manifests]
     return _unguarded(workspace, plan, parts, config, console)
 
@@ -154,14 +154,14 @@ def _unguarded(
     workspace: Storage, plan: Plan, others: Sequence[GraphManifest], config: CompileConfig, console: Console
 ) -> GraphWatch:
     if not others:
-        console.info("graphs: none compiled ahead of time, so they are compiled as they come (trnpipe compile)")
+        console.info("graphs: none compiled ahead of time, compiling on demand (see trnpipe compile)")
         return GraphWatch()
-    seen = f"no graph of this run was compiled ahead of time: {'; '.join(plan_differences(plan, others))}"
+    message = f"no graph of this run was compiled ahead of time: {'; '.join(plan_differences(plan, others))}"
     if config.on_unknown_graph == "error":
         raise ConfigError(
-            seen,
-            expected=f"a graph manifest below {workspace.uri('compile-cache/graphs')}",
+            message,
+            expected=f"a graph manifest in {workspace.uri('compile-cache/graphs')}",
             next_command=f"{COMPILE}, or --compile.on-unknown-graph warn",
         )
-    console.warn(f"{seen}; they are compiled as they come")
+    console.warn(f"{message}; compiling on demand")
     return GraphWatch()

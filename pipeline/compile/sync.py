@@ -1,13 +1,13 @@
-"""Exchange of compiled graphs between machines.
+"""Exchange compiled graphs between machines.
 
-PyTorch/XLA: entries of a local cache go to and from a storage that all nodes share. There an entry is a committed
-folder: `<entry>/<content id>/<files>`, then `<entry>/MANIFEST.json`. Two nodes that compile the same graph make
-different bytes (a NEFF holds times and ids), so files are in a folder named by their content, and the marker, created
-once, names the winner's. An empty marker withdraws an entry that was found damaged: the next node that has it replaces
-the marker. Only what is new moves. Safe with many nodes at once, and when killed at any byte: in the storage the marker
-comes last, on the disk an entry appears by one rename, or file by file with `model.done` last.
+PyTorch/XLA: entries of a local cache are copied to and from a storage that all nodes share. In the storage an entry is
+a committed folder, `<entry>/<content id>/<files>` and a marker `<entry>/MANIFEST.json`. Nodes that compile the same
+graph produce different bytes (a NEFF contains times and ids), so files are in a folder named by their content, and the
+marker, which is created only once, refers to the folder of the first node. An empty marker withdraws a damaged entry,
+and the next node that has the entry replaces the marker. Only new entries are copied. Concurrent and killed processes
+are safe: the marker is written last, and on the disk an entry appears by one rename, or with `model.done` last.
 
-The native device: programs, each a file named by its content, `<folders>/<hash>.neff`, which torch-neuronx writes under
+The native device: programs are files named by their content, `<folders>/<hash>.neff`, which torch-neuronx writes under
 another name and renames ("safe for concurrent access across processes and nodes", its source).
 """
 
@@ -47,45 +47,44 @@ from pipeline.parallel.world import TRACE_FILE, node_from_env
 from pipeline.settings import Settings
 
 WITHDRAWN = b""
-NUM_ENTRY_THREADS = 4  # entries side by side; the files of each go side by side as well
+NUM_ENTRY_THREADS = 4  # entries copied in parallel, each with its files in parallel
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Keys of entries that were copied, and why others were not. `in_step`: entries that both sides have."""
+    """Keys of copied entries, (key, reason) of skipped entries, and the number of entries that both sides had."""
 
     pulled: tuple[str, ...] = ()
     pushed: tuple[str, ...] = ()
-    left_out: tuple[tuple[str, str], ...] = ()
-    in_step: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
+    in_sync: int = 0
 
     def lines(self) -> list[str]:
-        totals = f"pulled {len(self.pulled)} | pushed {len(self.pushed)} | in step {self.in_step}"
-        return [f"cache sync | {totals} | left out {len(self.left_out)}"] + [
-            f"left out {key}: {reason}" for key, reason in self.left_out
+        totals = f"pulled {len(self.pulled)} | pushed {len(self.pushed)} | in sync {self.in_sync}"
+        return [f"cache sync | {totals} | skipped {len(self.skipped)}"] + [
+            f"skipped {key}: {reason}" for key, reason in self.skipped
         ]
 
 
 def sync_cache(root: Path, storage: Storage) -> SyncReport:
-    """Copy finished entries between the local cache `root` and `storage`. Pulls first: training waits for that.
+    """Copy finished entries between the local cache `root` and `storage`, pulling first because training waits for it.
 
-    Raises ConfigError for a root on a network file system or a root that is itself such a storage; DiskFull,
-    TransientError and Preempted leave what was copied so far usable, and the same call continues.
+    Raises ConfigError if the root is on a network file system or is itself a shared storage. After DiskFull,
+    TransientError or Preempted, copied entries are usable and the same call continues.
     """
     refuse_network_root(root)
     local = open_storage(str(root), stop=storage.stop)
     shared = storage.local_path("")
-    if (shared is not None and shared.resolve() == root.resolve()) or any(
-        one.is_published for one in list_entries(local)
-    ):
+    is_same = shared is not None and shared.resolve() == root.resolve()
+    if is_same or any(entry.is_published for entry in list_entries(local)):
         raise ConfigError(
-            f"compile cache {root} is the storage that caches are synced with",
-            expected="the compiler's own folder on one side, a folder or s3:// prefix for all nodes on the other",
-            next_command="trnpipe config  # the compile section names both",
+            f"compile cache {root} is itself a storage that caches are synced with",
+            expected="the compiler's local folder, and another folder or s3:// prefix shared by all nodes",
+            next_command="trnpipe config  # see the section compile",
         )
     with cache_lock(root, storage.stop) as work_dir:
         staging = work_dir / "staging"
-        _clear(staging)  # left by a killed sync: the lock is ours
+        _clear(staging)  # left by a killed sync, since this process has the lock
         try:
             return _Sync(local, root, storage, staging).run()
         finally:
@@ -100,49 +99,49 @@ class _Sync:
     staging: Path
 
     def run(self) -> SyncReport:
-        mine, shared = (
-            {one.key: one for one in list_entries(side) if one.state is EntryState.DONE}
+        local, shared = (
+            {entry.key: entry for entry in list_entries(side) if entry.state is EntryState.DONE}
             for side in (self.local, self.storage)
         )
         published = {key for key, entry in shared.items() if entry.is_published}
-        pulls, pushes = sorted(published - mine.keys()), sorted(mine.keys() - published)
+        pulls, pushes = sorted(published - local.keys()), sorted(local.keys() - published)
         threads, stop = NUM_ENTRY_THREADS, self.storage.stop
         pulled = run_parallel(self._pull, pulls, num_threads=threads, stop=stop, doing="pulling compiled graphs")
-        news = [mine[key] for key in pushes]
-        pushed = run_parallel(self._push, news, num_threads=threads, stop=stop, doing="pushing compiled graphs")
-        gets, puts = list(zip(pulls, pulled, strict=True)), list(zip(pushes, pushed, strict=True))
+        new = [local[key] for key in pushes]
+        pushed = run_parallel(self._push, new, num_threads=threads, stop=stop, doing="pushing compiled graphs")
+        pull_results, push_results = list(zip(pulls, pulled, strict=True)), list(zip(pushes, pushed, strict=True))
         return SyncReport(
-            tuple(key for key, reason in gets if reason == ""),
-            tuple(key for key, reason in puts if reason == ""),
-            tuple((key, reason) for key, reason in gets + puts if reason),
-            len(mine.keys() & published) + pushed.count(None),
+            tuple(key for key, reason in pull_results if reason == ""),
+            tuple(key for key, reason in push_results if reason == ""),
+            tuple((key, reason) for key, reason in pull_results + push_results if reason),
+            len(local.keys() & published) + pushed.count(None),
         )
 
     def _pull(self, key: str) -> str:
-        """Copy an entry to the disk. Return '', or why it was left out."""
-        if any(one.locks for one in list_entries(self.local, key)):
-            return "locked here: a compiler makes it, or died (trnpipe cache repair)"
+        """Copy an entry to the disk. Return an empty string, or why it was skipped."""
+        if any(entry.locks for entry in list_entries(self.local, key)):
+            return "locked here by a running or killed compiler (trnpipe cache repair)"
         marker = join_key(key, MANIFEST_NAME)
-        stat = self.storage.stat(marker)  # before the entry is judged
+        stat = self.storage.stat(marker)  # before the entry is verified
         try:
             folder = self._fetch(key)
-        except DataError as error:  # make room for a node that has it, or compiles it
+        except DataError as error:  # withdraw it, so that a node that has or compiles it can push it again
             if stat is not None and stat.etag:
                 self.storage.write_if_match(marker, WITHDRAWN, stat.etag)
             return f"{error.seen}; withdrawn, to be compiled and pushed again"
-        return "" if place_entry(self.root, key, folder) else "locked here meanwhile: a compiler makes it"
+        return "" if place_entry(self.root, key, folder) else "locked here by a compiler that started during the pull"
 
     def _fetch(self, key: str) -> Path:
-        """Return a verified copy beside the cache. Raises DataError if the marker or a file is damaged."""
+        """Return a verified copy in the staging folder. Raises DataError if the marker or a file is damaged."""
         fetched = fetch_dir(self.storage, key, self.staging / key)
         with os_errors("reading", f"file://{fetched}"):
             manifest = Manifest.from_json((fetched / MANIFEST_NAME).read_bytes(), source=str(fetched))
             content = next(iter(manifest.files), "").partition("/")[0]
             names = {file.removeprefix(f"{content}/") for file in manifest.files}
-            is_whole = entry_state(names) is EntryState.DONE
-            if manifest.fields.get("entry") != key or not is_whole or any("/" in file for file in names):
+            is_done = entry_state(names) is EntryState.DONE
+            if manifest.fields.get("entry") != key or not is_done or any("/" in file for file in names):
                 uri = self.storage.uri(join_key(key, MANIFEST_NAME))
-                raise bad_file(uri, "is not that of this entry, finished", "its files")
+                raise bad_file(uri, "does not describe a finished entry of this key", "its files")
             folder = self.staging / key / content
             if self.storage.local_path("") is not None:
                 self.storage.download_dir(join_key(key, content), folder, sorted(names))
@@ -151,7 +150,7 @@ class _Sync:
         return folder
 
     def _push(self, entry: CacheEntry) -> str | None:
-        """Upload the files, then the marker. Return '', why it was left out, or None if another node was first."""
+        """Upload the files, then the marker. Return '', why it was skipped, or None if another node was first."""
         key, folder = entry.key, self.root / entry.key
         marker = join_key(key, MANIFEST_NAME)
         before = self.storage.stat(marker)
@@ -174,7 +173,7 @@ class _Sync:
             self.storage.upload_dir(join_key(key, content), folder, names)
             check_sizes(self.storage, key, manifest)
         except DataError as error:
-            return f"changed while it was read ({error.seen})"
+            return f"changed during the upload ({error.seen})"
         self.storage.stop.raise_if_set(f"publishing {key}")
         if before is not None:
             won = self.storage.write_if_match(marker, manifest.to_json(), before.etag)
@@ -182,20 +181,20 @@ class _Sync:
             won = self.storage.write_if_absent(marker, manifest.to_json())
         if won:
             return ""
-        try:  # the winner's bytes may be ours too; as text, because a damaged marker is for the next reader to judge
-            is_named = f'"{content}/'.encode() in self.storage.read_bytes(marker)
+        try:  # the first node may have pushed the same bytes; searched as text, since the marker may be damaged
+            is_used = f'"{content}/'.encode() in self.storage.read_bytes(marker)
         except KeyNotFound:
-            is_named = False
-        if not is_named:
+            is_used = False
+        if not is_used:
             self.storage.delete(join_key(key, file) for file in manifest.files)
         return None
 
 
 def place_entry(root: Path, key: str, folder: Path) -> bool:
-    """Move the files of `folder` (on the same file system) to the entry. Return False if that is locked.
+    """Move the files of `folder` (on the same file system) to the entry. Return False if the entry is locked.
 
-    A missing entry appears by one rename. Into one that exists (traced, failed, half written) the files go one by
-    one, `model.done` last; the log of an earlier failure is removed before it.
+    A missing entry appears by one rename. For an existing one (traced, failed, half written) the files are moved one by
+    one, then the log of an earlier failure is deleted, and `model.done` is moved last.
     """
     target = root / key
     with os_errors("writing", f"file://{target}"):
@@ -205,7 +204,7 @@ def place_entry(root: Path, key: str, folder: Path) -> bool:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            if any(one.locks for one in list_entries(open_storage(str(root)), key)):
+            if any(entry.locks for entry in list_entries(open_storage(str(root)), key)):
                 return False
             names = {path.name for path in folder.iterdir()}
             (target / DONE_NAME).unlink(missing_ok=True)
@@ -226,10 +225,10 @@ def _clear(staging: Path) -> None:
             shutil.rmtree(staging)
 
 
-# What a stage on Neuron shares while it runs.
+# Sharing programs during a stage on Neuron.
 
 FOLDER = "neff"
-PUSH_EVERY_S = 60.0  # a machine lost while it compiles loses at most one minute of programs
+PUSH_EVERY_S = 60.0  # a machine that fails while compiling loses the programs of at most one minute
 _PROGRAM = re.compile(r"(?:[0-9A-Za-z_-][0-9A-Za-z_.+-]*/)*[0-9A-Za-z_-][0-9A-Za-z_.+-]*\.neff")
 
 
@@ -237,11 +236,11 @@ _PROGRAM = re.compile(r"(?:[0-9A-Za-z_-][0-9A-Za-z_.+-]*/)*[0-9A-Za-z_-][0-9A-Za
 def shared_compile_cache(
     settings: Settings, stop: StopSignal, say: Say, env: Mapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """Prepare the compile cache of a stage, and share new programs. Runs once on each node, not in each rank.
+    """Prepare the compile cache of a stage and share new programs, once per node and not in each rank.
 
-    PyTorch/XLA compiles into a cache on S3 itself: locks that dead compilers left there are removed first. Programs of
-    the native device are copied from and to the storage. To be entered after `use_neuron_cache`.
-    Raises TransientError, ConfigError, Preempted.
+    PyTorch/XLA uses a cache on S3 directly, so only stale locks are deleted there. Programs of the native device are
+    copied from and to the storage. Enter it after `use_neuron_cache`. Raises TransientError or ConfigError if the
+    storage fails, and Preempted when stopped.
     """
     config, root = settings.compile, settings.compile.cache_root(settings.workspace)
     is_rank = "WORLD_SIZE" in env or TRACE_FILE in env
@@ -256,15 +255,15 @@ def shared_compile_cache(
         return
     programs = Programs(open_storage(uri, retry=settings.storage, stop=stop), Path(env[variable]))
     if pulled := programs.pull():
-        say(f"compile cache: {pulled} compiled programs from {uri}")
+        say(f"compile cache: pulled {pulled} compiled programs from {uri}")
     ended = Event()
 
-    def push_now_and_then() -> None:
+    def push_periodically() -> None:
         while not ended.wait(PUSH_EVERY_S):
-            with suppress(TrnpipeError):  # the last push below reports it
+            with suppress(TrnpipeError):  # the final push below reports errors
                 programs.push()
 
-    pusher = Thread(target=push_now_and_then, name="compiled programs", daemon=True)
+    pusher = Thread(target=push_periodically, name="compiled programs", daemon=True)
     pusher.start()
     try:
         yield
@@ -276,35 +275,34 @@ def shared_compile_cache(
                 programs.push()
             except Preempted:
                 raise
-            except TrnpipeError as error:  # other jobs then compile themselves; the stage's result stays
+            except TrnpipeError as error:  # other jobs compile again, but the stage's result is valid
                 say(f"compile cache: compiled programs could not be shared: {error.seen}")
         if programs.num_pushed:
-            say(f"compile cache: {programs.num_pushed} compiled programs to {uri}")
+            say(f"compile cache: pushed {programs.num_pushed} compiled programs to {uri}")
 
 
 def programs_uri(config: CompileConfig, root: str) -> str:
-    """Return the URI through which machines exchange programs; '' if the cache is a folder and sync_url is empty."""
+    """Return the URI of shared programs, empty if the cache is a folder and sync_url is not set."""
     shared = root if root.startswith("s3://") else config.sync_url.rstrip("/")
     return f"{shared}/{FOLDER}" if shared else ""
 
 
 class Programs:
-    """The compiled programs in a folder of this machine, and those in the storage that machines share."""
+    """Compiled programs in a local folder and in the storage that machines share."""
 
     def __init__(self, storage: Storage, folder: Path) -> None:
         self._storage, self._folder = storage, folder
-        found = (stat.key for stat in storage.list("") if stat.size_bytes)
-        self._stored = {key for key in found if _PROGRAM.fullmatch(key)}
+        self._stored = {s.key for s in storage.list("") if s.size_bytes and _PROGRAM.fullmatch(s.key)}
         self.num_pushed = 0
 
     def pull(self) -> int:
-        """Download the programs that the folder lacks. Return how many."""
+        """Download the programs that are missing in the folder and return their number."""
         missing = sorted(self._stored - self._local())
         self._storage.download_dir("", self._folder, missing)
         return len(missing)
 
     def push(self) -> None:
-        """Upload the programs that the storage lacked when this began, and that were not uploaded since."""
+        """Upload programs that the storage did not have when this object was created, each once."""
         new = sorted(self._local() - self._stored)
         self._storage.upload_dir("", self._folder, new)
         self._stored |= {*new}

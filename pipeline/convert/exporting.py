@@ -46,7 +46,7 @@ from pipeline.model.config import InputSpec
 from pipeline.model.factory import PREFIX as FACTORY_PREFIX
 from pipeline.model.factory import FactoryEncoder
 from pipeline.model.hf import CONFIG, FAMILIES, from_hf, hf_config
-from pipeline.model.ops import choose_forms, unit
+from pipeline.model.ops import choose_forms, l2_normalize
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel, build_model
 from pipeline.registry.checkpoints import Ancestor
 from pipeline.registry.records import one_line
@@ -269,11 +269,11 @@ class Program(nn.Module):
 
     def embed_query(self, tokens: Tensor) -> Tensor:
         """Return fp32 [B, D] of int32 [B, Tq]."""
-        return unit(self.model.encoder(tokens))
+        return l2_normalize(self.model.encoder(tokens))
 
     def embed_product(self, tokens: Tensor) -> Tensor:
         """Return fp32 [B, D] of int32 [B, Tp]."""
-        return unit(self.model.encoder(tokens))
+        return l2_normalize(self.model.encoder(tokens))
 
 
 def program_name(bucket: Bucket) -> str:

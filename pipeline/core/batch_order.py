@@ -37,7 +37,7 @@ class Bucket:
         """Read `16x32` (query x product) or `32` (both)."""
         parts = text.lower().split("x")
         if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
-            raise ConfigError(f"bucket {text!r}", expected="QUERYxPRODUCT tokens such as 16x32")
+            raise ConfigError(f"invalid bucket {text!r}", expected="QUERYxPRODUCT tokens such as 16x32")
         sizes = [int(part) for part in parts]
         return Bucket(sizes[0], sizes[-1])
 
@@ -50,7 +50,8 @@ def check_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
     ordered = tuple(sorted(set(buckets)))
     if not ordered or ordered[0].query_tokens < 3 or ordered[0].product_tokens < 3:
         raise ConfigError(
-            f"buckets {[b.name for b in ordered]}", expected="at least one bucket, each with 3 or more tokens per side"
+            f"invalid buckets {[bucket.name for bucket in ordered]}",
+            expected="at least one bucket, each with 3 or more tokens per side",
         )
     for small, large in pairwise(ordered):
         if small.product_tokens > large.product_tokens:
@@ -205,7 +206,7 @@ class BatchPlan:
     def __post_init__(self) -> None:
         if self.batches_per_epoch < 1:
             raise DataError(
-                f"{sum(self.pool_sizes)} groups for a global batch of {self.batch_size}",
+                f"{sum(self.pool_sizes)} groups do not fill a global batch of {self.batch_size}",
                 expected="at least one full batch",
                 next_command="lower train.global_batch_size or add data",
             )

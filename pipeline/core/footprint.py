@@ -236,7 +236,7 @@ def estimate(
 ) -> Estimate:
     """Estimate memory and time of a step on one core of `instance`. Raises ConfigError for an unknown instance."""
     if instance not in MACHINES:
-        raise ConfigError(f"instance type {instance}", expected=f"one of {', '.join(MACHINES)}")
+        raise ConfigError(f"unknown instance type {instance}", expected=f"one of {', '.join(MACHINES)}")
     machine = MACHINES[instance]
     flops = step_flops(encoder, workload, sample_parameters)
     peak_tflops = machine.core_tflops_fp32 if workload.precision == "fp32" else machine.core_tflops_bf16

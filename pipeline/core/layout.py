@@ -61,7 +61,7 @@ def layout_of(rank: int, world_size: int, *, shard_degree: int, tensor_degree: i
     data, rest = divmod(world_size, tensor_degree)
     if rest:
         raise ConfigError(
-            f"tensor_degree {tensor_degree} over {world_size} ranks",
+            f"tensor_degree {tensor_degree} does not divide {world_size} ranks",
             expected="a divisor of the number of ranks",
             next_command=f"tensor_degree {_largest_divisor(world_size, tensor_degree)}, or another number of ranks",
         )
@@ -69,7 +69,7 @@ def layout_of(rank: int, world_size: int, *, shard_degree: int, tensor_degree: i
     if data % shard:
         derivation = "" if tensor_degree == 1 else f" ({world_size} ranks / tensor_degree {tensor_degree})"
         raise ConfigError(
-            f"shard_degree {shard} over {data} data-parallel ranks{derivation}",
+            f"shard_degree {shard} does not divide {data} data-parallel ranks{derivation}",
             expected="a divisor of the number of data-parallel ranks, or 0 for all of them",
             next_command=f"shard_degree {_largest_divisor(data, shard)}, or another number of ranks",
         )

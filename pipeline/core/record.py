@@ -16,7 +16,7 @@ class Record(BaseModel):
     retired: ClassVar[Mapping[str, Any]] = {}
     """Fields of earlier versions, each with the only value that is still accepted in records and files (...: any)."""
     short: ClassVar[tuple[str, ...]] = ()
-    """The two fields that the short form `a=b` sets, for settings that are lists of such records."""
+    """The two fields that the short form `a=b` sets, for records in a list of the settings."""
 
     @model_validator(mode="before")
     @classmethod

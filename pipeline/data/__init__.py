@@ -1,1 +1,1 @@
-"""Input tables to fixed-shape token shards, and from there to batches."""
+"""Convert input tables to fixed-shape token shards, and read batches from them."""

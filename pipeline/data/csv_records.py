@@ -1,8 +1,8 @@
-"""CSV and TSV as programs write them: the records of a text, or the reason why a text is no record.
+"""A parser of CSV and TSV that returns the fields of each record, or the reason why a record is malformed.
 
-Supported are RFC 4180 (quotes doubled within quotes, texts of several lines), Spark's `\\"` within quotes, and TSV as
-registered (IANA text/tab-separated-values), which has no quoting: a quote in a TSV is text unless only a program that
-quotes can have written it.
+It reads RFC 4180 (doubled quotes, fields that span lines), Spark's `\\"` within quotes, and TSV as registered (IANA
+text/tab-separated-values), which has no quoting: a quote in a TSV is text unless only a program that quotes fields can
+have written it.
 """
 
 import csv
@@ -15,18 +15,16 @@ WRONG_FIELDS = "malformed row: wrong number of fields"
 UNCLOSED_QUOTE = "malformed row: quote never closed"
 TEXT_AFTER_QUOTE = "malformed row: text after a closing quote"
 _DELIMITERS = (",", "\t", ";", "|")
-_LONGEST_LINES = 128 * 2**10
-"""Characters of lines without a quote after which one that is still open was never meant."""
+_MAX_OPEN_CHARACTERS = 128 * 2**10  # a quote that is still open after so many characters without a quote is text
 csv.field_size_limit(max(16 * 2**20, csv.field_size_limit()))
-_HELD_CHARACTERS = 1000  # of what is malformed, for the quarantine
-_ESCAPES = {'\\"': '""', "\\\\": "\\"}
-"""Spark's within quotes, and what RFC 4180 writes."""
+_MAX_CONTENT_CHARACTERS = 1000  # of a malformed record, for the quarantine file
+_ESCAPES = {'\\"': '""', "\\\\": "\\"}  # Spark's escapes within quotes, and their RFC 4180 form
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?\s*')
 
 
 @dataclass(frozen=True)
 class Malformed:
-    """Text that is no record; `lines` of it count as rows."""
+    """Text that is not a record. It counts as `lines` rows."""
 
     reason: str
     text: str
@@ -34,20 +32,19 @@ class Malformed:
 
 
 class _Lines(Iterator[str]):
-    """The lines of a text. Those taken for a record can be put back and are read again."""
+    """An iterator over lines that can push back the lines taken for the current record."""
 
     def __init__(self, text: Iterable[str]) -> None:
-        self._text, self._ahead = iter(text), deque[str]()
+        self._text, self._pushed_back = iter(text), deque[str]()
         self.taken: list[str] = []
-        self.first = 1
-        """Number of the line with which the record begins."""
+        self.first = 1  # number of the first line of the record
         self._size = 0
 
     def __next__(self) -> str:
-        """Raises csv.Error if too much was taken for the record since its last quote."""
-        if self._size > _LONGEST_LINES:
+        """Return the next line. Raises csv.Error if the record has too many characters since its last quote."""
+        if self._size > _MAX_OPEN_CHARACTERS:
             raise csv.Error("a quote is never closed")
-        line = self._ahead.popleft() if self._ahead else next(self._text)
+        line = self._pushed_back.popleft() if self._pushed_back else next(self._text)
         self.taken.append(line)
         self._size = len(line) + (0 if '"' in line else self._size)
         return line
@@ -57,29 +54,29 @@ class _Lines(Iterator[str]):
         self.taken, self._size = [], 0
 
     def take(self, count: int) -> None:
-        """Make the first `count` lines from the start of the record the ones that are taken."""
-        self._ahead.extendleft(reversed(self.taken))
-        self.taken = [self._ahead.popleft() for _ in range(count)]
+        """Rewind to the start of the record and take its first `count` lines."""
+        self._pushed_back.extendleft(reversed(self.taken))
+        self.taken = [self._pushed_back.popleft() for _ in range(count)]
         self._size = 0
 
 
 class CsvRecords:
-    """The header and the records of a text. The delimiter is the given one, or another one that splits the header.
+    """The header and the records of a text. Another delimiter is used if `delimiter` does not split the header.
 
-    `rows` and `blank` count what was taken from the text so far. Raises csv.Error for an unclosed quote in the header.
+    `rows` and `blank` count rows and blank lines read so far. Raises csv.Error for an unclosed quote in the header.
     """
 
     def __init__(self, text: Iterable[str], delimiter: str) -> None:
         self._lines = _Lines(text)
         self.rows = self.blank = 0
         line = self._first_line()
-        if chosen := _SEPARATOR_LINE.fullmatch(line):  # Excel's, before the header
+        if separator := _SEPARATOR_LINE.fullmatch(line):  # Excel writes it before the header
             self._lines.begin_record()
-            delimiter, line = chosen[1], self._first_line()
+            delimiter, line = separator[1], self._first_line()
         self._delimiter = delimiter = _delimiter_of(line, delimiter)
         is_tabbed = delimiter == "\t"
         self._parser = self._parser_of(self._lines)
-        # In texts a comma is followed by a space, between columns it is not.
+        # A comma within text is followed by a space, a comma between columns is not.
         self._column_end = re.compile(re.escape(delimiter) + ("" if is_tabbed else "(?! )"))
         self.header = _split(line) if line else []
         self._has_quotes = not is_tabbed or all(_unquoted(field) for field in self.header)
@@ -94,7 +91,7 @@ class CsvRecords:
         return csv.reader(lines, delimiter=self._delimiter, strict=True, skipinitialspace=self._delimiter != "\t")
 
     def _first_line(self) -> str:
-        """Take the first line that is not blank; empty at the end."""
+        """Return the first line that is not blank, or an empty string at the end of the text."""
         for line in self._lines:
             if line.strip("\r\n"):
                 return line
@@ -103,21 +100,21 @@ class CsvRecords:
         return ""
 
     def __iter__(self) -> Iterator[tuple[int, list[str] | Malformed]]:
-        """Yield the number of its first line and the fields of a record, or what is malformed."""
-        read = self._quoted if self._has_quotes else self._tabbed
+        """Yield the number of the first line of each record, and its fields or the malformed text."""
+        read = self._read_quoted if self._has_quotes else self._read_tabbed
         while True:
             self._lines.begin_record()
-            found = read()
+            record = read()
             if not self._lines.taken:
                 return
-            if not found:
+            if not record:
                 self.blank += 1
                 continue
-            self.rows += found.lines if isinstance(found, Malformed) else 1
-            yield self._lines.first, found
+            self.rows += record.lines if isinstance(record, Malformed) else 1
+            yield self._lines.first, record
 
-    def _quoted(self) -> list[str] | Malformed:
-        """Return the fields of the next record by the rules of CSV; none for a blank line and at the end."""
+    def _read_quoted(self) -> list[str] | Malformed:
+        """Return the fields of the next record of a CSV, or an empty list for a blank line and at the end."""
         row, reason = self._parse(self._parser)
         if row is not None:
             return row
@@ -127,10 +124,10 @@ class CsvRecords:
         self._lines.take(num_lines)
         return self._malformed(reason)
 
-    def _tabbed(self) -> list[str] | Malformed:
-        """Return the fields of the next line of a TSV; none for a blank one and at the end.
+    def _read_tabbed(self) -> list[str] | Malformed:
+        """Return the fields of the next record of a TSV, or an empty list for a blank line and at the end.
 
-        A record has several lines only if the first line alone is no row, or leaves a quote open.
+        A record spans several lines only if its first line is not a row by itself, or leaves a quote open.
         """
         line = next(self._lines, "")
         if not line.strip("\r\n"):
@@ -150,17 +147,17 @@ class CsvRecords:
             return self._malformed(WRONG_FIELDS)
         if None not in plain:
             return [text or "" for text in plain]
-        # A program that quotes what it must would quote an empty text, and one with a quote.
+        # A program that quotes only when it must quotes an empty text and a text that contains a quote.
         return [
             text if text is not None and (not text or '"' in text) else field
             for text, field in zip(plain, fields, strict=True)
         ]
 
     def _parse(self, parser: Iterator[list[str]]) -> tuple[list[str] | None, str]:
-        """Return the next row, or None and the reason why the lines taken are none; no fields for a blank line.
+        """Return the next row (empty for a blank line), or None and the reason why the lines are not a row.
 
-        Text after a closing quote means that an earlier quote was never closed and that the rows between became one.
-        So does a field of which the lines look like rows.
+        Text after a closing quote means that an earlier quote was never closed, so that several rows were read as one.
+        The same holds if the lines of one field look like rows.
         """
         try:
             record = next(parser, [])
@@ -174,7 +171,7 @@ class CsvRecords:
         return record, ""
 
     def _parse_escaped(self) -> list[str] | None:
-        """Return the row at the first of the lines taken by the rules of Spark, None if it is no row."""
+        """Parse the lines taken again with Spark's escapes. Return None if they are not a row."""
         if not any('\\"' in line for line in self._lines.taken):
             return None
         self._lines.take(0)
@@ -182,30 +179,30 @@ class CsvRecords:
 
     def _malformed(self, reason: str) -> Malformed:
         text = "".join(self._lines.taken).rstrip("\r\n")
-        return Malformed(reason, text[:_HELD_CHARACTERS], len(self._lines.taken))
+        return Malformed(reason, text[:_MAX_CONTENT_CHARACTERS], len(self._lines.taken))
 
     def _swallowed_rows(self, record: list[str]) -> bool:
-        """Return whether a field reaches from a quote in one row to a quote in the same column of a later row.
+        """Return whether a field spans from a quote in one row to a quote in the same column of a later row.
 
-        Such a field has the end of one row and the start of the other, and with commas, which texts have too, rows
-        between. In a TSV a line within it that is a row, or a row up to this column, is enough.
+        Such a field contains the end of the first row and the start of the last. Unless the delimiter is a tab, most
+        lines between them must be rows. In an unquoted TSV, one row (or its start, up to this column) is enough.
         """
         num_columns = len(record)
-        for place, value in enumerate(record if num_columns > 1 else ()):
+        for column, value in enumerate(record if num_columns > 1 else ()):
             first, *between = (len(self._column_end.split(line)) for line in re.split(r"\r\n?|\n", value))
             if not between:
                 continue
-            is_end = between.pop() == place + 1
-            if not self._has_quotes and (num_columns in between or (is_end and place > 0)):
+            is_end = between.pop() == column + 1
+            if not self._has_quotes and (num_columns in between or (is_end and column > 0)):
                 return True
-            holds_rows = self._delimiter == "\t" or 2 * between.count(num_columns) > len(between)
-            if is_end and first == num_columns - place and holds_rows:
+            contains_rows = self._delimiter == "\t" or 2 * between.count(num_columns) > len(between)
+            if is_end and first == num_columns - column and contains_rows:
                 return True
         return False
 
 
 def _delimiter_of(header: str, usual: str) -> str:
-    """Return the usual delimiter if it splits the header, else the one that splits it into most fields."""
+    """Return the usual delimiter if it splits the header, otherwise the one that gives the most fields."""
 
     def num_fields(delimiter: str) -> int:
         return len(next(csv.reader([header], delimiter=delimiter), ()))
@@ -218,19 +215,19 @@ def _split(line: str) -> list[str]:
 
 
 def _as_rfc(lines: Iterable[str], delimiter: str) -> Iterator[str]:
-    """Write what Spark escapes within quotes as RFC 4180 does. Elsewhere a backslash is text."""
+    """Convert Spark's escapes within quotes to RFC 4180. Outside quotes a backslash is text."""
     is_open = False
     for line in lines:
-        done = ""
+        converted = ""
         for part in re.split(r'(\\["\\]|")', line):
             if part == '"':
-                is_open = not is_open and done.rstrip(" ")[-1:] in ("", delimiter, '"')
-            done += _ESCAPES.get(part, part) if is_open else part
-        yield done
+                is_open = not is_open and converted.rstrip(" ")[-1:] in ("", delimiter, '"')
+            converted += _ESCAPES.get(part, part) if is_open else part
+        yield converted
 
 
 def _unquoted(field: str) -> str | None:
-    """Return the text of a quoted field (quotes within doubled or after backslashes); None for any other field."""
+    """Return the text of a quoted field (with doubled or escaped quotes), or None for any other field."""
     if len(field) < 2 or not (field[0] == field[-1] == '"'):
         return None
     inner = field[1:-1]

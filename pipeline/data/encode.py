@@ -1,4 +1,4 @@
-"""Encode one chunk of rows: validate, tokenise, pack and write one shard per split, then a record of completion."""
+"""Encode one chunk of rows: validate, tokenise, pack and write one shard per split, then a completion record."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from pipeline.data.lexical import lexical_features
 from pipeline.data.rows import RowChunk, product_text, quarantined, text_characters
 from pipeline.data.shards import Arrays
 from pipeline.data.token_sets import QUARANTINE_ROWS, SPLITS, QuarantinedRow, ShardInfo, Split
-from pipeline.data.tokenizer import TextTokenizer, Tokens, id_dtype, pack, place_pairs
+from pipeline.data.tokenizer import TextTokenizer, Tokens, fit_pairs, id_dtype, pack
 from pipeline.data.validate import CleanRows, Names, RowRules, clean
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.storage import os_errors
 
 
 class ChunkRecord(Record):
-    """The account of a finished chunk. `rows_filtered` are not counted in `rows_read`."""
+    """The row counts of a finished chunk. `rows_read` does not include `rows_filtered`."""
 
     file: str
     rows_filtered: int
@@ -43,7 +43,7 @@ class ChunkRecord(Record):
 
 @dataclass(frozen=True)
 class Staging:
-    """The staging folder of a partition: `files/` becomes the token set, `records/` proves finished chunks."""
+    """The staging folder of a partition: `files/` becomes the token set, `records/` lists the finished chunks."""
 
     folder: Path
 
@@ -60,18 +60,18 @@ class Staging:
             (self.folder / "records").mkdir(exist_ok=True)
 
     def finished(self, index: int) -> ChunkRecord | None:
-        """Return the record of a chunk if all of its shards are whole, else None."""
+        """Return the record of a chunk if all of its shards are complete, else None."""
         try:
             record = ChunkRecord.model_validate_json(self.record_path(index).read_bytes())
-            is_whole = all((self.files / name).stat().st_size == size for name, size in record.sizes_bytes.items())
-        except (OSError, ValueError):  # never written, or torn: encode it again
+            is_complete = all((self.files / name).stat().st_size == size for name, size in record.sizes_bytes.items())
+        except (OSError, ValueError):  # missing or truncated: encode the chunk again
             return None
-        return record if is_whole else None
+        return record if is_complete else None
 
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """One chunk to encode. `index` counts the chunks of a partition; `name` is part of its shards' file names."""
+    """One chunk to encode. `index` is its number in the partition, `name` is part of its shards' file names."""
 
     index: int
     name: str
@@ -86,10 +86,7 @@ def _tokenizer(data: bytes) -> TextTokenizer:
 
 
 def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, ChunkRecord]:
-    """Encode a chunk. Its record is written last, once the shards are durable.
-
-    Returns the name of the partition, the index of the chunk and the record.
-    """
+    """Encode a chunk, write its shards and then its record. Return (partition name, index of the chunk, record)."""
     config, tokenizer = task.rules.config, _tokenizer(tokenizer_json)
     rows, bad, rows_read = clean(task.chunk, task.rules)
     encoded = encode_rows(rows, config, tokenizer)
@@ -99,8 +96,8 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
     for row in bad:
         reasons[row.reason] += row.count
     with os_errors("writing", f"file://{task.staging.folder}"):
-        for place, split in enumerate(SPLITS):
-            index = np.flatnonzero(rows.split == place)
+        for split_index, split in enumerate(SPLITS):
+            index = np.flatnonzero(rows.split == split_index)
             if not len(index):
                 continue
             name = f"{split}-{task.name}.safetensors"
@@ -129,7 +126,7 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """N rows as tokens and features: the bucket [N] of each, whether it is truncated [N], and its tokens then [N]."""
+    """N encoded rows. `num_tokens` [N] counts the tokens of both texts after truncation to the row's bucket."""
 
     queries: Tokens
     products: Tokens
@@ -150,7 +147,7 @@ def encode_rows(rows: CleanRows, config: DataConfig, tokenizer: TextTokenizer) -
             for title, text in zip(rows.title, rows.text, strict=True)
         ]
     )
-    bucket, truncated, num_tokens = place_pairs(queries, products, buckets)
+    bucket, truncated, num_tokens = fit_pairs(queries, products, buckets)
     numeric = rows.numeric
     if config.lexical:
         numeric = np.concatenate([numeric, lexical_features(rows.query, rows.title)], axis=1)
@@ -164,7 +161,7 @@ def bucket_arrays(
     tokenizer: TextTokenizer,
     buckets: Sequence[Bucket],
 ) -> Arrays:
-    """Return the tensors of a shard by their names. `by_bucket`: the numbers of its rows."""
+    """Return the tensors of a shard by name. `by_bucket` has the row indices of each bucket."""
     columns: Arrays = {
         "label": rows.label,
         "gain": rows.gain,

@@ -1,6 +1,6 @@
-"""The files that a path in the settings names: which are read, as what format, and the days they belong to.
+"""The input files below a configured path, their formats, and the days they belong to.
 
-Nothing below the path is left out in silence: a file is read, passed over and named, or the input is refused.
+No file below the path is ignored silently: it is read, listed as skipped, or the input is refused.
 """
 
 import os
@@ -30,10 +30,7 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read; `key` is relative to the input's root. `content_id` changes with the content of the file.
-
-    `version` shows a change since the file was listed without reading it.
-    """
+    """A file to read. `content_id` changes with its content, `version` (see readers.version_of) when it is written."""
 
     key: str
     format: str
@@ -44,15 +41,15 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a table and the format of each. `passed_over`: keys of files that hold no rows of it."""
+    """The files of a table, each with its format. `passed_over`: keys of files that are not part of the table."""
 
     storage: Storage
-    found: tuple[tuple[ObjectStat, str], ...]
+    entries: tuple[tuple[ObjectStat, str], ...]
     passed_over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises DataError for a name that is not UTF-8, because names are stored with what is made of a file."""
-        for stat, _ in self.found:
+        """Raise DataError for a file name that is not UTF-8, because names are stored with the prepared rows."""
+        for stat, _ in self.entries:
             try:
                 stat.key.encode()
             except UnicodeEncodeError as error:
@@ -64,14 +61,14 @@ class Files:
 
     @cached_property
     def inputs(self) -> tuple[InputFile, ...]:
-        """The files with the xxh3 of a local file (times are unreliable), or with ETag and size on S3.
+        """The files with their content ids: the xxh3 of a local file (times are unreliable), ETag and size on S3.
 
-        The version of the readers is part of the content id, because it decides what is made of the content.
+        The content id includes the version of the readers, because another version can read other rows.
         """
         storage, inputs = self.storage, list[InputFile]()
-        size_bytes = sum(stat.size_bytes for stat, _ in self.found)
-        with progress("looking for changes in the input", size_bytes, "bytes") as advance:
-            for stat, name in self.found:
+        size_bytes = sum(stat.size_bytes for stat, _ in self.entries)
+        with progress("checking the input for changes", size_bytes, "bytes") as advance:
+            for stat, name in self.entries:
                 content = version = object_version(stat)
                 if storage.local_path(stat.key) is not None:
                     version = version_of(storage, stat.key)
@@ -82,9 +79,9 @@ class Files:
         return tuple(inputs)
 
     def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
-        """Yield all rows, at most `num_rows` at a time. `plan` returns what to read of a file by its URI."""
-        with progress(doing, sum(stat.size_bytes for stat, _ in self.found), "bytes") as advance:
-            for stat, name in self.found:
+        """Yield all rows, at most `num_rows` at a time. `plan` returns the planner of a file by its URI."""
+        with progress(doing, sum(stat.size_bytes for stat, _ in self.entries), "bytes") as advance:
+            for stat, name in self.entries:
                 uri = self.storage.uri(stat.key)
                 for batch in read_file(self.storage, stat.key, name, plan(uri), num_rows):
                     self.storage.stop.raise_if_set(f"reading {uri}")
@@ -93,7 +90,7 @@ class Files:
 
 
 def names_of(keys: Sequence[str]) -> str:
-    """Return the first of some keys for a message."""
+    """Return the first few keys as text for a message."""
     more = f" and {len(keys) - _MAX_NAMES} more" if len(keys) > _MAX_NAMES else ""
     return ", ".join(map(shorten, keys[:_MAX_NAMES])) + more
 
@@ -103,7 +100,7 @@ def names_of(keys: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files below a path that may hold rows, and the keys of hidden files and documents."""
+    """The files below a path that may contain rows. `passed_over`: keys of hidden files and documents."""
 
     storage: Storage
     stats: tuple[ObjectStat, ...]
@@ -118,19 +115,19 @@ _DOCUMENT = re.compile(
 
 
 def _is_hidden(part: str) -> bool:
-    """Return whether a name is hidden as in Hadoop, except folders of a column that begins with _."""
+    """Return whether a name is hidden by the rules of Hadoop. A folder `_column=value` is not hidden."""
     return part.startswith(".") or (part.startswith("_") and "=" not in part)
 
 
-def _holds_rows(stat: ObjectStat) -> bool:
+def _may_contain_rows(stat: ObjectStat) -> bool:
     *_, name = parts = stat.key.split("/")
     return not any(map(_is_hidden, parts)) and bool(_ROWS_SUFFIX.fullmatch(name) or not _DOCUMENT.fullmatch(name))
 
 
 def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry: RetryPolicy | None = None) -> Listing:
-    """List a path: the file it names, or all files below it.
+    """List a path: a single file, or all files below a folder.
 
-    Raises DataError, naming the `setting`, for a path that does not exist or is ambiguous, and for a broken link.
+    Raises DataError, naming the `setting`, if the path does not exist or is ambiguous, and for broken links.
     """
     is_local = "://" not in path or path.startswith("file:///")
     local = user_path(path.removeprefix("file://") if is_local else "/")
@@ -140,13 +137,13 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
     if is_missing:
         raise DataError(
             f"{path} does not exist",
-            expected="a file or folder with rows",
-            next_command=f"correct {setting}" + (", or leave it out" if setting.startswith("--") else ""),
+            expected="an existing file or folder",
+            next_command=f"correct {setting}" + (", or remove it" if setting.startswith("--") else ""),
         )
     if not is_local and "//" in urlsplit(path).path:
         raise DataError(
-            f"{path} has an empty part between two '/'",
-            expected="a folder above it, below which such keys are read too, or keys without empty parts",
+            f"{path} contains '//', an empty folder name",
+            expected="a parent folder, which includes such keys, or keys without '//'",
             next_command=f"{setting} {re.sub('(?<!:)//+.*', '/', path)}",
         )
     if not is_folder:
@@ -155,69 +152,68 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
         below = [] if is_local else list(islice(open_storage(path, retry=retry, stop=stop).list(""), 1))
         if stat and below and stat.size_bytes and not path.endswith("/"):
             raise DataError(
-                f"{path} is a file, and there are files below it too, such as {path}/{below[0].key}",
-                expected="a file, or a folder",
-                next_command=f"{setting} {path}/ reads what is below it; rename the file to read that",
+                f"{path} is both a file and a folder with files such as {path}/{below[0].key}",
+                expected="a file or a folder",
+                next_command=f"{setting} {path}/ to read the folder, or rename the file to read the file",
             )
         if stat and not below:
             return Listing(storage, (stat,))
     storage = open_storage(path, retry=retry, stop=stop)
-    if is_local and (broken := _no_files(local)):
+    if is_local and (broken := _irregular_files(local)):
         raise DataError(
-            f"{len(broken)} name(s) below {path} lead to no file: {names_of(broken)}",
-            expected="files, and links to files that are there",
-            next_command=f"restore the files, or remove what this names: find -L {path} ! -type f ! -type d",
+            f"{len(broken)} name(s) below {path} are not regular files: {names_of(broken)}",
+            expected="files, and links to existing files",
+            next_command=f"restore the files, or remove everything listed by: find -L {path} ! -type f ! -type d",
         )
     stats = list(storage.list(""))
-    held = tuple(stat for stat in stats if _holds_rows(stat))
-    keys = {stat.key for stat in held}
-    return Listing(storage, held, tuple(stat.key for stat in stats if stat.key not in keys))
+    candidates = tuple(stat for stat in stats if _may_contain_rows(stat))
+    keys = {stat.key for stat in candidates}
+    return Listing(storage, candidates, tuple(stat.key for stat in stats if stat.key not in keys))
 
 
-def _no_files(folder: Path) -> list[str]:
+def _irregular_files(folder: Path) -> list[str]:
     """Return the names of broken links, pipes and sockets."""
-    found = [Path(root, name) for root, _, names in os.walk(folder) for name in names]
-    keys = [(path, str(path.relative_to(folder))) for path in found if not path.is_file()]
+    paths = [Path(root, name) for root, _, names in os.walk(folder) for name in names]
+    keys = [(path, str(path.relative_to(folder))) for path in paths if not path.is_file()]
     return sorted(key for _, key in keys if not any(map(_is_hidden, key.split("/"))))
 
 
 def open_files(
-    path: str, wanted: str, stop: StopSignal, setting: str = "--data.path", retry: RetryPolicy | None = None
+    path: str, default_format: str, stop: StopSignal, setting: str = "--data.path", retry: RetryPolicy | None = None
 ) -> Files:
-    """Return the files below a path. A file without a known suffix has the `wanted` format.
+    """Return the files below a path. `default_format`, unless "auto", applies to files without a known suffix.
 
-    Raises DataError, naming the `setting`, if there is no file, or one of unknown format.
+    Raises DataError, naming the `setting`, if there is no file, or if the format of a file is unknown.
     """
-    return choose_files(find_files(path, stop, setting, retry), wanted, path, setting)
+    return choose_files(find_files(path, stop, setting, retry), default_format, path, setting)
 
 
-def choose_files(listing: Listing, wanted: str, path: str, setting: str = "--data.path") -> Files:
-    """Return the files with their formats; empty ones without a suffix are passed over. Raises as open_files()."""
-    found, unknown, empty = list[tuple[ObjectStat, str]](), list[str](), list[str]()
+def choose_files(listing: Listing, default_format: str, path: str, setting: str = "--data.path") -> Files:
+    """Return the files with their formats. Skip empty files without a suffix. Raises as open_files()."""
+    entries, unknown, empty = list[tuple[ObjectStat, str]](), list[str](), list[str]()
     for stat in listing.stats:
         name = suffix_format(stat.key)
-        if wanted != "auto" and name in (None, wanted):
-            name = wanted
+        if default_format != "auto" and name in (None, default_format):
+            name = default_format
         if name:
-            found.append((stat, name))
+            entries.append((stat, name))
         else:
             (unknown if stat.size_bytes else empty).append(stat.key)
     if unknown:
         raise DataError(
-            f"{len(unknown)} of {len(listing.stats)} files of {path} have no suffix of a known format: "
-            + names_of(unknown),
+            f"{len(unknown)} of {len(listing.stats)} files in {path} have no known suffix: {names_of(unknown)}",
             expected="*.parquet, *.csv, *.tsv or *.jsonl files, also with .gz",
-            next_command="move them out of the input, or"
-            f" {setting.rpartition('.')[0] or '--data'}.format csv (parquet, jsonl) reads them too",
+            next_command="move them out of the input, or set their format with"
+            f" {setting.rpartition('.')[0] or '--data'}.format csv (or parquet, jsonl)",
         )
-    if not found:
-        seen = names_of([*empty, *listing.passed_over])
+    if not entries:
+        skipped = names_of([*empty, *listing.passed_over])
         raise DataError(
-            f"no input file below {path}; seen: {seen or 'nothing'}",
-            expected="*.parquet, *.csv or *.jsonl files; names that begin with _ or . are hidden",
+            f"no input file below {path} (other files: {skipped or 'none'})",
+            expected="*.parquet, *.csv or *.jsonl files with names that do not begin with _ or .",
             next_command=f"correct {setting}, or rename hidden files",
         )
-    return Files(listing.storage, tuple(found), (*listing.passed_over, *empty))
+    return Files(listing.storage, tuple(entries), (*listing.passed_over, *empty))
 
 
 # Days.
@@ -234,7 +230,7 @@ _LIKE_A_DAY = re.compile(
 
 @dataclass(frozen=True)
 class InputPartition:
-    """The files of one day (`dt=YYYY-MM-DD`) or of a flat input. `extra_ids`: contents joined to every row."""
+    """The files of one day (`dt=YYYY-MM-DD`) or of a flat input. `extra_ids`: content ids of files to join with."""
 
     name: str
     files: tuple[InputFile, ...]
@@ -246,14 +242,14 @@ class InputPartition:
 
     @property
     def content_id(self) -> str:
-        """Fingerprint of the content of all files, and of their names, which are part of sample ids."""
+        """Fingerprint of the contents and names of all files. Names count because they are part of sample ids."""
         return fingerprint([self.name, [[file.key, file.content_id] for file in self.files], list(self.extra_ids)])
 
 
 def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ...] = ()) -> tuple[InputPartition, ...]:
-    """Return the partitions in order of date, or the one called `flat`. A day is a folder `dt=YYYY-MM-DD` at any level.
+    """Return one partition for each `dt=YYYY-MM-DD` folder (at any level), by date, or a single partition `flat`.
 
-    Raises DataError if days and other files are mixed, and for folders with invalid days or days by another name.
+    Raises DataError if some files are not in a day's folder, and if folders have invalid or differently written dates.
     """
     days: dict[str, list[InputFile]] = {}
     for file in files:
@@ -263,13 +259,13 @@ def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ..
             date.fromisoformat(name.removeprefix("dt="))
         except ValueError as error:
             raise DataError(
-                f"{path} holds {name}, which is no day: {error}",
-                expected="dt=YYYY-MM-DD: days are trained in their order",
+                f"{path} has a folder {name}, which is not a valid date: {error}",
+                expected="dt=YYYY-MM-DD, because days are trained in order",
                 next_command=f"rename {name}",
             ) from error
     if FLAT in days and len(days) > 1:
         raise DataError(
-            f"{path} holds dt= folders and also {days[FLAT][0].key}",
+            f"{path} has dt= folders, and also {days[FLAT][0].key} outside of them",
             expected="either dt=YYYY-MM-DD/ folders or a flat folder",
             next_command="move it into a dt= folder",
         )
@@ -277,54 +273,54 @@ def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ..
 
 
 def _day_of(key: str, path: str) -> str:
-    """Return the day of a file, or `flat`. Raises DataError if its folders look like something else that is a day."""
+    """Return the day's folder of a file, or `flat`. Raises DataError if folders name several days or unknown dates."""
     folders = key.split("/")[:-1]
     days = {part for part in folders if _DAY.fullmatch(part)}
     if len(days) > 1:
         raise DataError(
-            f"{path} holds {key}, which is in several days",
+            f"{path} has a file {key} below folders of several days",
             expected="one dt=YYYY-MM-DD folder above each file",
             next_command="move it into the folder of its day",
         )
     if not days and _LIKE_A_DAY.search(unquote("/".join(folders))):
         raise DataError(
-            f"{path} holds {key}, whose folders look like a day by another name",
-            expected="folders named dt=YYYY-MM-DD, at any level, for the days, and none with other dates",
-            next_command="rename the folder of each day to dt=YYYY-MM-DD, or name a single one with --data.path",
+            f"{path} has a file {key} in a folder that looks like a date",
+            expected="folders named dt=YYYY-MM-DD for the days, at any level, and no other dates in folder names",
+            next_command="rename the folder of each day to dt=YYYY-MM-DD, or set --data.path to one of them",
         )
     return days.pop() if days else FLAT
 
 
 _TOOLS = re.compile(r"(^|/)(_temporary|_spark_metadata|_delta_log|__MACOSX|\._|\.(git|hoodie|cache|ipynb_che|hive-))")
-_MORE_THAN_A_HEADER_BYTES = 2048
+_MIN_DUPLICATE_BYTES = 2048  # smaller files may be equal because each is only a header
 
 
 def input_warnings(files: Sequence[InputFile], passed_over: Sequence[str], path: str) -> tuple[str, ...]:
-    """Return warnings about an input that is read all the same."""
+    """Return warnings about an input that can be read but may not be as intended."""
     warnings, keys = list[str](), [file.key for file in files]
     if hidden := [key for key in passed_over if _ROWS_SUFFIX.fullmatch(key) and not _TOOLS.search(key)]:
         warnings.append(
-            f"{len(hidden)} file(s) with rows were not read, as names that begin with _ or . are hidden: "
-            + names_of(hidden)
+            f"{len(hidden)} data file(s) were not read because names that begin with _ or . are hidden:"
+            f" {names_of(hidden)}"
         )
     if any(part in ("_delta_log", ".hoodie") for key in passed_over for part in key.split("/")):
         warnings.append(
-            f"{path} is a Delta or Hudi table, and its files are read as they are: also rows that the table has"
-            " replaced or deleted; export a snapshot of it"
+            f"{path} is a Delta or Hudi table: all its files are read, including rows that the table has replaced or"
+            " deleted. Export a snapshot of it instead"
         )
     folders = {part for key in keys for part in key.split("/")[:-1] if "=" in part and not _DAY.fullmatch(part)}
     if folders:
-        warnings.append(f"the names of folders are no columns of the rows in them: {names_of(sorted(folders))}")
+        warnings.append(f"folder names are not read as columns: {names_of(sorted(folders))}")
     is_dated = any(_DAY.fullmatch(part) for key in keys for part in key.split("/")[:-1])
-    named = [key for key in keys if _LIKE_A_DAY.search(key.rpartition("/")[2])]
-    if not is_dated and (_DAY.search(path) or len(named) > 1):
+    dated_names = [key for key in keys if _LIKE_A_DAY.search(key.rpartition("/")[2])]
+    if not is_dated and (_DAY.search(path) or len(dated_names) > 1):
         warnings.append(
-            f"the rows of {path} have no day, though names have one: put files into folders dt=YYYY-MM-DD, and name"
-            " the folder above with --data.path, to train the new days only"
+            f"{path} is read without dates although names contain dates. To train only on new days, move the files"
+            " into folders dt=YYYY-MM-DD and set --data.path to the folder above"
         )
     first: dict[str, str] = {}
-    large = [file for file in files if file.size_bytes >= _MORE_THAN_A_HEADER_BYTES]
-    again = [(file.key, key) for file in large if (key := first.setdefault(file.content_id, file.key)) != file.key]
-    if again:
-        warnings.append(f"{len(again)} file(s) have the content of another, such as {again[0][0]} of {again[0][1]}")
+    large = [file for file in files if file.size_bytes >= _MIN_DUPLICATE_BYTES]
+    copies = [(file.key, key) for file in large if (key := first.setdefault(file.content_id, file.key)) != file.key]
+    if copies:
+        warnings.append(f"{len(copies)} file(s) duplicate another file: {copies[0][0]} equals {copies[0][1]}")
     return tuple(warnings)

@@ -1,6 +1,6 @@
-"""Counts of what was judged in a partition, and what they say about the quality that can be learnt from it.
+"""Count the judgements of a partition, and warn of data that limits the quality of a model.
 
-Gains are counted in hundredths: the gain that makes a positive is a setting of training, which may change later.
+Gains are counted in hundredths because the gain that makes a positive is a training setting, which may change later.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ _GRID = (np.arange(_BINS) / (_BINS - 1)).astype(np.float32)
 
 
 def hundredths(gain: npt.ArrayLike) -> npt.NDArray[np.intp]:
-    """Return gains from 0 to 1 in hundredths, rounded down as float32 has them."""
+    """Return gains from 0 to 1 in hundredths, rounded down from their float32 values."""
     return np.searchsorted(_GRID, np.asarray(gain, dtype=np.float32), side="right") - 1
 
 
@@ -33,11 +33,11 @@ def count_judgements(
 ) -> dict[Split, JudgedSplit]:
     """Count the judgements of the shards in `folder`, by split. Takes 10 bytes of memory for each query of a shard."""
     counted = {split: _count(folder, shards, num_labels, stop) for split, shards in splits.items()}
-    trained = counted["train"][1] if "train" in counted else np.zeros(0, dtype=np.int64)
+    train_ids = counted["train"][1] if "train" in counted else np.zeros(0, dtype=np.int64)
     return {
         split: judged
         if split == "train"
-        else judged.model_copy(update={"queries_in_train": len(np.intersect1d(ids, trained, assume_unique=True))})
+        else judged.model_copy(update={"queries_in_train": len(np.intersect1d(ids, train_ids, assume_unique=True))})
         for split, (judged, ids) in counted.items()
     }
 
@@ -54,37 +54,37 @@ def _count(folder: Path, shards: Sequence[ShardInfo], num_labels: int, stop: Sto
             gain, label, query = (np.asarray(arrays[f"b{bucket}.{name}"]) for name in ("gain", "label", "query_id"))
             bins = hundredths(gain).astype(np.uint8)
             gains[bucket] += np.bincount(bins, minlength=_BINS)
-            known = label >= 0
-            rows += np.bincount(label[known], minlength=num_labels)
-            sums += np.bincount(label[known], weights=gain[known], minlength=num_labels)
-            queries.append(_by_query(query, bins, bins))
-    ids, worst, best = _by_query(*(np.concatenate(column) for column in zip(*queries, strict=True)))
+            has_label = label >= 0
+            rows += np.bincount(label[has_label], minlength=num_labels)
+            sums += np.bincount(label[has_label], weights=gain[has_label], minlength=num_labels)
+            queries.append(_reduce_by_query(query, bins, bins))
+    ids, worst, best = _reduce_by_query(*(np.concatenate(column) for column in zip(*queries, strict=True)))
     judged = JudgedSplit(
-        gains=tuple(_filled(counts) for counts in gains),
+        gains=tuple(map(_nonzero, gains)),
         labels=tuple(rows.tolist()),
         label_gain_sums=tuple(sums.tolist()),
-        query_best=_filled(np.bincount(best)),
-        query_worst=_filled(np.bincount(worst)),
+        query_best=_nonzero(np.bincount(best)),
+        query_worst=_nonzero(np.bincount(worst)),
     )
     return judged, ids
 
 
-def _by_query(ids: Int64s, low: Any, high: Any) -> tuple[Int64s, Any, Any]:
-    """Return each of the ids once, ascending, with its lowest `low` and its highest `high`."""
+def _reduce_by_query(ids: Int64s, low: Any, high: Any) -> tuple[Int64s, Any, Any]:
+    """Return the unique ids in ascending order, each with its lowest `low` and its highest `high`."""
     order = np.argsort(ids, kind="stable")
     unique, starts = np.unique(ids[order], return_index=True)
     return unique, np.minimum.reduceat(low[order], starts), np.maximum.reduceat(high[order], starts)
 
 
-def _filled(counts: Int64s) -> dict[int, int]:
-    return {int(place): int(counts[place]) for place in np.flatnonzero(counts)}
+def _nonzero(counts: Int64s) -> dict[int, int]:
+    return {int(index): int(counts[index]) for index in np.flatnonzero(counts)}
 
 
 @dataclass(frozen=True)
 class JudgementCounts:
-    """Counts of one split over some partitions, at one gain of a positive. A query counts once in each partition.
+    """Counts of one split over some partitions, for one minimum gain of a positive.
 
-    `mean_gains`: by label, None for a label without rows.
+    A query counts once in each partition. `mean_gains`: by label, None for a label without rows.
     """
 
     rows: int
@@ -96,90 +96,86 @@ class JudgementCounts:
 
 
 def judgements_of(infos: Sequence[TokenSetInfo], split: Split, positive_gain: float) -> JudgementCounts | None:
-    """Add up the counts of partitions; None if none of them has any (no rows, or prepared by an earlier version)."""
-    counted = [info.judged[split] for info in infos if split in info.judged]
-    if not counted:
+    """Sum the counts of partitions. Return None if no partition has counts (no rows, or an earlier version's)."""
+    judged = [info.judged[split] for info in infos if split in info.judged]
+    if not judged:
         return None
-    least = int(hundredths(positive_gain))
-    gains = sum((Counter(bucket) for one in counted for bucket in one.gains), Counter[int]())
-    best = sum((Counter(one.query_best) for one in counted), Counter[int]())
-    worst = sum((Counter(one.query_worst) for one in counted), Counter[int]())
-    rows = [sum(column) for column in zip(*(one.labels for one in counted), strict=True)]
-    sums = [sum(column) for column in zip(*(one.label_gain_sums for one in counted), strict=True)]
+    threshold = int(hundredths(positive_gain))
+    gains = sum((Counter(bucket) for counts in judged for bucket in counts.gains), Counter[int]())
+    best = sum((Counter(counts.query_best) for counts in judged), Counter[int]())
+    worst = sum((Counter(counts.query_worst) for counts in judged), Counter[int]())
+    rows = [sum(column) for column in zip(*(counts.labels for counts in judged), strict=True)]
+    sums = [sum(column) for column in zip(*(counts.label_gain_sums for counts in judged), strict=True)]
     return JudgementCounts(
         rows=gains.total(),
-        positives=_at_least(gains, least),
+        positives=_at_least(gains, threshold),
         queries=best.total(),
-        queries_without_positive=best.total() - _at_least(best, least),
-        queries_without_negative=_at_least(worst, least),
+        queries_without_positive=best.total() - _at_least(best, threshold),
+        queries_without_negative=_at_least(worst, threshold),
         mean_gains=tuple(total / count if count else None for total, count in zip(sums, rows, strict=True)),
     )
 
 
-def _at_least(counts: Mapping[int, int], least: int) -> int:
-    return sum(count for gain, count in counts.items() if gain >= least)
+def _at_least(counts: Mapping[int, int], threshold: int) -> int:
+    return sum(count for gain, count in counts.items() if gain >= threshold)
 
 
-# What in the data costs quality without failing anything.
+# Warnings about data that limits quality without causing an error.
 
-MANY = 0.5
-"""Above this share of queries a warning is given."""
-_TRUNCATED = 0.05
-"""Above this share of rows with a text that was cut a warning is given."""
-_SAME_GAIN = 1e-6
-_IN_TRAIN = 0.05
-"""Above this share of queries of a holdout split that are in train a warning is given."""
+_MAX_UNUSABLE = 0.5  # warn if more than this share of queries has no positive, or no negative
+_MAX_TRUNCATED = 0.05  # warn if more than this share of rows has a truncated text
+_GAIN_TOLERANCE = 1e-6
+_MAX_IN_TRAIN = 0.05  # warn if more than this share of the queries of a validation or test split is in train too
 
 
 def training_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, contrastive: bool) -> dict[str, str]:
-    """Return what keeps the losses from learning in the train split, by kind. `contrastive`: that loss is on."""
+    """Return warnings, by kind, about a train split that limits what the losses learn."""
     judged = judgements_of(infos, "train", positive_gain)
     if judged is None:
         return {}
-    found, least = dict[str, str](), f"train.loss.positive_gain {positive_gain:g}"
+    warnings = dict[str, str]()
     if contrastive and not judged.positives:
-        found["positives"] = (
-            f"no row has a gain of {least} or more: the contrastive loss learns nothing; lower it, give"
-            " gains (data.columns.gain), or order data.labels from worst to best"
+        warnings["positives"] = (
+            f"no row has a gain of at least {positive_gain:g} (train.loss.positive_gain), so the contrastive loss"
+            " learns nothing. Lower it, provide gains (data.columns.gain), or order data.labels from worst to best"
         )
-    elif contrastive and judged.queries_without_positive > MANY * judged.queries:
-        found["without positive"] = (
-            f"{judged.queries_without_positive:,} of {judged.queries:,} queries have no row with a gain of {least} or"
-            " more: the contrastive loss learns nothing from them; lower it if their best products count as relevant"
+    elif contrastive and judged.queries_without_positive > _MAX_UNUSABLE * judged.queries:
+        warnings["without positive"] = (
+            f"{judged.queries_without_positive:,} of {judged.queries:,} queries have no row with a gain of at least"
+            f" {positive_gain:g} (train.loss.positive_gain), so the contrastive loss learns nothing from them. Lower"
+            " it if their best products count as relevant"
         )
-    if contrastive and judged.positives and judged.queries_without_negative > MANY * judged.queries:
-        found["without negative"] = (
-            f"{judged.queries_without_negative:,} of {judged.queries:,} queries have no judged negative: their"
-            " negatives are other queries' products alone; trnpipe mine finds harder ones"
+    if contrastive and judged.positives and judged.queries_without_negative > _MAX_UNUSABLE * judged.queries:
+        warnings["without negative"] = (
+            f"{judged.queries_without_negative:,} of {judged.queries:,} queries have no judged negative, only products"
+            " of other queries. Use trnpipe mine to find hard negatives"
         )
     gains = [(name, gain) for name, gain in zip(infos[0].labels, judged.mean_gains, strict=False) if gain is not None]
-    if any(worse > better + _SAME_GAIN for (_, worse), (_, better) in pairwise(gains)):
-        shown = ", ".join(f"{label} {gain:.3g}" for label, gain in gains)
-        found["order"] = (
-            f"labels from worst to best have these mean gains: {shown}; put data.labels in the order of gains"
-        )
-    return found
+    if any(worse > better + _GAIN_TOLERANCE for (_, worse), (_, better) in pairwise(gains)):
+        means = ", ".join(f"{label} {gain:.3g}" for label, gain in gains)
+        warnings["order"] = f"data.labels are not ordered from worst to best: their mean gains are {means}"
+    return warnings
 
 
 def prepared_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, contrastive: bool) -> list[str]:
-    """Return the warnings of all prepared partitions together, whoever prepared them."""
-    found, truncated, rows = list[str](), sum(info.truncated_rows for info in infos), sum(info.rows for info in infos)
-    if truncated > _TRUNCATED * rows:
-        found.append(
-            f"{truncated:,} of {rows:,} rows ({truncated / rows:.0%}) have a text longer than the largest"
-            f" bucket {Bucket.parse(infos[0].buckets[-1]).name}: the rest of it is not read; add a larger one to"
-            " data.buckets"
+    """Return the warnings about all prepared partitions together."""
+    warnings, truncated = list[str](), sum(info.truncated_rows for info in infos)
+    rows = sum(info.rows for info in infos)
+    if truncated > _MAX_TRUNCATED * rows:
+        warnings.append(
+            f"{truncated:,} of {rows:,} rows ({truncated / rows:.0%}) have a text that is truncated to the largest"
+            f" bucket {Bucket.parse(infos[0].buckets[-1]).name}. Add a larger bucket to data.buckets"
         )
-    found += training_warnings(infos, positive_gain, contrastive=contrastive).values()
+    warnings += training_warnings(infos, positive_gain, contrastive=contrastive).values()
     holdouts: tuple[Split, ...] = ("valid", "test")
     for split in holdouts:
-        counted = [info.judged[split] for info in infos if split in info.judged]
-        queries = sum(sum(one.query_best.values()) for one in counted)
-        again = sum(one.queries_in_train for one in counted)
-        if again > _IN_TRAIN * queries:
-            found.append(
-                f"{again:,} of {queries:,} queries ({again / queries:.0%}) of split {split} are in split train too:"
-                " figures on them are better than on new queries; give the data a split column that keeps queries"
-                " apart, or --evaluate.leak warn"
+        judged = [info.judged[split] for info in infos if split in info.judged]
+        queries = sum(sum(counts.query_best.values()) for counts in judged)
+        in_train = sum(counts.queries_in_train for counts in judged)
+        if in_train > _MAX_IN_TRAIN * queries:
+            warnings.append(
+                f"{in_train:,} of {queries:,} queries ({in_train / queries:.0%}) of split {split} are in split train"
+                " too, so metrics on them are better than on new queries. Add a split column that separates queries,"
+                " or set --evaluate.leak warn"
             )
-    return found
+    return warnings

@@ -1,8 +1,9 @@
-"""Words of a text in any script, as BM25 indexes them, and features of the word overlap of a query and a title.
+"""Split text in any script into words, as BM25 indexes them, and compute word-overlap features of a query and a title.
 
-Scripts without spaces between words (Chinese, Japanese, Thai, Khmer, Lao, Burmese and their relatives) give each
-character and each pair of neighbours, so that a query finds a title which holds it. In all others a word is a run of
-letters and digits. Vowel signs and other marks (categories Mn and Mc) belong to the character before them.
+In scripts without spaces between words (Chinese, Japanese, Thai, Khmer, Lao, Burmese and related scripts) each
+character and each pair of adjacent characters is a word, so that a query matches a title that contains it. In all
+other scripts a word is a run of letters and digits. Vowel signs and other marks (categories Mn and Mc) belong to the
+character before them.
 
 Every feature is a function of the two texts alone, so that serving and embedding can compute it without statistics.
 """
@@ -28,18 +29,17 @@ _UNSPACED = (
     "\u3100-\u312f\u31a0-\u31bf"  # Bopomofo
     "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"  # Han
 )
-"""Ranges of a character class. Korean separates words by spaces."""
+"""Ranges of a character class. Korean is missing because it separates words by spaces."""
 _JOINERS = "\u200c\u200d"
-"""Within a word where they follow a mark, as in Sinhala or Malayalam; they only choose the form of a letter."""
-_LAST_MARK = 0x1FFFF
-"""There is none above but variation selectors."""
+"""Part of a word after a mark, as in Sinhala or Malayalam. They only select the form of a letter."""
+_LAST_MARK = 0x1FFFF  # the only marks above it are variation selectors
 
 
 class _Patterns(NamedTuple):
     marks: str
     word: re.Pattern[str]
     unspaced: re.Pattern[str]
-    piece: re.Pattern[str]
+    unit: re.Pattern[str]
 
 
 @cache
@@ -57,44 +57,43 @@ def _patterns() -> _Patterns:
         marks=marks,
         word=re.compile(rf"(?:\w{marks})+"),
         unspaced=re.compile(rf"(?=\w)[{_UNSPACED}]"),
-        piece=re.compile(rf"(?=\w)(?P<unspaced>[{_UNSPACED}]{marks})|(?:[^\W{_UNSPACED}]{marks})+"),
+        unit=re.compile(rf"(?=\w)(?P<unspaced>[{_UNSPACED}]{marks})|(?:[^\W{_UNSPACED}]{marks})+"),
     )
 
 
 _ASCII_WORD = re.compile(r"\w+")
-_HALF_WIDTH = re.compile("[\uff66-\uff9f]+")
-"""Katakana, which are read as full-width ones."""
+_HALF_WIDTH = re.compile("[\uff66-\uff9f]+")  # half-width Katakana, which are converted to full width
 
 
 def lowered(text: str) -> str:
-    """Return a text in lower case, with letters and marks composed if Unicode has one character for both."""
+    """Return a text in lower case and, unless it is ASCII, in Unicode normalization form C."""
     return text.lower() if text.isascii() else unicodedata.normalize("NFC", text.lower())
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text in lower case, in order; an underscore counts as a letter."""
+    """Return the words of a text in lower case, in order. An underscore counts as a letter."""
     if text.isascii():
         return _ASCII_WORD.findall(text.lower())
     return [word for run in _patterns().word.findall(lowered(text)) for word in units_of(run)]
 
 
 def units_of(run: str) -> list[str]:
-    """Return a run of letters itself, or its parts if it holds characters of a script without spaces."""
+    """Return the words in a run of letters: the run itself unless it contains a script without spaces."""
     if run.isascii():
         return [run]
     if not _patterns().unspaced.search(run):
         return [_without_joiners(run)]
     run = _HALF_WIDTH.sub(lambda kana: unicodedata.normalize("NFKC", kana[0]), run)
-    units, before = list[str](), ""
-    for piece in _patterns().piece.finditer(run):
-        char = piece["unspaced"]
+    units, previous = list[str](), ""
+    for match in _patterns().unit.finditer(run):
+        char = match["unspaced"]
         if char is None:
-            units.append(_without_joiners(piece[0]))
-            before = ""
+            units.append(_without_joiners(match[0]))
+            previous = ""
             continue
         char = _without_joiners(char)
-        units += [before + char, char] if before else [char]
-        before = char
+        units += [previous + char, char] if previous else [char]
+        previous = char
     return units
 
 
@@ -102,7 +101,7 @@ def _without_joiners(text: str) -> str:
     return text.replace("\u200c", "").replace("\u200d", "")
 
 
-# Features: what a text encoder finds hard (model numbers, units).
+# Features for text that encoders represent poorly, such as model numbers and units.
 
 LEXICAL_NAMES = (
     "lex_jaccard",
@@ -125,12 +124,12 @@ LEXICAL_NAMES = (
     "lex_query_word_length",
     "lex_title_word_length",
 )
-"""Coverage: share of one side's words found on the other. Code: word with a digit. Squeezed: letters, digits only."""
+"""Coverage: share of one side's words that occur on the other. Code: word with a digit. Squeezed: without spaces."""
 
 
 @cache
 def _part(*, ascii_only: bool) -> re.Pattern[str]:
-    """Return a pattern of letters and digits, with a point or comma before a digit."""
+    """Return a pattern for runs of letters and digits, with a point or comma only before a digit."""
     letter = r"[^\W_]" if ascii_only else rf"(?:[^\W_]{_patterns().marks})"
     return re.compile(rf"{letter}+(?:[.,](?=\d){letter}+)*")
 
@@ -170,38 +169,37 @@ def _analyse(text: str) -> _Text:
 
 
 def numeric_names(config: DataConfig) -> tuple[str, ...]:
-    """Return the numeric features of prepared rows in order: the configured columns, then the lexical ones."""
+    """Return the names of the numeric features in order: the configured columns, then the lexical features."""
     return config.numeric + (LEXICAL_NAMES if config.lexical else ())
 
 
 def lexical_features(queries: Sequence[str], titles: Sequence[str]) -> npt.NDArray[np.float32]:
     """Return features [N, len(LEXICAL_NAMES)] of N pairs, each 0 to about 1 (counts and lengths on a log scale)."""
-    analyse = lru_cache(maxsize=_KEPT_TEXTS)(_analyse)
-    values = [_pair(analyse(query), analyse(title)) for query, title in zip(queries, titles, strict=True)]
+    analyse = lru_cache(maxsize=_CACHED_TEXTS)(_analyse)
+    values = [_pair_features(analyse(query), analyse(title)) for query, title in zip(queries, titles, strict=True)]
     return np.array(values, dtype=np.float32).reshape(len(values), len(LEXICAL_NAMES))
 
 
-_KEPT_TEXTS = 1024
-"""Texts whose parts are kept, as rows of a query are neighbours: 20 KB each at 100 characters, 130 KB at 1,000."""
+_CACHED_TEXTS = 1024  # because rows of a query are adjacent (20 KB per text of 100 characters, 130 KB for 1,000)
 
 
 def _scaled(count: float) -> float:
-    """Map counts to about 0..1: 0 -> 0, 19 -> 1."""
+    """Map a count to about 0..1 on a log scale: 0 -> 0, 19 -> 1."""
     return log1p(count) / _LOG20
 
 
-def _pair(query: _Text, title: _Text) -> tuple[float, ...]:
+def _pair_features(query: _Text, title: _Text) -> tuple[float, ...]:
     shared = len(query.word_set & title.word_set)
     num_query, num_title = len(query.word_set) or 1, len(title.word_set) or 1
-    found = [word for word in query.word_set if word in title.squeezed]
-    found_letters = sum(map(len, found))
+    matches = [word for word in query.word_set if word in title.squeezed]
+    matched_letters = sum(map(len, matches))
     trigrams = len(query.trigrams & title.trigrams)
-    both = query.units.keys() & title.units.keys()
-    shared_units = sum(1 for unit in both if query.units[unit] & title.units[unit])
+    common_units = query.units.keys() & title.units.keys()
+    shared_units = sum(1 for unit in common_units if query.units[unit] & title.units[unit])
     codes = len(query.codes & title.codes)
     prefix = 0
-    for one, other in zip(query.words, title.words, strict=False):
-        if one != other:
+    for query_word, title_word in zip(query.words, title.words, strict=False):
+        if query_word != title_word:
             break
         prefix += 1
     return (
@@ -211,15 +209,15 @@ def _pair(query: _Text, title: _Text) -> tuple[float, ...]:
         codes / (len(query.codes) or 1),
         _scaled(len(query.codes) - codes),
         _scaled(len(title.codes) - codes),
-        found_letters / (query.num_letters or 1),
-        _scaled(max(map(len, found), default=0)),
+        matched_letters / (query.num_letters or 1),
+        _scaled(max(map(len, matches), default=0)),
         trigrams / ((len(query.trigrams) * len(title.trigrams)) ** 0.5 or 1.0),
         trigrams / (len(query.trigrams) or 1),
         prefix / num_query,
         float(bool(query.words) and query.words[0] in title.word_set),
         _scaled(shared_units),
-        _scaled(len(both) - shared_units),
-        _scaled(len(title.units) - len(both)),
+        _scaled(len(common_units) - shared_units),
+        _scaled(len(title.units) - len(common_units)),
         _scaled(len(query.words)),
         _scaled(len(title.words)),
         _scaled(query.num_letters / (len(query.words) or 1)),

@@ -1,4 +1,4 @@
-"""Batches of one rank as torch tensors. The state of the loader is the number of the next optimizer step."""
+"""The batches of one rank as torch tensors. The loader's only state is the number of the next optimizer step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from pipeline.model.relevance import GroupInputs, RelevanceInputs
 
 
 class RowSource(Protocol):
-    """Rows by (pool, number). Texts end where padding begins."""
+    """Rows addressed by (pool, number). Every text ends at its first padding token."""
 
     @property
     def pad_id(self) -> int: ...
@@ -24,11 +24,11 @@ class RowSource(Protocol):
     def sizes(self) -> tuple[int, ...]: ...
 
     def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
-        """Read rows with at least the arrays `fields` (none: all)."""
+        """Read rows with at least the arrays `fields` (default: all)."""
 
 
 class GroupSource(Protocol):
-    """Groups of one query with products of it by (pool, number), with what GroupedRows.read says."""
+    """Groups of one query and several of its products, addressed by (pool, number). See GroupedRows.read."""
 
     @property
     def sizes(self) -> tuple[int, ...]: ...
@@ -38,25 +38,26 @@ class GroupSource(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank needs for one micro-step, still on the host."""
+    """The inputs of one rank for one micro-step, in host memory. `sample_ids`: ids of the judged rows.
+
+    `position`: the optimizer step. `length`: index of the length of its token rows.
+    """
 
     position: int
     length: int
-    """Number of the length of its rows of tokens."""
     tensors: dict[str, Tensor]
     sample_ids: Int64s
-    """Of the slots that hold a judged row."""
 
 
 def training_batches(
     source: GroupSource, plan: BatchPlan, share: RankSlice, start: int, stop: int
 ) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of optimizer steps `start` <= position < `stop`, `share.accumulation` of each.
+    """Yield `share.accumulation` micro-batches for each optimizer step from `start` to `stop` (exclusive).
 
-    `plan` orders groups. The tensors of G groups of S slots: tokens, positions, segments int32 [G, T], query_key and
-    place (of the group in the global batch) int32 [G]; product_key int32 [G S], numeric, categorical, label int32 and
-    gain fp32 [G S]. An empty slot has label and gain -1, one with a mined product label -1 and gain 0: it is a
-    negative, and no grade of it is known.
+    `plan` orders the groups. The tensors of G groups with S slots: tokens, positions, segments int32 [G, T], query_key
+    and place (index of the group in the global batch) int32 [G], product_key and label int32 [G S], gain fp32 [G S],
+    numeric and categorical [G S, features]. An empty slot has label -1 and gain -1. A mined product has label -1 and
+    gain 0, because it is a negative without a grade.
     """
     for position in range(start, stop):
         batch = plan.batch(position)
@@ -69,29 +70,29 @@ def training_batches(
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """Return what a model needs to score rows, with 32-bit integers (64-bit ones are truncated on Neuron)."""
+    """Return the model inputs for scoring rows, with 32-bit integers because Neuron truncates 64-bit integers."""
     return {name: torch.from_numpy(arrays[name]) for name in RelevanceInputs._fields}
 
 
 def target_tensors(arrays: Arrays) -> dict[str, Tensor]:
     """Return the targets of groups, see train/loss.Targets."""
     is_row = arrays["is_row"]
-    without = np.where(arrays["is_mined"], 0.0, -1.0)
+    unjudged_gain = np.where(arrays["is_mined"], 0.0, -1.0)
     return {
         "label": torch.from_numpy(np.where(is_row, arrays["label"], -1).astype(np.int32)),
-        "gain": torch.from_numpy(np.where(is_row, arrays["gain"], without).astype(np.float32)),
+        "gain": torch.from_numpy(np.where(is_row, arrays["gain"], unjudged_gain).astype(np.float32)),
         "query_key": _key32(arrays["query_key"]),
         "product_key": _key32(arrays["product_key"]),
     }
 
 
 def _key32(ids: Int64s) -> Tensor:
-    """Fold all 64 bits to int32."""
+    """Fold 64-bit ids to int32."""
     wide = ids.view(np.uint64)
     return torch.from_numpy((wide ^ (wide >> np.uint64(32))).astype(np.uint32).view(np.int32))
 
 
 def sample_digest(sample_ids: Int64s) -> int:
-    """Return a 64-bit digest of a set of samples, the same in any order; digests of parts add up (mod 2^64)."""
+    """Return a 64-bit digest of a set of samples that is independent of order and additive (mod 2^64)."""
     with np.errstate(over="ignore"):
         return int(mix64(sample_ids.astype(np.uint64)).sum(dtype=np.uint64))

@@ -1,12 +1,13 @@
-"""Prepare: every partition of the input becomes a committed folder of token shards, unless it is there already.
+"""Convert every partition of the input to a committed folder of token shards, unless it already exists.
 
-Order: open the input, look at its labels and find or train the tokenizer, name each partition by fingerprint, reuse
-what is committed, tokenise the rest chunk by chunk in worker processes, commit a partition when its last chunk is done.
-Memory: a chunk (64 MiB of columns at most) per process, and two in the parent. Killed anywhere and run again, it skips
-finished chunks and writes the same bytes.
+Prepare opens the input, decides the labels, finds or trains the tokenizer, names each partition by fingerprint, reuses
+committed partitions, tokenises the others chunk by chunk in worker processes, and commits each partition after its last
+chunk. Each process needs memory for one chunk (at most 64 MiB of columns), the parent for two. After an interruption at
+any point, a rerun skips finished chunks and writes the same bytes.
 
-Of several workers (an array of jobs) each prepares every n-th partition. They need no coordination, because labels,
-tokenizer and names depend on the input and the settings alone. The last one to finish finds all partitions committed.
+Each of several workers (the tasks of an array) prepares every n-th partition. They need no coordination, because
+labels, tokenizer and names depend only on the input and the settings. The last worker to finish sees all partitions
+committed.
 """
 
 import shutil
@@ -47,18 +48,16 @@ from pipeline.io.storage import Storage, os_errors
 from pipeline.proc.pool import run_tasks
 from pipeline.telemetry.events import EventName
 
-Emit = Callable[..., object]
-"""Writes one event: its name, and its fields by keyword."""
+Emit = Callable[..., object]  # writes an event, given its name and its fields as keyword arguments
 _TOP_REASONS = 3
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The partitions that are in the workspace, in order. Prefixes are keys.
+    """The partitions in the workspace, in order.
 
-    `prepared` and `rows_prepared` (good and bad rows) count this run alone. `rows` are in shards; they, `rows_bad` and
-    `rows_filtered` are all rows of the input. `missing`: partitions that other workers still prepare. `passed_over`:
-    keys of files below the path that are not read.
+    `prepared` and `rows_prepared` (good and bad rows) count this run alone. `rows`, `rows_bad` and `rows_filtered` add
+    up to the rows of the input. `missing`: number of partitions that other workers are still preparing.
     """
 
     token_set_prefixes: list[str]
@@ -80,7 +79,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What decides how rows are encoded, the same for all partitions."""
+    """The settings, tokenizer and labels that determine how rows are encoded, shared by all partitions."""
 
     config: DataConfig
     tokenizer: TextTokenizer
@@ -89,10 +88,9 @@ class Encoding:
 
 @dataclass
 class _PartitionWork:
-    """A partition to prepare. `prefix` ends in the fingerprint of everything that its bytes depend on.
+    """A partition to prepare. `rows`, `blank`: rows and blank lines read, by file. `done`: records of finished chunks.
 
-    `rows`, `blank`: rows and blank lines by file, counted before any of it is encoded. `done`: records of finished
-    chunks. `num_chunks`: known once all files are read.
+    `num_chunks`: None until all files have been read.
     """
 
     partition: InputPartition
@@ -104,18 +102,18 @@ class _PartitionWork:
     done: dict[int, ChunkRecord] = field(default_factory=dict)
     num_chunks: int | None = None
 
-    def note(self, index: int, record: ChunkRecord) -> None:
-        """Keep the record of a finished chunk without its bad rows, which stay in the staging folder."""
+    def add_record(self, index: int, record: ChunkRecord) -> None:
+        """Store the record of a finished chunk without its quarantined rows, which stay in the staging folder."""
         self.done[index] = record.model_copy(update={"quarantined": ()})
 
-    def first_bad(self) -> list[QuarantinedRow]:
-        """Return the bad rows to keep, of as few chunks as have so many."""
-        found: list[QuarantinedRow] = []
+    def first_bad_rows(self) -> list[QuarantinedRow]:
+        """Return the first QUARANTINE_ROWS bad rows, reading no more chunk records than necessary."""
+        rows: list[QuarantinedRow] = []
         for index in sorted(self.done):
-            if self.done[index].rows_bad and len(found) < QUARANTINE_ROWS:
+            if self.done[index].rows_bad and len(rows) < QUARANTINE_ROWS:
                 text = self.staging.record_path(index).read_bytes()
-                found += ChunkRecord.model_validate_json(text).quarantined
-        return found[:QUARANTINE_ROWS]
+                rows += ChunkRecord.model_validate_json(text).quarantined
+        return rows[:QUARANTINE_ROWS]
 
 
 def prepare(
@@ -131,14 +129,16 @@ def prepare(
     """Bring the workspace's token sets up to date with the input.
 
     Args:
-        scratch: a local folder that a rerun finds again; staging for chunks, not needed once prepare has returned.
-        tokenizer: tokenizer.json of the parent model; `config.tokenizer.path` takes precedence.
-        worker: which of `config.workers` this is.
-    Raises DataError, ConfigError, Preempted, and TransientError, also if workers have seen different inputs.
+        scratch: local folder for staged chunks, which a rerun must use again. It can be deleted afterwards.
+        tokenizer: tokenizer.json of the parent model. `config.tokenizer.path` takes precedence.
+        worker: index of this worker, below `config.workers`.
+
+    Raises DataError if the input is unusable or has too many bad rows, ConfigError if the tokenizer does not exist,
+    Preempted on a stop, and TransientError if the input changes while it is read.
     """
     listed = list_input_objects(config, stop) if config.workers > 1 else frozenset()
     source = open_source(config, scratch=scratch, stop=stop)
-    scratch = scratch / f"worker-{worker}" if config.workers > 1 else scratch  # they may share a machine
+    scratch = scratch / f"worker-{worker}" if config.workers > 1 else scratch  # workers may share a machine
     encoding, tokenizer_prefix = _labels_and_tokenizer(config, source, workspace, scratch, tokenizer, events, stop)
     infos: dict[str, TokenSetInfo] = {}
     works, prefixes = list[_PartitionWork](), list[str]()
@@ -148,49 +148,49 @@ def prepare(
         staging = Staging(scratch / "tokens" / prefix.rpartition("/")[2])
         if info := _committed(encoding, prefix, workspace):
             events(EventName.PARTITION_REUSED, partition=info.partition, prefix=prefix, rows=info.rows)
-            # An attempt killed at the end of its commit has left these. They would prove files that are gone if the
-            # token set were ever deleted for damage.
+            # An attempt killed at the end of its commit leaves its chunk records behind. If the token set were later
+            # deleted because it is damaged, they would claim that its deleted shards are finished.
             shutil.rmtree(staging.folder, ignore_errors=True)
             infos[prefix] = info
         elif number % config.workers == worker:
             works.append(_PartitionWork(partition, prefix, rules, staging))
     infos |= (prepared := _encode_all(encoding, workspace, source, works, events, stop))
     for prefix in prefixes:
-        if prefix not in infos and (info := _committed(encoding, prefix, workspace)):  # by another worker
+        if prefix not in infos and (info := _committed(encoding, prefix, workspace)):  # committed by another worker
             infos[prefix] = info
     if len(infos) < len(prefixes) and list_input_objects(config, stop) != listed:
         raise TransientError(
-            f"{config.path} has changed since worker {worker} of {config.workers} looked at it",
-            expected="one input for all workers",
-            next_command="the same command again: it finds what is done and prepares the rest",
+            f"{config.path} has changed since worker {worker} of {config.workers} listed it",
+            expected="the same input for all workers",
+            next_command="run the same command again to prepare the remaining partitions",
         )
-    there = {prefix: infos[prefix] for prefix in prefixes if prefix in infos}
-    files = [file for info in there.values() for file in info.files]
-    if len(there) == len(prefixes) and not sum(info.rows for info in there.values()):
+    available = {prefix: infos[prefix] for prefix in prefixes if prefix in infos}
+    files = [file for info in available.values() for file in info.files]
+    if len(available) == len(prefixes) and not sum(info.rows for info in available.values()):
         source_name = config.path or "the synthetic catalogue"
         if sum(file.rows for file in files) == sum(file.filtered for file in files) > 0:
-            wanted = " and ".join(f"{column}={value}" for column, value in config.filter.items())
+            condition = " and ".join(f"{column}={value}" for column, value in config.filter.items())
             raise DataError(
-                f"no row of {source_name} has {wanted}",
-                expected="values that occur in these columns, as they are written there",
+                f"no row of {source_name} has {condition}",
+                expected="values that occur in these columns, spelled the same way",
                 next_command="correct --data.filter",
             )
         raise DataError(
-            f"{source_name} has no usable rows ({len(there)} partitions read)",
+            f"{source_name} has no usable rows ({len(available)} partitions read)",
             expected="rows with a query and a title",
             next_command="check --data.path and --data.filter",
         )
     return PreparedData(
-        token_set_prefixes=[*there],
-        infos=tuple(there.values()),
-        missing=len(prefixes) - len(there),
+        token_set_prefixes=[*available],
+        infos=tuple(available.values()),
+        missing=len(prefixes) - len(available),
         tokenizer_prefix=tokenizer_prefix,
         splits_digits=encoding.tokenizer.splits_digits,
-        reused=len(there) - len(prepared),
+        reused=len(available) - len(prepared),
         prepared=len(prepared),
         rows_prepared=sum(info.rows + info.rows_bad for info in prepared.values()),
-        rows=sum(info.rows for info in there.values()),
-        rows_bad=sum(info.rows_bad for info in there.values()),
+        rows=sum(info.rows for info in available.values()),
+        rows_bad=sum(info.rows_bad for info in available.values()),
         rows_filtered=sum(file.filtered for file in files),
         rows_blank=sum(file.blank for file in files),
         labels=tuple(encoding.labels.gains),
@@ -200,16 +200,16 @@ def prepare(
 
 
 def _committed(encoding: Encoding, prefix: str, workspace: Storage) -> TokenSetInfo | None:
-    """Return the account of a committed partition. Raises DataError if too many of its rows are bad."""
+    """Return the description of a committed partition, or None. Raises DataError if too many of its rows are bad."""
     manifest = read_manifest(workspace, prefix)
     if manifest is None:
         return None
     info = TokenSetInfo.model_validate(manifest.fields)
-    _refuse_bad_share(encoding.config, info, [], workspace)
+    _check_bad_fraction(encoding.config, info, [], workspace)
     return info
 
 
-# What decides the bytes of the shards, and the names of partitions that follow from it.
+# The labels, the tokenizer, and the names of partitions, which are fingerprints of all that determines their bytes.
 
 
 def _labels_and_tokenizer(
@@ -217,36 +217,37 @@ def _labels_and_tokenizer(
     source: Source,
     workspace: Storage,
     scratch: Path,
-    given: bytes | None,
+    parent_tokenizer: bytes | None,
     events: Emit,
     stop: StopSignal,
 ) -> tuple[Encoding, str]:
-    """Return labels and tokenizer, and the prefix of the tokenizer. Unless given, both need one look at all rows."""
-    found = given_tokenizer(config, given, stop)
-    if found is not None and config.tokenizer.path is not None and config.tokenizer.split_digits:
-        found = found.with_split_digits()
-    trained_on = source.partitions if found is None else None
-    found = found or find_tokenizer(config, source, workspace)
-    want_labels = not config.labels and not source.fixed_labels
-    seen = None
-    if want_labels or found is None:
-        seen = survey(source, config, want_labels=want_labels, want_sample=found is None, stop=stop)
-    labels = decide_labels(config, source.fixed_labels, seen)
-    if found is None:
-        sample = seen.sample if seen else TextSample()
-        found = train_in_worker(config, list(sample.texts()), stop)
-        events(EventName.TOKENIZER_TRAINED, rows=len(sample.held), fingerprint=found.fingerprint)
-    return Encoding(config, found, labels), store_tokenizer(config, trained_on, workspace, found, scratch)
+    """Return the encoding and the prefix of its tokenizer. Reads all rows if the labels or the tokenizer need them."""
+    tokenizer = given_tokenizer(config, parent_tokenizer, stop)
+    if tokenizer is not None and config.tokenizer.path is not None and config.tokenizer.split_digits:
+        tokenizer = tokenizer.with_split_digits()
+    trained_on = source.partitions if tokenizer is None else None
+    tokenizer = tokenizer or find_tokenizer(config, source, workspace)
+    needs_labels = not config.labels and not source.fixed_labels
+    surveyed = None
+    if needs_labels or tokenizer is None:
+        surveyed = survey(source, config, want_labels=needs_labels, want_sample=tokenizer is None, stop=stop)
+    labels = decide_labels(config, source.fixed_labels, surveyed)
+    if tokenizer is None:
+        sample = surveyed.sample if surveyed else TextSample()
+        tokenizer = train_in_worker(config, list(sample.texts()), stop)
+        events(EventName.TOKENIZER_TRAINED, rows=len(sample.rows), fingerprint=tokenizer.fingerprint)
+    return Encoding(config, tokenizer, labels), store_tokenizer(config, trained_on, workspace, tokenizer, scratch)
 
 
 def name_partition(encoding: Encoding, partition: InputPartition, *, carve_valid: bool) -> tuple[str, RowRules]:
-    """Return the prefix of a partition's token set, which names all that its bytes depend on, and its rules."""
+    """Return the prefix of a partition's token set, a fingerprint of everything its bytes depend on, and its rules."""
     config, labels = encoding.config, encoding.labels
     rules = RowRules(config, partition.name, tuple(labels.gains), labels.row_gains, carve_valid)
-    later = config.model_dump(mode="json", include={"slices", "query_prefix", "product_prefix"})
+    newer = config.model_dump(mode="json", include={"slices", "query_prefix", "product_prefix"})
     name = fingerprint(
         {
-            **{name: value for name, value in later.items() if value},  # so data prepared before them keeps its name
+            # Defaults are left out, so that data prepared before these settings existed keeps its name.
+            **{name: value for name, value in newer.items() if value},
             "format": FORMAT_VERSION,
             "content": partition.content_id,
             "tokenizer": encoding.tokenizer.fingerprint,
@@ -267,37 +268,37 @@ def name_partition(encoding: Encoding, partition: InputPartition, *, carve_valid
     return f"tokens/{config.name}/{name}", rules
 
 
-# Tokenise the chunks of all partitions in one stream, and commit each partition as it completes.
+# Tokenise the chunks of all partitions in one stream, and commit each partition once it is complete.
 
 
 def _encode_all(
     encoding: Encoding, workspace: Storage, source: Source, works: list[_PartitionWork], events: Emit, stop: StopSignal
 ) -> dict[str, TokenSetInfo]:
     by_name = {work.partition.name: work for work in works}
-    waiting, infos = list(works), dict[str, TokenSetInfo]()
+    pending, infos = list(works), dict[str, TokenSetInfo]()
 
     def commit_complete() -> None:
-        for work in [work for work in waiting if work.num_chunks == len(work.done)]:
+        for work in [work for work in pending if work.num_chunks == len(work.done)]:
             infos[work.prefix] = _commit(encoding, workspace, work, events)
-            waiting.remove(work)
+            pending.remove(work)
             work.done.clear()
 
     files = [file for work in works for file in work.partition.files]
     if not files:
         return {}
-    with reading_progress("tokenising", files) as tell:  # workers are at most a chunk each behind
+    with reading_progress("tokenising", files) as advance:  # ahead of the workers by at most one chunk each
         results = run_tasks(
             encode_chunk,
             encoding.tokenizer.data,
-            _tasks(encoding.config, source, works, tell, stop),
+            _tasks(encoding.config, source, works, advance, stop),
             num_workers=encoding.config.num_workers,
             stop=stop,
             doing="preparing data",
-            waiting=lambda: tell(None),
+            waiting=lambda: advance(None),
         )
         with closing(results):
             for partition, index, record in results:
-                by_name[partition].note(index, record)
+                by_name[partition].add_record(index, record)
                 commit_complete()
     commit_complete()
     return infos
@@ -307,16 +308,16 @@ def _tasks(
     config: DataConfig,
     source: Source,
     works: list[_PartitionWork],
-    tell: Callable[[RawBatch | None], None],
+    advance: Callable[[RawBatch | None], None],
     stop: StopSignal,
 ) -> Iterator[ChunkTask]:
-    """Yield the chunks that still have to be encoded; those that a killed run has finished are noted as done."""
+    """Yield the chunks that remain to be encoded. Add the records of chunks that an earlier attempt finished."""
 
     def counted(work: _PartitionWork, file: InputFile) -> Iterator[RawBatch]:
         for batch in source.read(file):
             work.rows[file.key] += batch.rows_read
             work.blank[file.key] += batch.blank
-            tell(batch)
+            advance(batch)
             yield batch
 
     for work in works:
@@ -324,12 +325,12 @@ def _tasks(
         index = 0
         for number, file in enumerate(work.partition.files):
             work.rows[file.key] = work.blank[file.key] = 0
-            for place, chunk in enumerate(cut_chunks(file.key, counted(work, file), config.rows_per_chunk)):
+            for position, chunk in enumerate(cut_chunks(file.key, counted(work, file), config.rows_per_chunk)):
                 stop.raise_if_set("preparing data")
                 if record := work.staging.finished(index):
-                    work.note(index, record)
+                    work.add_record(index, record)
                 else:
-                    yield ChunkTask(index, f"{number:05d}-{place:05d}", chunk, work.rules, work.staging)
+                    yield ChunkTask(index, f"{number:05d}-{position:05d}", chunk, work.rules, work.staging)
                 index += 1
         work.num_chunks = index
 
@@ -338,8 +339,8 @@ def _commit(encoding: Encoding, workspace: Storage, work: _PartitionWork, events
     """Publish the shards of all chunks with their manifest. Raises DataError if too many rows are bad."""
     staging = work.staging
     with os_errors("reading", f"file://{staging.files}"):
-        info, bad = _describe(encoding, work, workspace.stop), work.first_bad()
-    _refuse_bad_share(encoding.config, info, bad, workspace)
+        info, bad = _describe(encoding, work, workspace.stop), work.first_bad_rows()
+    _check_bad_fraction(encoding.config, info, bad, workspace)
     with os_errors("writing", f"file://{staging.files}"):
         write_bytes_atomic(staging.files / QUARANTINE, quarantine_lines(bad))
     commit_dir(workspace, staging.files, work.prefix, kind=KIND, fields=info.model_dump(mode="json"))
@@ -350,14 +351,14 @@ def _commit(encoding: Encoding, workspace: Storage, work: _PartitionWork, events
     return info
 
 
-# The account of the rows that is stored with the shards.
+# The description that is stored with the shards.
 
 
 def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> TokenSetInfo:
     config, labels, tokenizer = encoding.config, encoding.labels, encoding.tokenizer
     records = [work.done[index] for index in sorted(work.done)]
-    categorical = tuple(CategoricalInfo(column=one.column, num_ids=one.num_ids) for one in config.categorical)
-    by_split = {split: tuple(one.shards[split] for one in records if split in one.shards) for split in SPLITS}
+    categorical = tuple(CategoricalInfo(column=info.column, num_ids=info.num_ids) for info in config.categorical)
+    by_split = {split: tuple(r.shards[split] for r in records if split in r.shards) for split in SPLITS}
     shards = {split: infos for split, infos in by_split.items() if infos}
     reasons = sum((Counter(record.reasons) for record in records), Counter[str]())
     names = merge_names(record.slices for record in records)
@@ -394,7 +395,7 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
 
 
 def _file_rows(work: _PartitionWork, file: str, records: Sequence[ChunkRecord]) -> FileRows:
-    """Account for every row of a file. Raises RuntimeError (a bug) if one is neither in a shard nor counted."""
+    """Count the rows of a file by outcome. Raises RuntimeError (a bug) if the counts do not add up."""
     records = [record for record in records if record.file == file]
     rows = FileRows(
         file=file,
@@ -406,32 +407,31 @@ def _file_rows(work: _PartitionWork, file: str, records: Sequence[ChunkRecord]) 
     )
     if lost := rows.rows - rows.good - rows.bad - rows.filtered:
         raise RuntimeError(
-            f"{file}: of {rows.rows} rows {rows.good} are good, {rows.bad} bad and {rows.filtered} filtered out: "
-            f"{lost} are lost"
+            f"{file}: {lost} of {rows.rows} rows are lost ({rows.good} good, {rows.bad} bad, {rows.filtered} filtered)"
         )
     return rows
 
 
-def _refuse_bad_share(
+def _check_bad_fraction(
     config: DataConfig, info: TokenSetInfo, bad: Sequence[QuarantinedRow], workspace: Storage
 ) -> None:
-    """Raise DataError with the top reasons if too many rows are bad; the sample is kept where it can be read."""
+    """Raise DataError with the most frequent reasons if too many rows are bad, after storing the `bad` rows."""
     if info.rows_bad <= config.max_bad_fraction * info.rows_read:
         return
     sample, first = f"tokens/{config.name}/{info.fingerprint}/{QUARANTINE}", ""
     if bad:
         sample = f"tokens/{config.name}/refused/{info.fingerprint}.jsonl"
         workspace.write_bytes(sample, quarantine_lines(bad))
-        place = f"line {bad[0].line}" if bad[0].line else f"row {bad[0].row}"
-        first = f"; the first in {bad[0].file}, {place}: {bad[0].reason}"
+        position = f"line {bad[0].line}" if bad[0].line else f"row {bad[0].row}"
+        first = f" (first: {bad[0].file}, {position}: {bad[0].reason})"
     top = ", ".join(f"{reason} ({count})" for reason, count in Counter(info.reasons).most_common(_TOP_REASONS))
-    remedy = "repair the input, correct --data.columns / --data.labels"
+    remedy = "fix the input, correct --data.columns / --data.labels"
     if any(reason.startswith("feature ") for reason in info.reasons):
         remedy = "write 0 or another default where a number is missing, take the column out of --data.numeric"
     raise DataError(
-        f"{info.partition}: {info.rows_bad} of {info.rows_read} rows are bad "
-        f"({info.rows_bad / info.rows_read:.1%}): {top}{first}",
+        f"{info.partition}: {info.rows_bad} of {info.rows_read} rows are bad"
+        f" ({info.rows_bad / info.rows_read:.1%}): {top}{first}",
         expected=f"at most {config.max_bad_fraction:.1%} (data.max_bad_fraction)",
-        next_command=f"look at {workspace.uri(sample)}; {remedy},"
-        " or leave these rows out with a higher --data.max-bad-fraction",
+        next_command=f"read the bad rows in {workspace.uri(sample)}, then {remedy},"
+        " or leave them out with a higher --data.max-bad-fraction",
     )

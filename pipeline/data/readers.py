@@ -1,10 +1,10 @@
-"""Readers of one file each: Parquet, CSV and JSON lines, streamed in batches of bounded size.
+"""Read one Parquet, CSV or JSON lines file in batches of bounded size.
 
-CSV and JSON lines are parsed by Python, row by row, because pyarrow's parsers fail a whole block for what real exports
-contain: invalid bytes and broken lines.
+CSV and JSON lines are parsed by Python, row by row, because pyarrow's parsers fail a whole block for invalid bytes or
+broken lines, which real exports contain.
 
-Every row that the format counts (in the Parquet footer, a CSV record, a line of JSON) comes out once, good or bad;
-`read_file` counts both sides and fails if they differ.
+Every row that the format counts (in the Parquet footer, a CSV record, a line of JSON) is yielded once, good or bad.
+`read_file` compares both counts and fails if they differ.
 """
 
 import codecs
@@ -35,7 +35,7 @@ _PARQUET_BUFFER_BYTES = 8 * 2**20
 _BATCH_BYTES = 8 * 2**20
 _LINE_BYTES = 16 * 2**20
 _PEEK_LINES = 1000
-_HELD_CHARACTERS = 1000  # of what is malformed, for the quarantine
+_MAX_CONTENT_CHARACTERS = 1000  # of a malformed line, for the quarantine file
 _SUFFIXES = {
     "parquet": (".parquet", ".pq"),
     "csv": (".csv", ".tsv"),
@@ -57,8 +57,7 @@ _OTHER_CONTENTS = {
 }
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
-Planner = Callable[[list[str]], ColumnPlan]
-"""Returns what to read of a file with these columns. Raises DataError."""
+Planner = Callable[[list[str]], ColumnPlan]  # maps the columns of a file to a plan, or raises DataError
 
 
 def suffix_format(name: str) -> str | None:
@@ -69,7 +68,7 @@ def suffix_format(name: str) -> str | None:
 
 @dataclass
 class _Source:
-    """One file being read, and the rows and blank lines that its format has counted so far."""
+    """A file that is being read. `rows` and `blank`: rows and blank lines that its format has counted so far."""
 
     storage: Storage
     key: str
@@ -80,22 +79,22 @@ class _Source:
 
 
 def object_version(stat: ObjectStat) -> str:
-    """Return a text that changes with the content of an object on S3."""
+    """Return a string that changes with the content of an object on S3."""
     return f"{stat.etag}-{stat.size_bytes}"
 
 
 def version_of(storage: Storage, key: str) -> str:
-    """Return a text that changes when a file is written again, without reading it; empty if the file is gone."""
+    """Return a string that changes when the file is written again, or an empty string if the file does not exist."""
     path = storage.local_path(key)
     if path is None:
         stat = storage.stat(key)
         return object_version(stat) if stat else ""
     with os_errors("checking", storage.uri(key)):
         try:
-            found = path.stat()
+            info = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return ""
-    return f"{found.st_size:x}-{found.st_mtime_ns:x}-{found.st_ino:x}"
+    return f"{info.st_size:x}-{info.st_mtime_ns:x}-{info.st_ino:x}"
 
 
 def read_file(
@@ -103,18 +102,18 @@ def read_file(
 ) -> Iterator[RawBatch]:
     """Yield the rows of one file in file order, at most `num_rows` and about 8 MiB at a time.
 
-    `version`: of version_of() when the file was listed. Raises DataError if the file cannot be read at all or lacks a
+    `version`: result of version_of() when the file was listed. Raises DataError if the file cannot be read or lacks a
     column, TransientError if it has changed since.
     """
     readers = {"parquet": _read_parquet, "csv": _read_csv, "jsonl": _read_jsonl}
-    source, given, is_local = _Source(storage, key, planner, num_rows), 0, storage.local_path(key) is not None
+    source, rows_read, is_local = _Source(storage, key, planner, num_rows), 0, storage.local_path(key) is not None
     try:
         for batch in readers[format_name](source):
-            if is_local or not given:  # on S3 all that follows is of the object that was opened
+            if is_local or not rows_read:  # on S3 all later reads are of the object that was opened
                 _check_version(storage, key, version)
-            given += batch.rows_read
+            rows_read += batch.rows_read
             yield batch
-        _check_version(storage, key, version if is_local or not given else None)
+        _check_version(storage, key, version if is_local or not rows_read else None)
     except DataError:
         _check_version(storage, key, version)
         raise
@@ -123,32 +122,33 @@ def read_file(
         refuse_unreadable(storage, key, format_name)
         raise DataError(
             f"{storage.uri(key)} cannot be read as {format_name}: {' '.join(str(error).split())}",
-            expected=f"a whole {format_name} file",
-            next_command="write the file again, or rename it with the suffix of the format that it has",
+            expected=f"a complete {format_name} file",
+            next_command="write the file again, or give it the suffix of its format",
         ) from error
-    if given != source.rows:
-        raise RuntimeError(f"{storage.uri(key)} has {source.rows} rows, its reader gave {given}")
+    if rows_read != source.rows:
+        raise RuntimeError(f"{storage.uri(key)} has {source.rows} rows, but its reader yielded {rows_read}")
 
 
 def _check_version(storage: Storage, key: str, version: str | None) -> None:
-    seen = None if version is None else version_of(storage, key)
-    if seen != version:
+    current = None if version is None else version_of(storage, key)
+    if current != version:
+        change = "changed while it was being read" if current else "was deleted after it was listed"
         raise TransientError(
-            f"{storage.uri(key)} " + ("was changed while it was read" if seen else "is gone since it was listed"),
-            expected="files that stay as they are while they are read",
-            next_command="the same command again, once nothing writes there",
+            f"{storage.uri(key)} {change}",
+            expected="input files that do not change while they are read",
+            next_command="run the same command again when no process writes to the input",
         )
 
 
-def refuse_unreadable(storage: Storage, key: str, wanted: str) -> None:
-    """Raise DataError if the start of a file shows that it is not `wanted` (parquet, or a text format), or is cut."""
+def refuse_unreadable(storage: Storage, key: str, format_name: str) -> None:
+    """Raise DataError if the first bytes of a file show another format, or if a Parquet file is truncated."""
     uri, head = storage.uri(key), storage.read_range(key, 0, HEAD_BYTES)
-    _refuse_other_content(uri, head, _PARQUET if wanted == "parquet" else _GZIP)
+    _refuse_other_content(uri, head, _PARQUET if format_name == "parquet" else _GZIP)
     stat = storage.stat(key)
     if head.startswith(_PARQUET) and storage.read_range(key, (stat.size_bytes if stat else 0) - 4, 4) != _PARQUET:
         raise DataError(
-            f"{uri} is cut short: it begins as Parquet and does not end so",
-            expected="a whole Parquet file",
+            f"{uri} is truncated: it begins like a Parquet file but has no Parquet footer",
+            expected="a complete Parquet file",
             next_command="write or copy the file again",
         )
 
@@ -156,17 +156,17 @@ def refuse_unreadable(storage: Storage, key: str, wanted: str) -> None:
 def _refuse_other_content(uri: str, head: bytes, allowed: bytes = b"\n") -> None:
     if head:
         check_downloaded(head, uri, DataError)
-    seen = next((name for start, name in _OTHER_CONTENTS.items() if head.startswith(start) and start != allowed), "")
-    if seen:
+    content = next((name for start, name in _OTHER_CONTENTS.items() if head.startswith(start) and start != allowed), "")
+    if content:
         raise DataError(
-            f"{uri} is {seen}",
-            expected="rows as Parquet, or as CSV or JSON lines, which may be compressed with gzip",
-            next_command="download or write the file again in one of these forms, with the suffix of that form",
+            f"{uri} is {content}",
+            expected="Parquet, or CSV or JSON lines, optionally compressed with gzip",
+            next_command="download or write the file again in one of these formats, with its suffix",
         )
 
 
 def open_parquet(storage: Storage, key: str) -> pq.ParquetFile:
-    """Open a Parquet file on either storage; S3 reads are ranged and buffered per column."""
+    """Open a local or remote Parquet file. Reads from S3 are ranged and buffered per column."""
     local = storage.local_path(key)
     source = pa.OSFile(str(local)) if local else pa.PythonFile(storage.open_read(key), mode="r")
     return pq.ParquetFile(source, pre_buffer=False, buffer_size=_PARQUET_BUFFER_BYTES)
@@ -177,8 +177,8 @@ def _read_parquet(source: _Source) -> Iterator[RawBatch]:
         plan = source.planner(list(file.schema_arrow.names))
         stat = source.storage.stat(source.key)
         source.rows, size_bytes = int(file.metadata.num_rows), stat.size_bytes if stat else 0
-        first = told_bytes = 0
-        for group in range(file.num_row_groups):  # one at a time: memory stays within a row group
+        first = reported_bytes = 0
+        for group in range(file.num_row_groups):  # one at a time, so that memory is limited to a row group
             info = file.metadata.row_group(group)
             row_bytes = max(1, info.total_byte_size // max(1, info.num_rows))
             size = max(1, min(source.num_rows, _BATCH_BYTES // row_bytes))
@@ -190,35 +190,35 @@ def _read_parquet(source: _Source) -> Iterator[RawBatch]:
                 try:
                     fields = to_fields(columns, plan)
                 except pa.ArrowTypeError as error:
-                    raise _no_text(f"{source.storage.uri(source.key)}: {error}") from error
-                yield RawBatch(fields, rows, input_bytes=position - told_bytes)
-                told_bytes = position
+                    raise _type_error(f"{source.storage.uri(source.key)}: {error}") from error
+                yield RawBatch(fields, rows, input_bytes=position - reported_bytes)
+                reported_bytes = position
 
 
 _Parsed = tuple[int, list[bytes | None] | Malformed]
-"""The number of a line, and the values of the row that begins there, or what is malformed."""
+"""The number of a line, and the values of the row that begins there, or the malformed text."""
 
 
 def _batches(
     source: _Source, plan: ColumnPlan, position: Callable[[], int], rows: Iterable[_Parsed]
 ) -> Iterator[RawBatch]:
-    """Yield the rows of a text format in batches. `position` returns the bytes of the file that were read."""
+    """Yield the rows of a text format in batches. `position` returns the number of bytes read from the file."""
     columns, numbers, bad = [list[bytes | None]() for _ in plan.inputs], list[int](), list[BadRow]()
     lines = list[int]()
-    size = told_blank = told_bytes = 0
+    size = reported_blank = reported_bytes = 0
     for row, parsed in enumerate(chain(rows, [None])):
         if parsed is not None:
-            line, found = parsed
-            if isinstance(found, Malformed):
-                bad.append(BadRow(source.key, row, found.reason, shorten(found.text), found.lines, line))
+            line, record = parsed
+            if isinstance(record, Malformed):
+                bad.append(BadRow(source.key, row, record.reason, shorten(record.text), record.lines, line))
             else:
                 numbers.append(row)
                 lines.append(line)
-                for column, value in zip(columns, found, strict=True):
+                for column, value in zip(columns, record, strict=True):
                     column.append(value)
                     size += len(value) if value else 0
         is_full = len(numbers) + len(bad) >= source.num_rows or size >= _BATCH_BYTES
-        if is_full or (parsed is None and (numbers or bad or told_blank != source.blank)):
+        if is_full or (parsed is None and (numbers or bad or reported_blank != source.blank)):
             arrays = (pa.array(values, pa.large_binary()) for values in columns)
             fields = to_fields(dict(zip(plan.inputs, arrays, strict=True)), plan)
             blank, read_bytes = source.blank, position()
@@ -227,31 +227,31 @@ def _batches(
                 np.array(numbers, dtype=np.int64),
                 tuple(bad),
                 np.array(lines, dtype=np.int64),
-                blank=blank - told_blank,
-                input_bytes=read_bytes - told_bytes,
+                blank=blank - reported_blank,
+                input_bytes=read_bytes - reported_bytes,
             )
             columns, numbers, bad, lines = [list[bytes | None]() for _ in plan.inputs], [], [], []
-            size, told_blank, told_bytes = 0, blank, read_bytes
+            size, reported_blank, reported_bytes = 0, blank, read_bytes
 
 
 @contextmanager
 def _open_text(source: _Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Open UTF-8 text after its byte order mark, decompressed by content, with its position in the stored file."""
+    """Open a UTF-8 text file after its byte order mark, decompressed. Yields it and a function for the position."""
     with source.storage.open_read(source.key) as file:
         is_gzip = file.read(len(_GZIP)) == _GZIP
         if source.key.lower().endswith(".gz") and not is_gzip and file.tell():
-            raise gzip.BadGzipFile("its name ends in .gz, its content is not gzip")
+            raise gzip.BadGzipFile("its name ends in .gz but its content is not gzip")
         file.seek(0)
         raw = cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=file))) if is_gzip else file
-        mark, uri = raw.read(HEAD_BYTES), source.storage.uri(source.key)
-        _refuse_other_content(uri, mark)
-        if mark.startswith(_BYTE_ORDER_MARKS) or b"\0" in re.split(rb"[\r\n]", mark)[0]:
+        head, uri = raw.read(HEAD_BYTES), source.storage.uri(source.key)
+        _refuse_other_content(uri, head)
+        if head.startswith(_BYTE_ORDER_MARKS) or b"\0" in re.split(rb"[\r\n]", head)[0]:
             raise DataError(
-                f"{uri} is not UTF-8: it has a byte order mark or zero bytes of another encoding in its first line",
+                f"{uri} is not UTF-8: its first line has a byte order mark or zero bytes of another encoding",
                 expected="UTF-8",
-                next_command="iconv -f UTF-16 (or UTF-32) -t UTF-8, and read that file",
+                next_command="iconv -f UTF-16 -t UTF-8 FILE > CONVERTED (or -f UTF-32)",
             )
-        raw.seek(len(codecs.BOM_UTF8) if mark.startswith(codecs.BOM_UTF8) else 0)
+        raw.seek(len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0)
         yield raw, file.tell
 
 
@@ -264,7 +264,7 @@ def _read_csv(source: _Source) -> Iterator[RawBatch]:
         if not names:
             return
         plan = source.planner(names)
-        places = [names.index(column) for column in plan.inputs]
+        indices = [names.index(column) for column in plan.inputs]
 
         def rows() -> Iterator[_Parsed]:
             for line, record in records:
@@ -272,7 +272,7 @@ def _read_csv(source: _Source) -> Iterator[RawBatch]:
                 if isinstance(record, Malformed):
                     yield line, record
                 else:
-                    yield line, [record[place].encode("utf-8", "surrogateescape") or None for place in places]
+                    yield line, [record[index].encode("utf-8", "surrogateescape") or None for index in indices]
             source.rows, source.blank = records.rows, records.blank
 
         yield from _batches(source, plan, position, rows())
@@ -289,9 +289,9 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
         first = head[0][1].strip()
         if first.startswith(b"[") or not any(isinstance(record, dict) for record in records):
             raise DataError(
-                f"{uri} has no JSON object on a line of its own; the first line is {shorten(first[:100])!r}",
-                expected="JSON lines: one object a line, without brackets or commas around them",
-                next_command="jq -c '.[]' FILE > rows.jsonl for an array, jq -c . FILE for objects of several lines",
+                f"{uri} is not JSON lines: its first line is {shorten(first[:100])!r}",
+                expected="one JSON object per line, without brackets or commas around them",
+                next_command="jq -c '.[]' FILE > rows.jsonl for an array, jq -c . FILE for objects that span lines",
             )
         names = dict.fromkeys(name for record in records if isinstance(record, dict) for name in record)
         plan = source.planner(list(names))
@@ -303,12 +303,12 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
                 if isinstance(record, Malformed):
                     yield number, record
                     continue
-                if late := [name for name in record if name not in names]:
-                    names.update(dict.fromkeys(late))
-                    if source.planner(list(names)) != plan:  # it should have been read in the rows before
+                if new := [name for name in record if name not in names]:
+                    names.update(dict.fromkeys(new))
+                    if source.planner(list(names)) != plan:  # the column is missing in the rows already read
                         raise DataError(
-                            f"{uri} has {', '.join(map(repr, late))} for the first time in row {row}",
-                            expected=f"every column that is read in one of the first {_PEEK_LINES} rows",
+                            f"{uri} has {', '.join(map(repr, new))} for the first time in row {row}",
+                            expected=f"every column in at least one of the first {_PEEK_LINES} rows",
                             next_command="write it as null in the first row",
                         )
                 values = list[bytes | None]()
@@ -316,30 +316,30 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
                     try:
                         values.append(_json_bytes(record.get(column), may_join))
                     except TypeError as error:
-                        raise _no_text(f"{uri}: column {column!r} is {error} in line {number}") from error
+                        raise _type_error(f"{uri}: column {column!r} is {error} in line {number}") from error
                 yield number, values
 
         yield from _batches(source, plan, position, rows())
 
 
-def _no_text(seen: str) -> DataError:
+def _type_error(message: str) -> DataError:
     """Return the error for a column of values that are neither texts nor numbers."""
     return DataError(
-        seen,
-        expected="text, bytes, numbers or dates; in columns of the query, title and text also lists of texts",
-        next_command="write that column as text, or name another one in its place (--data.columns)",
+        message,
+        expected="text, bytes, numbers or dates (lists of texts also in the query, title and text columns)",
+        next_command="write that column as text, or choose another column with --data.columns",
     )
 
 
 def _lines(raw: BinaryIO, source: _Source) -> Iterator[tuple[int, bytes]]:
-    """Yield lines that are not blank, with their numbers from 1. A line over 16 MiB is replaced by a malformed one."""
+    """Yield the lines that are not blank with their numbers, from 1. Replace a line over 16 MiB by a malformed one."""
     number = 0
     while line := raw.readline(_LINE_BYTES):
         number += 1
         if len(line) == _LINE_BYTES and not line.endswith(b"\n"):
             while (rest := raw.readline(_LINE_BYTES)) and not rest.endswith(b"\n"):
                 continue
-            line = b"longer than 16 MiB: " + line[:_HELD_CHARACTERS]
+            line = b"longer than 16 MiB: " + line[:_MAX_CONTENT_CHARACTERS]
         if line.strip():
             source.rows += 1
             yield number, line
@@ -358,7 +358,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _parse(line: bytes) -> dict[str, Any] | Malformed:
-    """Return the object on a line. Bytes that are not UTF-8 survive as surrogates and are judged later, per field."""
+    """Return the object on a line. Bytes that are not UTF-8 become surrogates and are validated later, per field."""
     reason = NOT_AN_OBJECT
     try:
         if isinstance(record := _DECODER.decode(line.decode("utf-8", "surrogateescape")), dict):
@@ -369,17 +369,17 @@ def _parse(line: bytes) -> dict[str, Any] | Malformed:
 
 
 def _json_bytes(value: Any, may_join: bool) -> bytes | None:
-    """Return the bytes of a value. Numbers and booleans become text. Raises TypeError for lists and objects."""
+    """Return the text of a value as bytes. Raises TypeError for objects, and for lists that may not be joined."""
     if isinstance(value, dict):
         raise TypeError("an object")
     if isinstance(value, list):
         if not may_join:
             raise TypeError("a list")
         value = join_texts(value)
-    if value is None or value == "" or value != value:  # NaN is no value
+    if value is None or value == "" or value != value:  # NaN is a missing value
         return None
     text = value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
     try:
         return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # an escaped lone surrogate: not valid text either
+    except UnicodeEncodeError:  # an escaped lone surrogate, which is not valid text either
         return text.encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""Rows between a reader and a worker: batches, bad rows, chunks of bounded size, and the plan of columns."""
+"""Rows on their way from a reader to a worker: batches, bad rows, chunks of bounded size, and column plans."""
 
 import difflib
 import math
@@ -19,17 +19,16 @@ from pipeline.core.errors import DataError
 from pipeline.data.config import DataConfig
 from pipeline.data.token_sets import QuarantinedRow, RowContent
 
-CHUNK_BYTES = 64 * 2**20
-"""A chunk ends at this many bytes of columns even when it has fewer rows than asked for."""
+CHUNK_BYTES = 64 * 2**20  # a chunk ends at this many bytes of columns even if it has fewer rows than configured
 _BATCH_ROWS = 4096
 _CONTENT_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used. `count` > 1 if one defect swallowed several lines (an unclosed CSV quote).
+    """A row that cannot be used. `count` > 1 if one defect covers several lines (an unclosed CSV quote).
 
-    `line`: number of its first line in a text file, from 1; 0 in other files.
+    `line`: number of its first line in a text file, from 1 (0 in other files).
     """
 
     file: str
@@ -55,8 +54,8 @@ def quarantine_lines(rows: Iterable[QuarantinedRow]) -> bytes:
 class RawBatch:
     """Some rows of one file: field columns of equal length N (text as large_binary), row numbers [N], and bad rows.
 
-    `lines` [N]: the number of each row's first line in a text file, from 1. `blank` lines and `input_bytes` count what
-    was read since the batch before.
+    `lines` [N]: the number of each row's first line in a text file, from 1. `blank` and `input_bytes`: blank lines and
+    bytes read since the previous batch.
     """
 
     columns: pa.RecordBatch
@@ -72,7 +71,7 @@ class RawBatch:
 
     @property
     def rows_read(self) -> int:
-        """Good and bad rows, with all lines that a bad one swallowed."""
+        """Number of good and bad rows, including all lines that a bad row covers."""
         return len(self.rows) + sum(row.count for row in self.bad)
 
 
@@ -88,7 +87,7 @@ class RowChunk:
 
     @property
     def num_rows(self) -> int:
-        """Good and bad rows, with all lines that a bad one swallowed."""
+        """Number of good and bad rows, including all lines that a bad row covers."""
         return len(self.rows) + sum(row.count for row in self.bad)
 
     def table(self) -> pa.Table:
@@ -96,47 +95,47 @@ class RowChunk:
 
 
 def batch_rows(rows_per_chunk: int) -> int:
-    """Return the rows a reader should yield at a time, so that whole batches fill a chunk (nearly) exactly."""
+    """Return the number of rows a reader should yield at a time, so that batches fill a chunk (nearly) exactly."""
     return rows_per_chunk // -(-rows_per_chunk // _BATCH_ROWS)
 
 
 def cut_chunks(file: str, batches: Iterable[RawBatch], rows_per_chunk: int) -> Iterator[RowChunk]:
     """Group the batches of one file into chunks of at most `rows_per_chunk` rows and about CHUNK_BYTES.
 
-    The end of a chunk depends on the file and the settings alone, which makes resume by chunk exact.
+    Chunk boundaries depend only on the file and the settings, so that a run can resume chunk by chunk.
     """
-    held: list[RawBatch] = []
+    buffered: list[RawBatch] = []
     rows = size = 0
     for batch in batches:
-        if not batch.num_rows:  # blank lines, or rows left out: nothing to encode
+        if not batch.num_rows:  # only blank lines or filtered rows
             continue
-        if held and (rows + batch.num_rows > rows_per_chunk or size + batch.columns.nbytes > CHUNK_BYTES):
-            yield _chunk(file, held)
-            held, rows, size = [], 0, 0
-        held.append(batch)
+        if buffered and (rows + batch.num_rows > rows_per_chunk or size + batch.columns.nbytes > CHUNK_BYTES):
+            yield _chunk(file, buffered)
+            buffered, rows, size = [], 0, 0
+        buffered.append(batch)
         rows += batch.num_rows
         size += batch.columns.nbytes
     if rows:
-        yield _chunk(file, held)
+        yield _chunk(file, buffered)
 
 
-def _chunk(file: str, held: list[RawBatch]) -> RowChunk:
+def _chunk(file: str, batches: list[RawBatch]) -> RowChunk:
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, held[0].columns.schema) as writer:
-        for batch in held:
+    with pa.ipc.new_stream(sink, batches[0].columns.schema) as writer:
+        for batch in batches:
             writer.write_batch(batch.columns)
-    lines = [batch.lines for batch in held if batch.lines is not None]
+    lines = [batch.lines for batch in batches if batch.lines is not None]
     return RowChunk(
         file,
         sink.getvalue().to_pybytes(),
-        np.concatenate([batch.rows for batch in held]),
-        tuple(bad for batch in held for bad in batch.bad),
+        np.concatenate([batch.rows for batch in batches]),
+        tuple(bad for batch in batches for bad in batch.bad),
         np.concatenate(lines) if lines else None,
     )
 
 
 def shorten(content: str | bytes) -> str:
-    """Return row content for the quarantine file: valid text of a few hundred characters."""
+    """Return content as valid text of at most a few hundred characters, for the quarantine file and messages."""
     text = content.decode("utf-8", "backslashreplace") if isinstance(content, bytes) else content
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _CONTENT_CHARACTERS else text[:_CONTENT_CHARACTERS] + "..."
@@ -146,33 +145,32 @@ _COLUMN = b"column"
 
 
 def row_content(fields: pa.RecordBatch | pa.Table, row: int) -> RowContent:
-    """Return the values of a row by the columns of its file (see `to_fields`), shortened for the quarantine file."""
-    found: dict[str, str | int | float | None] = {}
+    """Return the values of a row by its file's column names (see `to_fields`), shortened for the quarantine file."""
+    content: dict[str, str | int | float | None] = {}
     for field, values in zip(fields.schema, fields.columns, strict=True):
         value = values[row].as_py()
         if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):  # JSON has no NaN
             value = shorten(value if isinstance(value, bytes) else str(value))
-        found[(field.metadata or {}).get(_COLUMN, field.name.encode()).decode()] = value
-    return found
+        content[(field.metadata or {}).get(_COLUMN, field.name.encode()).decode()] = value
+    return content
 
 
-# What the encoder reads of a product.
+# The text of a product that the encoder reads.
 
-CHARACTERS_PER_TOKEN = 16
-"""Characters worth tokenising for each token of a bucket: no text of real words needs more."""
+CHARACTERS_PER_TOKEN = 16  # characters to tokenise per token of a bucket, enough for any text of real words
 
 
 def text_characters(buckets: Sequence[Bucket]) -> int:
-    """Return the characters of a text that are worth tokenising to fill the largest bucket."""
+    """Return the number of characters of a text to tokenise, enough to fill the largest bucket."""
     return CHARACTERS_PER_TOKEN * buckets[-1].product_tokens
 
 
 def product_text(title: str, text: str, limit: int) -> str:
-    """Return the title, then the longer text, cut to `limit` characters. Either may be empty."""
+    """Join the title and the longer text, either of which may be empty, and truncate to `limit` characters."""
     return (f"{title} {text}" if title and text else title or text)[:limit]
 
 
-# From the columns an input has to the fields we use.
+# Mapping from input columns to fields.
 
 NUMERIC, CATEGORICAL, SLICE, FILTER = "numeric.", "categorical.", "slice.", "filter."
 _OPTIONAL = ("text", "gain", "query_id", "product_id", "split")
@@ -180,7 +178,7 @@ _OPTIONAL = ("text", "gain", "query_id", "product_id", "split")
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """Pairs (field, input column). Fields are named as in ColumnMapping, or `numeric.<column>` and so on."""
+    """Pairs (field, input column). Field names are those of ColumnMapping, or `numeric.<column>` and so on."""
 
     pairs: tuple[tuple[str, str], ...]
 
@@ -190,28 +188,28 @@ class ColumnPlan:
         return list(dict.fromkeys(column for _, column in self.pairs))
 
     def only(self, fields: Sequence[str] | None) -> "ColumnPlan":
-        """Return the plan of some fields (None: all) and of the filter."""
+        """Return the plan restricted to some fields (None: all) and the filter."""
         if fields is None:
             return self
         return ColumnPlan(tuple(p for p in self.pairs if p[0] in fields or p[0].startswith(FILTER)))
 
 
 def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
-    """Match the wanted fields with the columns of one file.
+    """Match the configured fields with the columns of one file.
 
-    Query and title are required, label or gain, and every explicitly configured column. Raises DataError.
+    Raises DataError without a query, title, label or gain column, or any explicitly configured column.
     """
-    mapping, there = config.columns, set(available)
+    mapping, columns = config.columns, set(available)
     pairs = [("query", mapping.query), ("title", mapping.title)]
-    if mapping.label in there or config.labels or mapping.gain not in there:
+    if mapping.label in columns or config.labels or mapping.gain not in columns:
         pairs.append(("label", mapping.label))
-    is_new = mapping.text not in (mapping.query, mapping.title)
-    pairs += [(field, getattr(mapping, field)) for field in _OPTIONAL if field != "text" or is_new]
+    has_text = mapping.text not in (mapping.query, mapping.title)
+    pairs += [(field, getattr(mapping, field)) for field in _OPTIONAL if field != "text" or has_text]
     return match_columns([*pairs, *feature_pairs(config)], available, file, _setting, _OPTIONAL)
 
 
 def plan_pairs(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
-    """Match the fields of rows without a judgement: query, title, text and features. Raises DataError."""
+    """Match the fields of unjudged rows (query, title, text, features). Raises DataError if a column is missing."""
     mapping = config.columns
     pairs = [("query", mapping.query), ("title", mapping.title)]
     if mapping.text not in (mapping.query, mapping.title):
@@ -220,7 +218,7 @@ def plan_pairs(config: DataConfig, available: Sequence[str], file: str) -> Colum
 
 
 def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
-    """Return the fields of features, slices and the filter with their columns."""
+    """Return pairs (field, column) of the features, the slices and the filter."""
     return [
         *((NUMERIC + column, column) for column in config.numeric),
         *((CATEGORICAL + feature.column, feature.column) for feature in config.categorical),
@@ -239,11 +237,11 @@ LIKELY_NAMES: Mapping[str, tuple[str, ...]] = {
     "product_id": ("product_id", "item_id", "pid", "asin", "sku", "doc_id", "id"),
     "split": ("split", "fold", "subset"),
 }  # fmt: skip
-"""What columns are often called, by field; the likeliest first."""
+"""Common column names by field, most likely first."""
 
 
 def by_spelling(names: Sequence[str]) -> dict[str, str]:
-    """Return column names by their letters and digits in lower case, words joined by _; of equal ones the first."""
+    """Return column names by their normalised spelling (lower case, words joined by _). The first duplicate wins."""
     return {re.sub(r"[\W_]+", "_", name.lower()).strip("_"): name for name in reversed(names)}
 
 
@@ -254,11 +252,10 @@ def match_columns(
     setting: Callable[[str], str],
     optional: Sequence[str] = ("text",),
 ) -> ColumnPlan:
-    """Return the plan of (field, column) pairs: the one planner of columns, for any table.
+    """Return the plan of (field, column) pairs for a file with the columns `available`.
 
-    A column may be missing if its field is `optional` and it has the name of the field: no setting names it then.
-    Raises DataError for a column that the file has twice, and for columns that it lacks; the next command has the
-    `setting` of each field, with the column that is most likely meant.
+    A column with the name of its field may be missing if the field is `optional`. Raises DataError if the file lacks
+    any other column, suggesting the `setting` of its field with the most likely column, or if it has a column twice.
     """
     pairs = [pair for pair in pairs if pair[1] in available or not (pair[0] == pair[1] and pair[0] in optional)]
     missing = [(field, column) for field, column in pairs if column not in available]
@@ -266,54 +263,51 @@ def match_columns(
         if available.count(column) > 1:
             raise DataError(
                 f"{file} has {available.count(column)} columns {column!r} (for {field})",
-                expected="one column of each name that is read",
-                next_command=f"rename the others, or name another column with {setting(field)}",
+                expected="unique column names",
+                next_command=f"rename the others, or choose another column with {setting(field)}",
             )
     if missing:
-        taken = {column for _, column in pairs}
-        spelled = {key: name for key, name in by_spelling(available).items() if name not in taken}
+        used = {column for _, column in pairs}
+        spelled = {key: name for key, name in by_spelling(available).items() if name not in used}
         flags, lists = list[str](), list[str]()
         for field, column in missing:
             close = difflib.get_close_matches(column.lower(), spelled, n=1)
             close = close or [name for name in LIKELY_NAMES.get(field, ()) if name in spelled]
-            if "." in field:  # one of a list of columns
+            if "." in field:  # the setting is a list of columns
                 lists.append(f"correct {column!r} in {setting(field)}")
             else:
                 flags.append(f"{setting(field)} {shlex.quote(spelled[close[0]]) if close else 'COLUMN'}")
         raise DataError(
             f"{file} has no column " + ", ".join(f"{column!r} (for {field})" for field, column in missing),
-            expected="columns among " + ", ".join(name if name.isprintable() else repr(name) for name in available),
+            expected="one of " + ", ".join(name if name.isprintable() else repr(name) for name in available),
             next_command="; ".join(filter(None, [" ".join(flags), *lists])),
         )
     return ColumnPlan(tuple(pairs))
 
 
 def _setting(field: str) -> str:
-    """Return the setting that names the column of a field."""
     kind = field.split(".")[0]
     if kind == field:
         return f"--data.columns.{kind}"
     return "--data.slices" if field.startswith(SLICE) else f"--data.{kind}"
 
 
-# One text for a value, whichever format holds it.
+# One text for each value, independent of the file format.
 
-READER_VERSION = 2
-"""Part of the names of prepared data and gathered catalogues: raised if readers make other texts of the same file."""
-JOINED_FIELDS = frozenset({"query", "title", "text"})
-"""Fields in which a list of texts is joined by spaces."""
-_WHOLE = r"-?(?:0|[1-9][0-9]*)\.0+"
-_SCIENTIFIC = r"-?[0-9](?:\.[0-9]+[eE]\+?|[eE]\+)[0-9]{1,3}"  # a point or a plus: 1e3 may be the name of a product
-_TRUTH = "True|TRUE|False|FALSE"
-_VARIANT = rf"^\s*(?:{_WHOLE}|{_SCIENTIFIC}|{_TRUTH})\s*$"
+READER_VERSION = 2  # part of the names of prepared data, increased if readers return other texts for a file
+JOINED_FIELDS = frozenset({"query", "title", "text"})  # fields in which a list of texts is joined by spaces
+_INTEGER = r"-?(?:0|[1-9][0-9]*)\.0+"
+_SCIENTIFIC = r"-?[0-9](?:\.[0-9]+[eE]\+?|[eE]\+)[0-9]{1,3}"  # with a point or plus, as 1e3 may be a product name
+_BOOLEAN = "True|TRUE|False|FALSE"
+_VARIANT = rf"^\s*(?:{_INTEGER}|{_SCIENTIFIC}|{_BOOLEAN})\s*$"
 _LARGEST_EXPONENT = 308
 _BYTES = (pa.binary(), pa.large_binary(), pa.binary_view(), pa.string(), pa.large_string())
 
 
 def canonical_text(text: str) -> str:
-    """Return one text for a value that programs write in several ways; any other text as it is.
+    """Normalise a value that programs write in several ways. Return any other text unchanged.
 
-    A whole number (7.0, 4.006381333007E12) becomes its digits, a boolean true or false (Python writes True).
+    An integer such as 7.0 or 4.006381333007E12 becomes its digits, a boolean becomes true or false.
     """
     if not re.match(_VARIANT, text, re.ASCII):
         return text
@@ -326,11 +320,11 @@ def canonical_text(text: str) -> str:
 
 
 def join_texts(values: list[Any] | None) -> str | None:
-    """Join a list of texts. Raises TypeError if it holds anything else."""
+    """Join a list of texts by spaces. Raises TypeError if it contains any other value."""
     if values is None:
         return None
     if not all(value is None or isinstance(value, str) for value in values):
-        raise TypeError("a list of other values than texts")
+        raise TypeError("a list with values that are not texts")
     return " ".join(filter(None, values))
 
 
@@ -343,10 +337,10 @@ def is_text_list(kind: pa.DataType) -> bool:
 
 
 def as_field(array: pa.Array, field: str) -> pa.Array:
-    """Convert an input column to the type of its field: float64 for numbers in number fields, else large_binary.
+    """Convert an input column to the type of its field: float64 for numbers in numeric fields, else large_binary.
 
-    Whole numbers beyond 2^53 are rounded in number fields; as texts they keep all digits. NaN is no value. That bytes
-    are UTF-8 is judged per row. Raises pa.ArrowException for nested types except lists of texts in JOINED_FIELDS.
+    Integers beyond 2^53 are rounded in numeric fields. NaN is a missing value. Bytes are checked later to be UTF-8.
+    Raises pa.ArrowException for nested types except lists of texts in JOINED_FIELDS.
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -356,32 +350,32 @@ def as_field(array: pa.Array, field: str) -> pa.Array:
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if (field == "gain" or field.startswith(NUMERIC)) and (is_number or pa.types.is_boolean(kind)):
         return pc.cast(array, pa.float64(), safe=not pa.types.is_integer(kind))
-    if str(kind) == "extension<arrow.uuid>":  # its class came with a later pyarrow than the oldest we take
+    if str(kind) == "extension<arrow.uuid>":  # the oldest supported pyarrow has no class for it
         return _large_binary(None if value is None else str(value) for value in array.to_pylist())
     if field in JOINED_FIELDS and is_text_list(kind):
-        return _one_text_each(_large_binary(map(join_texts, array.to_pylist())))
-    if pa.types.is_floating(kind):  # a null is NaN here
+        return _canonical_texts(_large_binary(map(join_texts, array.to_pylist())))
+    if pa.types.is_floating(kind):  # to_numpy converts null to NaN
         floats = array.to_numpy(zero_copy_only=False)
-        return _one_text_each(_large_binary(None if value != value else str(value) for value in floats))
+        return _canonical_texts(_large_binary(None if value != value else str(value) for value in floats))
     if kind in _BYTES or pa.types.is_fixed_size_binary(kind):
-        return _one_text_each(pc.cast(array, pa.large_binary()))
-    return _one_text_each(pc.cast(pc.cast(array, pa.large_string()), pa.large_binary()))
+        return _canonical_texts(pc.cast(array, pa.large_binary()))
+    return _canonical_texts(pc.cast(pc.cast(array, pa.large_string()), pa.large_binary()))
 
 
 def _large_binary(values: Iterable[str | None]) -> pa.Array:
     return pa.array([None if value is None else value.encode() for value in values], pa.large_binary())
 
 
-def _one_text_each(array: pa.Array) -> pa.Array:
-    found = pc.fill_null(pc.match_substring_regex(array, _VARIANT), False)
-    if not pc.any(found).as_py():
+def _canonical_texts(array: pa.Array) -> pa.Array:
+    is_variant = pc.fill_null(pc.match_substring_regex(array, _VARIANT), False)
+    if not pc.any(is_variant).as_py():
         return array
-    texts = [canonical_text(value.decode()).encode() for value in array.filter(found).to_pylist()]
-    return pc.replace_with_mask(array, found, pa.array(texts, pa.large_binary()))
+    texts = [canonical_text(value.decode()).encode() for value in array.filter(is_variant).to_pylist()]
+    return pc.replace_with_mask(array, is_variant, pa.array(texts, pa.large_binary()))
 
 
 def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:
-    """Convert input columns to the fields of a plan; each remembers the name of its column.
+    """Convert input columns to the fields of a plan. The metadata of a field contains the name of its column.
 
     Raises pa.ArrowTypeError, naming the column, for a type that is neither text nor a number.
     """

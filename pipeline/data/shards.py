@@ -1,4 +1,4 @@
-"""Token shards as memory maps: rows of any bucket by number, without reading the rest."""
+"""Read rows of token shards by bucket and number through memory maps."""
 
 import errno
 import json
@@ -18,14 +18,13 @@ from pipeline.core.errors import ConfigError, DataError
 Arrays = dict[str, npt.NDArray[Any]]
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F32": np.float32}
 FIELDS = ("query", "product", "label", "gain", "numeric", "categorical", "sample_id", "query_id")
-EXTRA = ("slice", "partition")
-"""Further arrays of evaluation: int64 [N, S] of data/validate.py, and int64 [N], the partition of the shard."""
+EXTRA = ("slice", "partition")  # additional arrays for evaluation: int64 [N, S] (see data/validate.py) and int64 [N]
 _BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One safetensors file of token rows. `rows[b]` rows of bucket b. `partition`: a number the opener gave it."""
+    """A safetensors file with `rows[b]` token rows of bucket b. `partition`: value of the array `partition`."""
 
     path: Path
     rows: tuple[int, ...]
@@ -33,7 +32,7 @@ class ShardFile:
 
 
 def map_safetensors(path: Path) -> Arrays:
-    """Map every tensor of a safetensors file, read-only (format: 8-byte header length, JSON, data)."""
+    """Map every tensor of a safetensors file read-only (format: 8-byte header length, JSON, data)."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header: dict[str, Any] = json.loads(file.read(length))
@@ -63,28 +62,28 @@ class TokenRows:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each bucket."""
+        """Number of rows of each bucket."""
         return tuple(int(size) for size in self._starts[-1])
 
     def blocks(self) -> Iterator[tuple[int, Int64s]]:
-        """Yield (bucket, row numbers) of all rows in order, a bounded number at a time."""
+        """Yield (bucket, row numbers) for all rows in order, a bounded number of rows at a time."""
         for bucket, size in enumerate(self.sizes):
             for start in range(0, size, _BLOCK_ROWS):
                 yield bucket, np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
 
     def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
-        """Read rows `rows[i]` of bucket `pools[i]`, widened to the shape of `bucket` with padding.
+        """Read rows `rows[i]` of bucket `pools[i]`, padded to the shape of `bucket`.
 
-        Returns the arrays of `fields` (none: all that were opened), N rows each, in the order of `rows`.
+        Returns the arrays `fields` (default: all that were opened) of N rows each, in the order of `rows`.
         """
         shape = self.buckets[bucket]
         num_tokens = {"query": shape.query_tokens, "product": shape.product_tokens}
         result: Arrays = {}
         for pool in np.unique(pools):
-            places = np.flatnonzero(pools == pool)
-            shard_of = np.searchsorted(self._starts[:, pool], rows[places], side="right") - 1
+            indices = np.flatnonzero(pools == pool)
+            shard_of = np.searchsorted(self._starts[:, pool], rows[indices], side="right") - 1
             for shard in np.unique(shard_of):
-                chosen = places[shard_of == shard]
+                chosen = indices[shard_of == shard]
                 local = rows[chosen] - self._starts[shard, pool]
                 values: npt.NDArray[Any]
                 for field in fields or self._fields:
@@ -108,17 +107,17 @@ class TokenRows:
                     arrays[f"b{bucket}.partition"] = np.broadcast_to(partition, count)
                     for name in (f"b{bucket}.{field}" for field in self._fields if count):
                         if len(arrays[name]) != count:
-                            raise ValueError(f"{name} has {len(arrays[name])} rows, not {count}")
+                            raise ValueError(f"{name} has {len(arrays[name])} rows instead of {count}")
             except (OSError, ValueError, KeyError, struct.error) as error:
                 if isinstance(error, OSError) and error.errno == errno.EMFILE:
                     raise ConfigError(
                         f"too many open files at {len(self._maps) + 1:,} of {len(self._shards):,} token shards",
-                        expected="room for one more than there are shards, in each process",
-                        next_command="ulimit -n 65536, then the same command again",
+                        expected="a limit of open files per process above the number of shards",
+                        next_command="ulimit -n 65536, then run the same command again",
                     ) from error
                 raise DataError(
                     f"token shard {path} cannot be read: {error}",
-                    expected="the file that prepare committed",
+                    expected="the file committed by prepare",
                     next_command="delete its folder and run trnpipe prepare again",
                 ) from error
             self._maps[shard] = arrays

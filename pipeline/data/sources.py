@@ -1,4 +1,4 @@
-"""The source of rows: files of a path, the ESCI layout, or the synthetic catalogue."""
+"""The source of rows: files below a path, the ESCI layout, or the synthetic catalogue."""
 
 import errno
 import sqlite3
@@ -47,11 +47,10 @@ from pipeline.io.storage import ObjectStat, Storage, os_errors
 
 @dataclass(frozen=True)
 class Source:
-    """An input.
+    """An input, with a `reader` that takes a file and the fields to read (None: all).
 
-    `reader` gets a file and the fields to read (None: all). `fixed_labels`: labels with their gains that the layout
-    defines, least relevant first; empty if the data decides. `passed_over`: keys of files below the path that are not
-    read. `warnings` are about an input that is read all the same.
+    `fixed_labels`: labels defined by the layout with their gains, least relevant first (empty if the data decides).
+    `passed_over`: keys of files below the path that are not read. `warnings`: possible problems of the input.
     """
 
     partitions: tuple[InputPartition, ...]
@@ -65,42 +64,39 @@ class Source:
         return [file for partition in self.partitions for file in partition.files]
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
-        """Yield the rows of a file in order with the columns of some fields.
+        """Yield the rows of a file in order, with only the given fields (None: all).
 
-        Raises DataError, and TransientError for a file that was changed since it was listed.
+        Raises DataError if the file cannot be read, TransientError if it has changed since it was listed.
         """
         return self.reader(file, fields)
 
 
 @contextmanager
 def reading_progress(doing: str, files: Sequence[InputFile]) -> Iterator[Callable[[RawBatch | None], None]]:
-    """Show the progress of reading files. Yields a function to call with every batch, and with None while waiting.
-
-    Counts bytes, or rows without a total if they are generated.
-    """
+    """Show the progress of reading files. Yields a function to call with every batch, and with None while waiting."""
     size_bytes = sum(file.size_bytes for file in files)
     with progress(doing, size_bytes or None, "bytes" if size_bytes else "rows") as advance:
 
-        def tell(batch: RawBatch | None) -> None:
+        def advance_by(batch: RawBatch | None) -> None:
             advance((batch.input_bytes if size_bytes else batch.num_rows) if batch else 0)
 
-        yield tell
+        yield advance_by
 
 
 def read_products(
     source: Source, stop: StopSignal, fields: Sequence[str] = ("product_id", "title", "text")
 ) -> Iterator[RawBatch]:
     """Yield some fields of every row, by default those of its product. Raises as Source.read, and Preempted."""
-    with reading_progress("reading products", source.files) as tell:
+    with reading_progress("reading products", source.files) as advance:
         for file in source.files:
             for batch in source.read(file, fields):
                 stop.raise_if_set(f"reading {file.key}")
-                tell(batch)
+                advance(batch)
                 yield batch
 
 
 def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Source:
-    """Open the input that the settings name. Raises DataError if there is nothing to read."""
+    """Open the configured input. Raises DataError if it contains nothing to read."""
     if config.path is None:
         return _synthetic_source(config)
     listing = find_files(config.path, stop)
@@ -114,7 +110,7 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
 
 
 def list_input_objects(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
-    """List the input's path without reading anything; nothing for the synthetic catalogue."""
+    """List the files of the input without reading them. Empty for the synthetic catalogue."""
     return frozenset() if config.path is None else frozenset(find_files(config.path, stop).stats)
 
 
@@ -159,14 +155,13 @@ def file_reader(
 
 
 # The Amazon Shopping Queries (ESCI) layout: a file of examples, joined with a file of products on id and locale. The
-# texts of the products are in a SQLite file below scratch, so memory does not grow with them.
+# product texts are kept in a SQLite file in the scratch folder, so that memory does not grow with the catalogue.
 
 ESCI_EXAMPLES = "shopping_queries_dataset_examples.parquet"
 ESCI_PRODUCTS = "shopping_queries_dataset_products.parquet"
-ESCI_SOURCES = "shopping_queries_dataset_sources.csv"
-"""Third file of the published folder, which is not read."""
+ESCI_SOURCES = "shopping_queries_dataset_sources.csv"  # the third file of the published data set, which is not read
 ESCI_GAINS = {"I": 0.0, "C": 0.01, "S": 0.1, "E": 1.0}
-"""Gains of the four judgements, least relevant first (Reddy et al., Shopping Queries Dataset, arXiv:2206.06588)."""
+"""Gains of the four labels, least relevant first (Reddy et al., Shopping Queries Dataset, arXiv:2206.06588)."""
 NO_PRODUCT = "product not among the products"
 ESCI_LOCALE = "product_locale"
 _ESCI_FIELDS = {
@@ -181,7 +176,7 @@ _ESCI_TEXTS = ("product_brand", "product_color", "product_bullet_point", "produc
 
 
 def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
-    """Find both files. Raises DataError if one is missing, or if other files hold rows."""
+    """Open the ESCI layout. Raises DataError if one of its files is missing, or if other data files exist."""
     storage, stats, path = listing.storage, listing.stats, str(config.path)
     examples, products, others = list[ObjectStat](), list[ObjectStat](), list[str]()
     for stat in stats:
@@ -192,19 +187,19 @@ def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
             products.append(stat)
         else:
             others.append(stat.key)
-    if not products and (neighbour := storage.stat(ESCI_PRODUCTS)):
-        products = [neighbour]
+    if not products and (sibling := storage.stat(ESCI_PRODUCTS)):
+        products = [sibling]
     unread = [key for key in others if suffix_format(key) and not key.endswith(ESCI_SOURCES)]
     if not examples or len(products) != 1 or unread:
-        seen = f"{len(examples)} ESCI example files and {len(products)} product files"
         raise DataError(
-            f"{path} holds {seen}" + (f", and others with rows: {names_of(unread)}" if unread else ""),
-            expected=f"{ESCI_EXAMPLES} (also in dt= folders) and one {ESCI_PRODUCTS}, nothing else with rows",
-            next_command="set --data.path to the folder with these files alone",
+            f"{path} has {len(examples)} ESCI example files and {len(products)} product files"
+            f" (other data files: {names_of(unread) or 'none'})",
+            expected=f"{ESCI_EXAMPLES} (also in dt= folders), one {ESCI_PRODUCTS}, and no other data files",
+            next_command="set --data.path to a folder with only these files",
         )
     *files, product = Files(storage, tuple((stat, "parquet") for stat in (*examples, *products))).inputs
     passed_over = (*listing.passed_over, *others)
-    limit = 4 * text_characters(config.bucket_shapes)  # a character has at most 4 bytes
+    limit = 4 * text_characters(config.bucket_shapes)  # UTF-8 uses at most 4 bytes per character
     table = EsciProducts(storage, product, scratch / "esci", limit)
     return Source(
         group_by_day(files, path, (product.content_id,)),
@@ -218,7 +213,7 @@ def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
 def _read_esci(
     config: DataConfig, products: "EsciProducts", file: InputFile, fields: Sequence[str] | None
 ) -> Iterator[RawBatch]:
-    """Yield examples with the title and text of their products; examples without a product are bad."""
+    """Yield examples with the title and text of their products. An example without a product is a bad row."""
     plan = ColumnPlan((*_ESCI_FIELDS.items(), *feature_pairs(config)))
     plan = plan.only(None if fields is None else [*fields, "product_id", "locale"])
     storage, num_rows = products.storage, batch_rows(config.rows_per_chunk)
@@ -227,11 +222,11 @@ def _read_esci(
         storage.stop.raise_if_set(f"reading {storage.uri(file.key)}")
         columns = batch.columns
         ids, locales = columns["product_id"].to_pylist(), columns["locale"].to_pylist()
-        found = [products.look_up(*key) for key in zip(ids, locales, strict=True)]
-        for place, name in enumerate(("title", "text")):
-            values = [product and product[place] for product in found]
+        matches = [products.look_up(*key) for key in zip(ids, locales, strict=True)]
+        for position, name in enumerate(("title", "text")):
+            values = [product and product[position] for product in matches]
             columns = columns.append_column(name, pa.array(values, pa.large_binary()))
-        is_missing = np.array([product is None for product in found], dtype=np.bool_)
+        is_missing = np.array([product is None for product in matches], dtype=np.bool_)
         is_bad = is_missing & filter_mask(columns, config.filter)
         bad = tuple(
             BadRow(file.key, int(batch.rows[i]), NO_PRODUCT, f"{ids[i]!r} in {locales[i]!r}")
@@ -243,7 +238,7 @@ def _read_esci(
 
 @dataclass(frozen=True)
 class EsciProducts:
-    """Titles and texts of products. A text is brand, colour, bullet points and description, cut to `limit` bytes."""
+    """Titles and texts of products. A text is brand, colour, bullet points and description, up to `limit` bytes."""
 
     storage: Storage
     file: InputFile
@@ -252,7 +247,7 @@ class EsciProducts:
 
     @cached_property
     def index(self) -> sqlite3.Connection:
-        """A table of products in a file, which one process at a time builds and which appears whole."""
+        """The SQLite table of products. It is built by one process at a time and published when complete."""
         folder = self.folder / fingerprint([self.file.content_id, self.limit])
         path = folder / "products.db"
         with os_errors("writing", f"file://{folder}"), atomic.exclusive(folder / "index.lock", self.storage.stop):
@@ -262,19 +257,19 @@ class EsciProducts:
         return sqlite3.connect(path, check_same_thread=False)
 
     def look_up(self, product_id: bytes | None, locale: bytes | None) -> tuple[bytes, bytes] | None:
-        """Return the title and the text of a product; None if it does not exist."""
-        wanted = "SELECT title, text FROM products WHERE id = ? AND locale = ?"
-        found: tuple[bytes, bytes] | None = self.index.execute(wanted, (product_id or b"", locale or b"")).fetchone()
-        return found
+        """Return the title and the text of a product, or None if it does not exist."""
+        statement = "SELECT title, text FROM products WHERE id = ? AND locale = ?"
+        row: tuple[bytes, bytes] | None = self.index.execute(statement, (product_id or b"", locale or b"")).fetchone()
+        return row
 
     def write_index(self, path: Path) -> None:
-        """Write the table; of equal products the first. Raises as read_file(), and OSError."""
+        """Write the table with the first of duplicate products. Raises as read_file(), and OSError if a write fails."""
         uri, stop = self.storage.uri(self.file.key), self.storage.stop
 
         def plan(names: list[str]) -> ColumnPlan:
             texts = [column for column in _ESCI_TEXTS if column in names]
-            wanted = ("product_id", ESCI_LOCALE, "product_title", *texts)
-            return _esci_planner(ColumnPlan(tuple((column, column) for column in wanted)), uri)(names)
+            required = ("product_id", ESCI_LOCALE, "product_title", *texts)
+            return _esci_planner(ColumnPlan(tuple((column, column) for column in required)), uri)(names)
 
         path.unlink(missing_ok=True)
         with (
@@ -282,7 +277,7 @@ class EsciProducts:
             progress("indexing products", self.file.size_bytes or None, "bytes") as advance,
         ):
             try:
-                table.execute("PRAGMA journal_mode = OFF")  # a half-built file is never used
+                table.execute("PRAGMA journal_mode = OFF")  # an incomplete file is never used
                 table.execute("CREATE TABLE products (id, locale, title, text, PRIMARY KEY (id, locale))")
                 for batch in read_file(self.storage, self.file.key, "parquet", plan, 4096, self.file.version):
                     stop.raise_if_set(f"indexing {uri}")
@@ -296,7 +291,7 @@ class EsciProducts:
     def _rows(self, batch: RawBatch) -> Iterator[tuple[bytes, ...]]:
         for product_id, locale, title, *texts in zip(*batch.columns.to_pydict().values(), strict=True):
             text = b" ".join(filter(None, texts))
-            if len(text) > self.limit:  # never cut inside a character
+            if len(text) > self.limit:  # decode so that no character is cut in half
                 text = text[: self.limit].decode("utf-8", "ignore").encode()
             yield product_id or b"", locale or b"", title or b"", text
 
@@ -306,7 +301,7 @@ def _esci_planner(plan: ColumnPlan, uri: str) -> Planner:
         if missing := [column for column in plan.inputs if column not in names]:
             raise DataError(
                 f"{uri} has no column {', '.join(map(repr, missing))}",
-                expected="the ESCI columns; seen: " + ", ".join(names),
+                expected=f"the columns of the ESCI data set (the file has {', '.join(names)})",
                 next_command="download the file again, or set --data.format parquet",
             )
         return plan

@@ -1,6 +1,6 @@
-"""One pass over a few columns before the work: which labels there are, and a sample of texts for the tokenizer.
+"""Survey the input: one pass over a few columns that counts the labels and samples texts for the tokenizer.
 
-Labels are configured, defined by the layout, or found in the data.
+Labels are configured, defined by the layout, or taken from the data.
 """
 
 import json
@@ -18,51 +18,50 @@ from pipeline.data.config import DataConfig
 from pipeline.data.rows import FILTER, text_characters
 from pipeline.data.sources import ESCI_GAINS, Source, reading_progress
 from pipeline.data.tokenizer import SAMPLE_ROWS
-from pipeline.data.validate import filter_mask, numbers
+from pipeline.data.validate import filter_mask, to_floats
 
 MAX_LABELS = 1000
-SAMPLE_BYTES = 128 * 2**20
-"""Text held for the tokenizer at most. As Python objects and with the trainer's copy it takes five times that."""
+SAMPLE_BYTES = 128 * 2**20  # of sampled text (Python objects and the trainer's copy take five times as much)
 _TEXT_FIELDS = ("query", "title", "text")
 
 
 @dataclass
 class TextSample:
-    """Every `stride`-th row. The stride doubles whenever the sample outgrows its limits: an even spread in one pass.
+    """A sample of every `stride`-th row, taken in one pass. The stride doubles when the sample exceeds its limits.
 
-    If several files are sampled, the n-th begins at row n: which rows are taken of a file does not depend on the files
-    before it, and small files do not all give their first row.
+    The n-th of several files starts at row number n. The rows sampled from a file then do not depend on earlier files,
+    and small files do not all contribute their first row.
     """
 
     limit: int = SAMPLE_ROWS
     stride: int = 1
-    seen: int = 0
-    held: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
-    held_bytes: int = 0
+    next_row: int = 0
+    rows: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
+    num_bytes: int = 0
 
     def add(self, batch: pa.RecordBatch, max_bytes: int) -> None:
-        """Take the texts of some rows, each cut to `max_bytes`."""
-        chosen = np.flatnonzero((self.seen + np.arange(batch.num_rows)) % self.stride == 0)
-        part = batch.take(pa.array(chosen))
-        names = [name for name in _TEXT_FIELDS if name in part.schema.names]
-        columns = [pc.binary_slice(part[name], 0, max_bytes).to_pylist() for name in names]
+        """Sample the texts of some rows, each truncated to `max_bytes`."""
+        chosen = np.flatnonzero((self.next_row + np.arange(batch.num_rows)) % self.stride == 0)
+        sampled = batch.take(pa.array(chosen))
+        names = [name for name in _TEXT_FIELDS if name in sampled.schema.names]
+        columns = [pc.binary_slice(sampled[name], 0, max_bytes).to_pylist() for name in names]
         rows = [tuple(value or b"" for value in row) for row in zip(*columns, strict=True)]
-        self.held += [(self.seen + int(place), row) for place, row in zip(chosen, rows, strict=True)]
-        self.held_bytes += sum(len(value) for row in rows for value in row)
-        self.seen += batch.num_rows
-        while len(self.held) > max(1, self.limit) or (self.held_bytes > SAMPLE_BYTES and len(self.held) > 1):
+        self.rows += [(self.next_row + int(index), row) for index, row in zip(chosen, rows, strict=True)]
+        self.num_bytes += sum(len(value) for row in rows for value in row)
+        self.next_row += batch.num_rows
+        while len(self.rows) > max(1, self.limit) or (self.num_bytes > SAMPLE_BYTES and len(self.rows) > 1):
             self.stride *= 2
-            self.held = [item for item in self.held if item[0] % self.stride == 0]
-            self.held_bytes = sum(len(value) for _, row in self.held for value in row)
+            self.rows = [item for item in self.rows if item[0] % self.stride == 0]
+            self.num_bytes = sum(len(value) for _, row in self.rows for value in row)
 
     def texts(self) -> Iterator[str]:
         """Yield the texts of the sampled rows without bytes that are not UTF-8."""
-        return (value.decode("utf-8", "ignore") for _, row in self.held for value in row if value)
+        return (value.decode("utf-8", "ignore") for _, row in self.rows for value in row if value)
 
 
 @dataclass
 class LabelCount:
-    """Rows of one label, and the sum of their gains (of those that have one)."""
+    """Number of rows with one label, number of them with a gain, and the sum of these gains."""
 
     rows: int = 0
     gains: int = 0
@@ -71,7 +70,7 @@ class LabelCount:
 
 @dataclass
 class Survey:
-    """`has_rows`: some can be read and the filter keeps them. `without_gain`: a file with rows and no gains."""
+    """Labels and sampled texts of an input. `without_gain`: a file that has rows but no gain column."""
 
     sample: TextSample = field(default_factory=TextSample)
     labels: dict[str, LabelCount] = field(default_factory=dict)
@@ -81,42 +80,42 @@ class Survey:
 
 
 def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
-    """Read only the columns that are wanted. Raises DataError for missing columns and for far too many labels."""
+    """Count labels, sample texts, or both. Raises DataError for missing columns and more than MAX_LABELS labels."""
     fields = (["label", "gain"] if want_labels else []) + (list(_TEXT_FIELDS) if want_sample else [])
     fields += [FILTER + column for column in config.filter]
     max_bytes = 4 * text_characters(config.bucket_shapes)
-    found = Survey()
-    with reading_progress("looking at labels and texts", source.files) as tell:
+    result = Survey()
+    with reading_progress("reading labels and texts", source.files) as advance:
         for number, file in enumerate(source.files):
-            found.sample.seen = number
+            result.sample.next_row = number
             for raw in source.read(file, fields):
                 stop.raise_if_set(f"reading {file.key}")
-                tell(raw)
+                advance(raw)
                 batch = raw.columns
                 if config.filter:
                     batch = batch.filter(pa.array(filter_mask(batch, config.filter)))
-                found.has_rows |= batch.num_rows > 0
+                result.has_rows |= batch.num_rows > 0
                 if want_labels and "label" in batch.schema.names:
-                    found.has_labels = True
-                    _count_labels(found.labels, batch, config.columns.label)
+                    result.has_labels = True
+                    _count_labels(result.labels, batch, config.columns.label)
                     if batch.num_rows and "gain" not in batch.schema.names:
-                        found.without_gain = found.without_gain or file.key
+                        result.without_gain = result.without_gain or file.key
                 if want_sample:
-                    found.sample.add(batch, max_bytes)
-    return found
+                    result.sample.add(batch, max_bytes)
+    return result
 
 
 def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: str) -> None:
-    gain = numbers(batch["gain"]) if "gain" in batch.schema.names else np.full(batch.num_rows, np.nan)
-    is_bad = ~((gain >= 0) & (gain <= 1))  # a row with another gain will be bad
+    gain = to_floats(batch["gain"]) if "gain" in batch.schema.names else np.full(batch.num_rows, np.nan)
+    is_bad = ~((gain >= 0) & (gain <= 1))
     table = pa.table({"label": batch["label"], "gain": pa.array(gain, mask=is_bad)})
-    wanted = [("gain", "count", pc.CountOptions(mode="all")), ("gain", "count"), ("gain", "sum")]
-    grouped = table.group_by("label", use_threads=False).aggregate(wanted)
+    aggregations = [("gain", "count", pc.CountOptions(mode="all")), ("gain", "count"), ("gain", "sum")]
+    grouped = table.group_by("label", use_threads=False).aggregate(aggregations)
     values = grouped["label"].to_pylist()
     for value, rows, gains, total in zip(values, *(column.to_pylist() for column in grouped.columns[1:]), strict=True):
         try:
             name = (value or b"").decode().strip()
-        except UnicodeDecodeError:  # a bad row, counted when rows are judged
+        except UnicodeDecodeError:  # a bad row, counted during validation
             continue
         if name:
             count = labels.setdefault(name, LabelCount())
@@ -125,7 +124,7 @@ def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: 
             count.gain_sum += total or 0.0
     if len(labels) > MAX_LABELS:
         raise DataError(
-            f"column {column!r} has over {MAX_LABELS} different values, such as {next(iter(labels))!r}",
+            f"label column {column!r} has more than {MAX_LABELS} different values, such as {next(iter(labels))!r}",
             expected="a few relevance classes",
             next_command="set --data.columns.label to the column of the classes, or list them in --data.labels",
         )
@@ -133,8 +132,7 @@ def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: 
 
 # Labels and their gains.
 
-_MAX_GRADE = 10
-"""Larger numbers are no grades but something else: intents, categories, ids."""
+_MAX_GRADE = 10  # larger numbers are not grades but intents, categories or ids
 _ORDERS = (
     {name.lower(): gain for name, gain in ESCI_GAINS.items()},
     {"irrelevant": 0.0, "complement": 0.01, "substitute": 0.1, "exact": 1.0},
@@ -142,22 +140,21 @@ _ORDERS = (
     {"false": 0.0, "true": 1.0},
     {"non_match": 0.0, "match": 1.0},
 )
-"""Known sets of labels in small letters with their gains, least relevant first."""
+"""Common sets of labels in lower case with their gains, least relevant first."""
 _MAX_SHOWN = 20
-_RARE = 0.005
-"""Share of the rows below which a label that does not fit the others is taken for a mistake."""
+_RARE = 0.005  # a smaller share of rows with a label that does not fit the others is taken for a mistake
 
 
 @dataclass(frozen=True)
 class LabelSet:
-    """`gains`: by label, least relevant first. `row_gains`: for a row without a gain of its own, by label."""
+    """Labels with their gains, least relevant first. `row_gains`: by label, for rows without a gain."""
 
     gains: dict[str, float]
     row_gains: tuple[float, ...]
 
 
-def known_order(labels: Sequence[str]) -> dict[str, float] | None:
-    """Return label -> gain, least relevant first, for grades from 0 to 10 and for known sets; None for other labels."""
+def infer_gains(labels: Sequence[str]) -> dict[str, float] | None:
+    """Return gains by label, least relevant first, or None unless the labels are a common set or grades 0 to 10."""
     names = {label.lower(): label for label in labels}
     for order in _ORDERS:
         if len(names) == len(labels) and order.keys() >= names.keys():
@@ -174,51 +171,50 @@ def known_order(labels: Sequence[str]) -> dict[str, float] | None:
 
 
 def common_labels(counts: Mapping[str, int]) -> list[str]:
-    """Return the labels without rare ones, which look like mistakes if the others have a known order; else all."""
+    """Return the labels without rare ones, which are likely mistakes, if the others have a known order, else all."""
     common = [name for name, rows in counts.items() if rows >= _RARE * sum(counts.values())]
-    return common if known_order(common) else [*counts]
+    return common if infer_gains(common) else [*counts]
 
 
-def decide_labels(config: DataConfig, fixed: Mapping[str, float], seen: Survey | None) -> LabelSet:
+def decide_labels(config: DataConfig, fixed: Mapping[str, float], surveyed: Survey | None) -> LabelSet:
     """Return the configured labels, else those `fixed` by the layout, else those in the data by mean gain or name.
 
-    Configured labels without known gains are spaced evenly from 0 to 1. Input without a usable row has no labels: it is
-    refused when its rows have been judged. Raises DataError if the label column is empty, if the order of labels is
-    unknown, and if only some files have gains.
+    Configured labels without fixed gains are spaced evenly from 0 to 1. Raises DataError if the label column is empty,
+    if the order of labels is unknown, or if only some files have gains.
     """
     if config.labels:
         last = len(config.labels) - 1
-        gains = {label: fixed.get(label, place / last) for place, label in enumerate(config.labels)}
+        gains = {label: fixed.get(label, index / last) for index, label in enumerate(config.labels)}
         return LabelSet(gains, tuple(gains.values()))
-    if fixed or seen is None or not seen.has_labels or not seen.has_rows:
+    if fixed or surveyed is None or not surveyed.has_labels or not surveyed.has_rows:
         return LabelSet(dict(fixed), tuple(fixed.values()))
-    column = config.columns.label
-    if not seen.labels:
+    column, labels = config.columns.label, surveyed.labels
+    if not labels:
         raise DataError(
-            f"column {column!r} is empty in all rows" + (" the filter keeps" if config.filter else ""),
+            f"label column {column!r} is empty in every row{' that data.filter keeps' if config.filter else ''}",
             expected="a relevance class in every row",
             next_command="set --data.columns.label, or check --data.path and --data.filter",
         )
-    means = {name: round(count.gain_sum / max(1, count.gains), 6) for name, count in seen.labels.items()}
+    means = {name: round(count.gain_sum / max(1, count.gains), 6) for name, count in labels.items()}
     gains = dict(sorted(means.items(), key=lambda item: (item[1], item[0])))
     if len(set(gains.values())) > 1 or (len(gains) == 1 and sum(gains.values()) > 0):
-        if seen.without_gain:
+        if surveyed.without_gain:
             raise DataError(
-                f"{seen.without_gain} has no column {config.columns.gain!r}, and others have one",
-                expected="a gain for the rows of every file, or of none",
-                next_command="add the column, or set --data.labels: rows without a gain then get that of their label",
+                f"{surveyed.without_gain} has no column {config.columns.gain!r}, but other files have one",
+                expected="a gain column in every file, or in none",
+                next_command="add the column, or set --data.labels so that rows without a gain get that of their label",
             )
         return LabelSet(gains, (0.0,) * len(gains))
-    if (ordered := known_order([*seen.labels])) is not None:
-        return LabelSet(ordered, tuple(ordered.values()))
-    by_rows = sorted(seen.labels, key=lambda name: (-seen.labels[name].rows, name))[:_MAX_SHOWN]
-    ordered = known_order(common_labels({name: one.rows for name, one in seen.labels.items()}))
-    given, what = list(ordered or by_rows), "put in order: the least relevant first"
-    what = "which makes the rows of all other labels bad rows" if ordered else what
-    value = json.dumps(given) if any("," in name or name[:1] in "[{" for name in given) else ",".join(given)
+    if (inferred := infer_gains([*labels])) is not None:
+        return LabelSet(inferred, tuple(inferred.values()))
+    by_rows = sorted(labels, key=lambda name: (-labels[name].rows, name))[:_MAX_SHOWN]
+    counts = ", ".join(f"{name} ({labels[name].rows:,} rows)" for name in by_rows)
+    inferred = infer_gains(common_labels({name: count.rows for name, count in labels.items()}))
+    names = list(inferred or by_rows)
+    hint = " (rows with other labels are then bad rows)" if inferred else ", in order: the least relevant first"
+    value = json.dumps(names) if any("," in name or name[:1] in "[{" for name in names) else ",".join(names)
     raise DataError(
-        f"cannot infer the order of the {len(seen.labels)} labels in column {column!r}: "
-        + ", ".join(f"{name} ({seen.labels[name].rows:,} rows)" for name in by_rows),
-        expected="data.labels, a column of gains that differ, or grades from 0",
-        next_command=f"--data.labels={shlex.quote(value)}, {what}",
+        f"cannot infer the order of the {len(labels)} labels in column {column!r}: {counts}",
+        expected="data.labels, a gain column with different values, or grades from 0",
+        next_command=f"--data.labels={shlex.quote(value)}{hint}",
     )

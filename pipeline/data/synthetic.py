@@ -1,7 +1,8 @@
-"""The built-in catalogue: deterministic queries and judged products, so that a fresh machine needs no download.
+"""Generate the built-in catalogue: deterministic queries and judged products, so that no download is needed.
 
-Why it is not trivial: accessories carry the full name of the product they fit (overlap misleads), substitutes differ
-from the wanted product in one number or the brand, and the wanted one may be listed under a synonym or in other units.
+The task is not trivial. Titles of accessories contain the full name of the product they fit, so word overlap misleads.
+Substitutes differ from the requested product in one number or in the brand. The requested product may be listed under a
+synonym or in other units.
 """
 
 import json
@@ -19,7 +20,7 @@ from pipeline.data.config import SyntheticConfig
 
 @dataclass(frozen=True)
 class Attribute:
-    """A property with its values; `styles` are the ways in which a value is written (`{}` is the value)."""
+    """A property of a product and its values. `styles`: formats in which a value is written (`{}` is the value)."""
 
     values: Sequence[str]
     styles: Sequence[str]
@@ -27,7 +28,7 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of product. `names[0]` is the usual name, the rest are synonyms; complements are bought with it."""
+    """A kind of product. `names[0]` is the usual name, the others are synonyms. `complements` are bought with it."""
 
     names: Sequence[str]
     series: Sequence[str]
@@ -42,7 +43,7 @@ def _kind(table: dict[str, Any]) -> Kind:
 
 
 _TABLES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_bytes())
-"""The vocabulary: invented brands, real kinds of products, and how people misname them."""
+"""The vocabulary: invented brands, and real kinds of products with their synonyms."""
 KINDS = [_kind(table) for table in _TABLES["kinds"]]
 BRANDS: Sequence[str] = _TABLES["brands"]
 FILLERS: Sequence[str] = _TABLES["fillers"]
@@ -74,7 +75,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Product:
-    """A product: its kind, brand, series, model number and one value for each attribute of the kind."""
+    """A product: its kind, brand, series, model number, and one value for each attribute of its kind."""
 
     kind: Kind
     brand: str
@@ -89,7 +90,7 @@ def partitions(config: SyntheticConfig) -> list[str]:
 
 
 def generate(config: SyntheticConfig, partition: str) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of one day (schema SCHEMA), the same for any number of days."""
+    """Yield the rows of one day (schema SCHEMA). They do not depend on `num_days`."""
     day = partitions(config).index(partition)
     rows: list[dict[str, object]] = []
     for number in range(day * config.num_queries, (day + 1) * config.num_queries):
@@ -102,24 +103,24 @@ def generate(config: SyntheticConfig, partition: str) -> Iterator[pa.RecordBatch
 
 
 def _judged_query(number: int) -> list[dict[str, object]]:
-    """Return one query with its candidates. Each query has its own random stream, so it does not depend on others."""
+    """Return the rows of one query. Each query has a separate random stream, so it does not depend on the others."""
     random = Random(f"{SEED}|query|{number}")
-    wanted = _product(random, random.choice(KINDS))
-    query = _query(random, wanted)
+    target = _product(random, random.choice(KINDS))
+    query = _query(random, target)
     rows: list[dict[str, object]] = []
-    for place, grade in enumerate(GRADES):
-        title, product = _candidate(random, wanted, query, grade)
+    for index, grade in enumerate(GRADES):
+        title, product = _candidate(random, target, query, grade)
         if random.random() < _LABEL_NOISE:
             grade = random.choice(tuple(GAINS))
         text = (
-            f"{product.brand} {product.kind.names[0]}, {', '.join(_written(random, product))}. {random.choice(FILLERS)}"
+            f"{product.brand} {product.kind.names[0]}, {', '.join(_styled(random, product))}. {random.choice(FILLERS)}"
         )
         price = product.kind.price * (0.15 if grade == "complement" else 1.0) * random.uniform(0.6, 1.7)
         rows.append(
             {
                 "query_id": f"q{number}",
                 "query": query,
-                "product_id": f"p{number}-{place}",
+                "product_id": f"p{number}-{index}",
                 "title": title,
                 "text": text,
                 "brand": product.brand,
@@ -137,43 +138,43 @@ def _product(random: Random, kind: Kind) -> Product:
     return Product(kind, random.choice(BRANDS), random.choice(kind.series), model, values)
 
 
-def _candidate(random: Random, wanted: Product, query: str, grade: str) -> tuple[str, Product]:
-    """Return the title of a listing of this grade, and the product it is for."""
+def _candidate(random: Random, target: Product, query: str, grade: str) -> tuple[str, Product]:
+    """Return the title and the product of a listing with this grade."""
     if grade == "exact":
-        return _title(random, wanted), wanted
+        return _title(random, target), target
     if grade == "complement":
-        name = random.choice(wanted.kind.complements)
-        subject = f"{wanted.brand} {wanted.series} {wanted.model if random.random() < 0.6 else ''}"
+        name = random.choice(target.kind.complements)
+        subject = f"{target.brand} {target.series} {target.model if random.random() < 0.6 else ''}"
         styles = (
-            f"{name} for {subject} {random.choice(wanted.kind.names)}",
+            f"{name} for {subject} {random.choice(target.kind.names)}",
             f"{subject} {name} {random.choice(FILLERS)}",
         )
-        return " ".join(random.choice(styles).split()), wanted
+        return " ".join(random.choice(styles).split()), target
     if grade == "irrelevant":
-        other = _product(random, random.choice([kind for kind in KINDS if kind is not wanted.kind]))
+        other = _product(random, random.choice([kind for kind in KINDS if kind is not target.kind]))
         if random.random() < 0.5:  # the brand alone must not decide
-            other = Product(other.kind, wanted.brand, other.series, other.model, other.values)
+            other = Product(other.kind, target.brand, other.series, other.model, other.values)
         return _title(random, other), other
-    substitute = _substitute(random, wanted, brand_asked=wanted.brand.lower() in query)
+    substitute = _substitute(random, target, query_has_brand=target.brand.lower() in query)
     return _title(random, substitute), substitute
 
 
-def _substitute(random: Random, wanted: Product, *, brand_asked: bool) -> Product:
-    """Return the same kind of product with another attribute value (a near miss), another model, or another brand.
+def _substitute(random: Random, target: Product, *, query_has_brand: bool) -> Product:
+    """Return a product of the same kind with another attribute value (a near miss), model, or brand.
 
-    Another brand is only a substitute if the query asked for a brand.
+    Another brand is only a substitute if the query names a brand.
     """
-    other = _product(random, wanted.kind)
+    other = _product(random, target.kind)
     case = random.random()
-    if case < (0.45 if brand_asked else 0.7):
-        place = random.randrange(len(wanted.values))
-        choices = [value for value in wanted.kind.attributes[place].values if value != wanted.values[place]]
-        values = (*wanted.values[:place], random.choice(choices), *wanted.values[place + 1 :])
-        return Product(wanted.kind, wanted.brand, wanted.series, wanted.model, values)
-    if case < 0.75 or not brand_asked:
-        return Product(wanted.kind, wanted.brand, other.series, other.model, other.values)
-    brand = random.choice([brand for brand in BRANDS if brand != wanted.brand])
-    return Product(wanted.kind, brand, other.series, other.model, wanted.values)
+    if case < (0.45 if query_has_brand else 0.7):
+        index = random.randrange(len(target.values))
+        choices = [value for value in target.kind.attributes[index].values if value != target.values[index]]
+        values = (*target.values[:index], random.choice(choices), *target.values[index + 1 :])
+        return Product(target.kind, target.brand, target.series, target.model, values)
+    if case < 0.75 or not query_has_brand:
+        return Product(target.kind, target.brand, other.series, other.model, other.values)
+    brand = random.choice([brand for brand in BRANDS if brand != target.brand])
+    return Product(target.kind, brand, other.series, other.model, target.values)
 
 
 def _title(random: Random, product: Product) -> str:
@@ -181,29 +182,29 @@ def _title(random: Random, product: Product) -> str:
     parts = [product.brand, product.series, product.model, name]
     if random.random() < 0.3:
         parts = [product.brand, name, product.series, product.model]
-    parts += _written(random, product)
+    parts += _styled(random, product)
     if random.random() < 0.4:
         parts.append(random.choice(FILLERS))
     return " ".join(parts)
 
 
-def _written(random: Random, product: Product) -> list[str]:
-    """Return the attribute values, each in one of its styles."""
+def _styled(random: Random, product: Product) -> list[str]:
+    """Return the attribute values as text, each in one of its styles."""
     pairs = zip(product.kind.attributes, product.values, strict=True)
     return [random.choice(attribute.styles).format(value) for attribute, value in pairs]
 
 
-def _query(random: Random, wanted: Product) -> str:
-    """Return what a hurried person types: parts left out, a synonym, a typo.
+def _query(random: Random, target: Product) -> str:
+    """Return a query as users type it, with omissions, synonyms and typos.
 
-    All attribute values appear, because a query without one could not distinguish a near miss.
+    It contains all attribute values, because otherwise a near miss could not be distinguished.
     """
-    parts = [random.choice(wanted.kind.names)]
+    parts = [random.choice(target.kind.names)]
     if random.random() < 0.85:
-        parts.insert(0, wanted.brand)
+        parts.insert(0, target.brand)
     if random.random() < 0.7:
-        parts.append(random.choice((wanted.series, wanted.model, f"{wanted.series} {wanted.model}")))
-    parts += _written(random, wanted)
+        parts.append(random.choice((target.series, target.model, f"{target.series} {target.model}")))
+    parts += _styled(random, target)
     if random.random() < 0.2:
         parts.append(random.choice(WISHES))
     if random.random() < 0.3:
@@ -213,9 +214,9 @@ def _query(random: Random, wanted: Product) -> str:
 
 
 def _typo(random: Random, word: str) -> str:
-    """Return a word of letters with two letters swapped, one dropped, or one doubled. Numbers stay."""
+    """Swap, drop or double a letter of a word. Return words with digits and short words unchanged."""
     if len(word) < 4 or not word.isalpha():
         return word
-    place = random.randrange(1, len(word) - 1)
-    swapped = word[:place] + word[place + 1] + word[place] + word[place + 2 :]
-    return random.choice((swapped, word[:place] + word[place + 1 :], word[:place] + word[place] + word[place:]))
+    index = random.randrange(1, len(word) - 1)
+    swapped = word[:index] + word[index + 1] + word[index] + word[index + 2 :]
+    return random.choice((swapped, word[:index] + word[index + 1 :], word[:index] + word[index] + word[index:]))

@@ -1,4 +1,4 @@
-"""Prepared partitions: the account of a folder of token shards, the choice of a run, and opening for reading."""
+"""Prepared partitions: the manifest fields of a token set, the selection of partitions for a run, and reading rows."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, read_record
 from pipeline.model.config import InputSpec
 
-# The account of a folder of token shards: the `fields` of its MANIFEST.json.
+# The `fields` in the MANIFEST.json of a folder of token shards.
 
 FORMAT_VERSION = 1
 KIND = "tokens"
@@ -27,39 +27,39 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
 class ShardInfo(Record):
-    """One shard file and its rows in each bucket (a bucket without rows has no tensors)."""
+    """A shard file and its number of rows in each bucket. A bucket without rows has no tensors."""
 
     file: str
     rows: tuple[int, ...]
 
 
 class CategoricalInfo(Record):
-    """A hashed categorical column; id 0 means missing."""
+    """A hashed categorical column. Id 0 means missing."""
 
     column: str
     num_ids: int
 
 
 class SliceInfo(Record):
-    """A column for evaluation and its values; rows hold the hashes of them (data/validate.py)."""
+    """A slice column for evaluation and its values. Rows store hashes of the values (data/validate.py)."""
 
     column: str
     names: tuple[str, ...]
 
 
 class FileRows(Record):
-    """The account of every row of an input file. Blank lines are no rows."""
+    """The number of rows of an input file by outcome. Blank lines are not rows."""
 
     file: str
-    rows: int = Field(description="As the format counts them: the Parquet footer, CSV records, lines of JSON")
-    good: int = Field(description="In the shards")
+    rows: int = Field(description="As counted by the format: the Parquet footer, CSV records, lines of JSON")
+    good: int = Field(description="Stored in shards")
     bad: int
-    filtered: int = Field(description="Left out by data.filter or data.esci_locale")
+    filtered: int = Field(description="Excluded by data.filter or data.esci_locale")
     blank: int
 
 
 class JudgedSplit(Record):
-    """Counts of the judgements of one split. Gains are in hundredths, rounded down; what has no rows is left out."""
+    """Counts of the judgements of one split. Gains are in hundredths, rounded down. Zero counts are omitted."""
 
     gains: tuple[dict[int, int], ...] = Field(description="Rows by gain, for each bucket")
     labels: tuple[int, ...] = Field(description="Rows of each label")
@@ -67,22 +67,19 @@ class JudgedSplit(Record):
     query_best: dict[int, int] = Field(description="Queries by the highest gain of their rows")
     query_worst: dict[int, int] = Field(description="Queries by the lowest gain of their rows")
     queries_in_train: int = Field(
-        0, description="Of a holdout split: queries that the train split of the partition has too"
+        0, description="Queries of a validation or test split that are also in the train split of the partition"
     )
 
 
-QUARANTINE = "quarantine.jsonl"
-"""File of the first bad rows, in the folder of the shards."""
-QUARANTINE_ROWS = 1000
-"""Bad rows kept, with reasons, of a partition."""
+QUARANTINE = "quarantine.jsonl"  # file of the first bad rows, in the folder of the shards
+QUARANTINE_ROWS = 1000  # maximum number of bad rows stored for a partition
 RowContent = str | dict[str, str | int | float | None]
 
 
 class QuarantinedRow(Record):
-    """One line of quarantine.jsonl: row `row` (from 0, without a header) of a file and why it is bad.
+    """A bad row, one line of quarantine.jsonl. `row`: its number in the file, from 0, not counting a header.
 
-    `line`: where the row begins in a text file, from 1; 0 in other files. `content`: the values by the columns of the
-    file, or the text of a line that could not be parsed.
+    `line`: its first line in a text file, from 1 (otherwise 0). `content`: values by column, or an unparsable line.
     """
 
     file: str
@@ -93,28 +90,27 @@ class QuarantinedRow(Record):
 
     @property
     def text(self) -> str:
-        """The content for people."""
+        """The content as one line of text."""
         return self.content if isinstance(self.content, str) else json.dumps(self.content, ensure_ascii=False)
 
 
 class TokenSetInfo(Record):
-    """One prepared partition.
+    """The description of a prepared partition. `rows_read`: rows after the filter, including bad rows.
 
-    `label_gains` are the mean gain of each label when it was prepared, or evenly spaced from 0 to 1 when labels were
-    configured for data without gains. `rows_read` counts rows after the filter, bad ones included.
+    `label_gains`: mean gain of each label, or evenly spaced from 0 to 1 if the data has no gains.
     """
 
     retired: ClassVar[Mapping[str, Any]] = {"texts_of_several_ids": ...}
     schema_version: int = FORMAT_VERSION
     dataset: str
     partition: str = Field(description="dt=YYYY-MM-DD or flat")
-    watermark: str = Field(description="The date of the partition; empty when flat")
+    watermark: str = Field(description="The date of the partition (empty if flat)")
     fingerprint: str
     tokenizer_fingerprint: str
     vocab_size: int
     pad_id: int
-    query_prefix: str = Field("", description="Stands before every query")
-    product_prefix: str = Field("", description="Stands before every product text")
+    query_prefix: str = Field("", description="Text prepended to every query")
+    product_prefix: str = Field("", description="Text prepended to every product text")
     buckets: tuple[str, ...]
     labels: tuple[str, ...]
     label_gains: tuple[float, ...]
@@ -124,14 +120,14 @@ class TokenSetInfo(Record):
     rows_read: int
     rows_bad: int
     reasons: dict[str, int]
-    truncated_rows: int = Field(description="Rows of which a side was longer than the largest bucket")
-    tokens: int = Field(description="Tokens without padding, special tokens included")
-    slices: tuple[SliceInfo, ...] = Field((), description="In the order in which rows hold their values")
-    files: tuple[FileRows, ...] = Field((), description="In the order of reading; empty in sets of earlier versions")
+    truncated_rows: int = Field(description="Rows with a text longer than the largest bucket")
+    tokens: int = Field(description="Tokens including special tokens, without padding")
+    slices: tuple[SliceInfo, ...] = Field((), description="In the order of the values stored with rows")
+    files: tuple[FileRows, ...] = Field((), description="In the order of reading (empty in sets of earlier versions)")
 
-    judged: dict[Split, JudgedSplit] = Field({}, description="Of each split with rows; empty in earlier versions")
+    judged: dict[Split, JudgedSplit] = Field({}, description="By split with rows (empty in earlier versions)")
     without_category: dict[str, int] = Field(
-        {}, description="Usable rows without a value, by categorical column; empty in sets of earlier versions"
+        {}, description="Usable rows without a value, by categorical column (empty in sets of earlier versions)"
     )
 
     @property
@@ -140,16 +136,16 @@ class TokenSetInfo(Record):
 
     @property
     def rows(self) -> int:
-        """Usable rows over all splits."""
+        """Number of usable rows in all splits."""
         return sum(sum(shard.rows) for shards in self.splits.values() for shard in shards)
 
 
-# Which partitions an incremental run takes.
+# The partitions that an incremental run uses.
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A prepared partition: `dt=YYYY-MM-DD` with its date as watermark, or `flat` with none."""
+    """A prepared partition: `dt=YYYY-MM-DD` with its date as watermark, or `flat` without a watermark."""
 
     name: str
     watermark: str
@@ -158,9 +154,9 @@ class Partition:
 
 @dataclass(frozen=True)
 class Selection:
-    """The partitions of a run.
+    """The partitions of a run: `new` are trained on in full, `old` are replayed.
 
-    new: trained on in full. old: for replay. late: changed after a parent was trained on them; replayed like old ones.
+    `late`: those of `old` that have changed since a parent was trained on them.
     """
 
     new: tuple[Partition, ...]
@@ -169,17 +165,16 @@ class Selection:
 
     @property
     def watermark(self) -> str:
-        """Newest date of all of them; empty for flat data."""
+        """The latest date of all partitions (empty for flat data)."""
         return max((p.watermark for p in (*self.new, *self.old)), default="")
 
 
 def select_partitions(
     prepared: Sequence[Partition], *, parent_watermark: str | None, parent_partitions: Mapping[str, str]
 ) -> Selection:
-    """Split partitions by the parent's watermark (None: no parent, everything is new).
+    """Split partitions by the parent's watermark (None: there is no parent, all partitions are new).
 
-    A dated partition is new if its date is after the watermark, an undated one if the parent was not trained on its
-    content.
+    A partition without a date is new if the parent was not trained on its content.
     """
     if parent_watermark is None:
         return Selection(tuple(prepared), (), ())
@@ -206,18 +201,20 @@ class TokenSet:
 
 
 _TEXTS = ("tokenizer_fingerprint", "pad_id", "query_prefix", "product_prefix", "buckets")
-_COMMON = (*_TEXTS, "labels", "numeric", "categorical", "slice_columns")
-"""Fields that are equal in all partitions of a run."""
+_COMMON = (*_TEXTS, "labels", "numeric", "categorical", "slice_columns")  # equal in all partitions of a run
 
 
 def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSet]:
-    """Read the accounts of partitions. Raises DataError for one not committed, ConfigError if they do not fit."""
+    """Read the descriptions of partitions.
+
+    Raises DataError if a partition is not committed, ConfigError if partitions were prepared with different settings.
+    """
     sets: list[TokenSet] = []
     for prefix in prefixes:
         manifest = read_manifest(workspace, prefix)
         if manifest is None or manifest.kind != KIND:
             raise DataError(
-                f"{workspace.uri(prefix)} holds no prepared data",
+                f"{workspace.uri(prefix)} contains no prepared data",
                 expected="the token shards of the prepare stage",
                 next_command="trnpipe prepare",
             )
@@ -225,7 +222,7 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
             sets.append(TokenSet(prefix, TokenSetInfo.model_validate(manifest.fields)))
         except ValidationError as error:
             raise DataError(
-                f"{workspace.uri(prefix)} is prepared data of another version: {error.errors()[0]['loc']}",
+                f"{workspace.uri(prefix)} was prepared by another version: field {error.errors()[0]['loc']}",
                 expected=f"token shards of format {FORMAT_VERSION}",
                 next_command="trnpipe prepare",
             ) from error
@@ -233,11 +230,11 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
         raise DataError("no prepared partition", expected="at least one", next_command="trnpipe prepare")
     for other in sets[1:]:
         for name in _COMMON:
-            seen, expected = getattr(other.info, name), getattr(sets[0].info, name)
-            if seen != expected:
+            value, expected = getattr(other.info, name), getattr(sets[0].info, name)
+            if value != expected:
                 raise ConfigError(
-                    f"partition {other.info.partition} was prepared with {name} {seen}",
-                    expected=f"{expected}, as {sets[0].info.partition}",
+                    f"partition {other.info.partition} was prepared with {name} {value}",
+                    expected=f"{expected}, as in {sets[0].info.partition}",
                     next_command="trnpipe prepare, with the settings of this run",
                 )
     return sets
@@ -246,26 +243,26 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
 def open_rows(
     workspace: Storage, sets: Sequence[TokenSet], split: Split, cache_dir: Path, extra: Sequence[str] = ()
 ) -> TokenRows:
-    """Open the rows of one split of all given partitions; S3 shards are fetched and verified first.
+    """Open the rows of one split of some partitions. Shards on S3 are downloaded and verified first.
 
-    `extra`: arrays of shards.EXTRA to read as well; `partition` is the index in `sets`.
+    `extra`: additional arrays to read (see shards.EXTRA). The array `partition` contains indices into `sets`.
     """
     shards = []
-    for place, token_set in enumerate(sets):
+    for index, token_set in enumerate(sets):
         folder = fetch_dir(workspace, token_set.prefix, cache_dir, deep=False)
         files = token_set.info.splits.get(split, ())
-        shards += [ShardFile(folder / shard.file, shard.rows, place) for shard in files]
+        shards += [ShardFile(folder / shard.file, shard.rows, index) for shard in files]
     buckets = [Bucket.parse(text) for text in sets[0].info.buckets]
     return TokenRows(shards, buckets, sets[0].info.pad_id, extra)
 
 
 def prefixes_of(outputs: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the prefixes of the token sets among the outputs of the prepare stage, in partition order."""
+    """Return the prefixes of the token sets in the outputs of the prepare stage, in partition order."""
     return tuple(outputs[name] for name in sorted(outputs) if name.startswith("token_set_"))
 
 
 def spec_of(info: TokenSetInfo) -> InputSpec:
-    """Return what prepared data fixes of a model."""
+    """Return the part of a model's configuration that is determined by the prepared data."""
     return InputSpec(
         vocab_size=info.vocab_size,
         pad_id=info.pad_id,
@@ -282,16 +279,16 @@ def spec_of(info: TokenSetInfo) -> InputSpec:
 
 SAMPLES_PER_REASON = 5
 MAX_REASONS, MAX_FILES, MAX_CONTENT = 50, 20, 200
-"""The most frequent reasons; newest partitions whose bad rows are read; characters of a row."""
+"""Maximum number of reasons, of partitions (the newest) whose bad rows are read, and of characters of a row."""
 
 
 class PartitionDigest(Record):
-    """One prepared partition."""
+    """Row counts of a prepared partition."""
 
     partition: str
-    watermark: str = Field(description="Its date; empty when the data has none")
+    watermark: str = Field(description="Date of the partition (empty if flat)")
     rows: Mapping[Split, int]
-    labels: Mapping[Split, tuple[int, ...]] = Field(description="Rows of each label; empty in sets of earlier versions")
+    labels: Mapping[Split, tuple[int, ...]] = Field(description="Rows of each label (empty in earlier versions)")
     bucket_rows: tuple[int, ...] = Field(description="Rows of all splits by bucket")
     bad: int
     filtered: int
@@ -309,7 +306,7 @@ class PrepareDigest(Record):
     partitions: tuple[PartitionDigest, ...] = Field(description="In the order of their dates")
     reasons: Mapping[str, int] = Field(description="Bad rows by reason, the most frequent first")
     samples: tuple[QuarantinedRow, ...] = Field(
-        description=f"At most {SAMPLES_PER_REASON} a reason; none with report.examples = 0"
+        description=f"At most {SAMPLES_PER_REASON} rows per reason, or none if report.examples is 0"
     )
 
 
@@ -320,14 +317,14 @@ def digest_key(cycle: str) -> str:
 def store_digest(
     workspace: Storage, cycle: str, token_sets: Mapping[str, TokenSetInfo], *, labels: tuple[str, ...], examples: int
 ) -> None:
-    """Store the summary of a cycle's partitions, given by prefix. `examples`: bad rows shown of a reason at most."""
+    """Store the summary of a cycle's partitions, given by prefix. `examples`: maximum number of bad rows per reason."""
     infos = token_sets.values()
     reasons = dict(sum((Counter(info.reasons) for info in infos), Counter[str]()).most_common(MAX_REASONS))
     samples: dict[str, list[QuarantinedRow]] = {reason: [] for reason in reasons}
-    newest = sorted(token_sets.items(), key=lambda one: one[1].watermark, reverse=True)
+    newest = sorted(token_sets.items(), key=lambda item: item[1].watermark, reverse=True)
     limit = min(examples, SAMPLES_PER_REASON)
     for prefix in [prefix for prefix, info in newest if info.rows_bad and limit][:MAX_FILES]:
-        with suppress(KeyNotFound):  # a set of an early version has no such file
+        with suppress(KeyNotFound):  # sets of early versions have no quarantine file
             for line in workspace.read_bytes(f"{prefix}/{QUARANTINE}").splitlines():
                 row = QuarantinedRow.model_validate_json(line)
                 if len(samples.get(row.reason, range(limit))) < limit:
@@ -336,7 +333,7 @@ def store_digest(
         cycle=cycle,
         labels=labels,
         buckets=next(iter(infos)).buckets,
-        partitions=tuple(sorted(map(_partition, infos), key=lambda one: (one.watermark, one.partition))),
+        partitions=tuple(sorted(map(_partition_digest, infos), key=lambda part: (part.watermark, part.partition))),
         reasons=reasons,
         samples=tuple(row for rows in samples.values() for row in rows),
     )
@@ -344,13 +341,13 @@ def store_digest(
 
 
 def load_digest(workspace: Storage, cycle: str) -> PrepareDigest | None:
-    """Return the stored summary of a cycle, None if there is none. Raises DataError if it cannot be read."""
+    """Return the stored summary of a cycle, or None. Raises DataError if it cannot be read."""
     return read_record(
         workspace, digest_key(cycle), PrepareDigest, "a digest of prepared data", f"trnpipe prepare --cycle {cycle}"
     )
 
 
-def _partition(info: TokenSetInfo) -> PartitionDigest:
+def _partition_digest(info: TokenSetInfo) -> PartitionDigest:
     counts = [shard.rows for shards in info.splits.values() for shard in shards]
     return PartitionDigest(
         partition=info.partition,

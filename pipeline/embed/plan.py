@@ -36,7 +36,7 @@ from pipeline.embed.vectors import ModelRef, VectorLayout, check_dimensions, vec
 from pipeline.io import atomic
 from pipeline.io.commit import commit_files, hash_bytes, read_manifest
 from pipeline.io.storage import Storage, join_key, open_storage, os_errors, read_record
-from pipeline.registry.checkpoints import incumbent_prefix, key_in, locate
+from pipeline.registry.checkpoints import key_in, locate, production_prefix
 from pipeline.settings import Settings
 
 # The catalogue that the settings name; what cannot be read by row groups is brought into the workspace once.
@@ -174,8 +174,8 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
             ctx.console.info(
                 f"embed: {len(files.passed_over)} other file(s) were not read: {names_of(files.passed_over)}"
             )
-        if all(name == "parquet" for _, name in files.found):
-            return look_at(files.storage, [stat for stat, _ in files.found], columns)
+        if all(name == "parquet" for _, name in files.entries):
+            return look_at(files.storage, [stat for stat, _ in files.entries], columns)
         prefix, info = gather_rows(columns, files, ctx.workspace)
     stats = [stat for stat in ctx.workspace.list(prefix) if stat.key.endswith(".parquet")]
     if not stats:
@@ -346,7 +346,7 @@ def model_place(settings: Settings, ctx: StageContext) -> str:
     if settings.embed.checkpoint:
         named = settings.embed.checkpoint.rstrip("/")
         return key_in(ctx.workspace, named) or named
-    promoted = incumbent_prefix(ctx.workspace, settings.model_name)
+    promoted = production_prefix(ctx.workspace, settings.model_name)
     if promoted is not None:
         return promoted
     trained = ctx.earlier("train")

@@ -17,7 +17,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.tokenizer import TextTokenizer, pieces
+from pipeline.data.tokenizer import TextTokenizer, token_windows
 from pipeline.embed.catalogue import TextRules, cut_tokens, id_hashes, judge_again, read_shard
 from pipeline.embed.digest import VectorCounts, VerifyCheck, VerifyDigest
 from pipeline.embed.engine import Embed, with_progress
@@ -241,7 +241,8 @@ def check_sample(
         rows = np.array([one.row for one in members], dtype=np.int64)
         stored.append(from_stored(*vectors.stored(part, rows)))
     tokens = cut_tokens(tokenizer.encode([prefix + one.text for one in picked]), max_tokens, tokenizer.sep_id)
-    fresh = np.concatenate(list(with_progress(embed(pieces(tokens, _WINDOW)), "embedding a sample", len(picked))))
+    windows = token_windows(tokens, _WINDOW)
+    fresh = np.concatenate(list(with_progress(embed(windows), "embedding a sample", len(picked))))
     fresh, found = shorten_vectors(fresh, vectors.layout.dim), np.concatenate(stored)
     lengths = np.linalg.norm(fresh, axis=1) * np.linalg.norm(found, axis=1)
     cosines = ((fresh * found).sum(axis=1) / np.maximum(lengths, 1e-12)).clip(-1.0, 1.0)

@@ -31,8 +31,8 @@ from pipeline.evaluate.report import BaselineReport, HybridReport
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalTask
 from pipeline.evaluate.score import by_sample_id, load_arrays, save_arrays, scored_rows
 from pipeline.io.commit import read_manifest
-from pipeline.retrieval.bm25 import K1, WORDS, B, Bm25, nothing_found
-from pipeline.retrieval.search import Ranked, best_weight, by_rank, by_weight
+from pipeline.retrieval.bm25 import K1, WORDS_VERSION, B, Bm25, unmatched_warning
+from pipeline.retrieval.search import Ranked, best_weight, fuse_by_rank, fuse_by_weight
 
 VERSION = 1
 """Of what the baselines do; a higher one scores them again."""
@@ -93,7 +93,7 @@ def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
 def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> ScoredBaseline:
     if isinstance(task, str):
         return ScoredBaseline(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
-    key = _key(search, "bm25", {**search.decides, "k1": K1, "b": B, "words": WORDS})
+    key = _key(search, "bm25", {**search.decides, "k1": K1, "b": B, "words": WORDS_VERSION})
     if read_manifest(search.ctx.workspace, key) is None:
         found = search.save(task, key, lexical_search(task, max(search.metrics.retrieval_at), search.ctx.stop))
     else:
@@ -101,7 +101,7 @@ def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> ScoredBaselin
     weak = ""
     if found.ranked is not None:
         first = found.ranked.items[: len(task.queries.ids), 0]
-        weak = nothing_found(int((first < 0).sum()), len(first), "item")
+        weak = unmatched_warning(int((first < 0).sum()), len(first), "item")
         if weak:
             search.warn(f"BM25 finds nothing: {weak}")
     report = BaselineReport(name="bm25", scores=key, retrieval=found.report, weak=weak)
@@ -118,7 +118,7 @@ def fuse(search: ModelSearch, scored: list[ScoredBaseline], vectors: Ranked | No
         return ()
     judged, tuning = len(task.queries.ids), task.tuning
     ours, theirs = vectors.part(0, judged), words.part(0, judged)
-    ranked = HybridReport(name="rrf", retrieval=task.report(by_rank(ours, theirs), metrics)[1])
+    ranked = HybridReport(name="rrf", retrieval=task.report(fuse_by_rank(ours, theirs), metrics)[1])
     if tuning is None:
         reason = "no weight was chosen: there is no query of a valid split to choose it from"
         return ranked, HybridReport(name="weighted", missing=reason)
@@ -129,7 +129,7 @@ def fuse(search: ModelSearch, scored: list[ScoredBaseline], vectors: Ranked | No
 
     end = judged + len(tuning.ids)
     weight = best_weight(vectors.part(judged, end), words.part(judged, end), quality)
-    report = task.report(by_weight(ours, theirs, weight), metrics)[1]
+    report = task.report(fuse_by_weight(ours, theirs, weight), metrics)[1]
     return ranked, HybridReport(name="weighted", weight=weight, valid_queries=len(tuning.ids), retrieval=report)
 
 

@@ -16,7 +16,7 @@ from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embed.catalogue import cut_tokens
 from pipeline.evaluate.report import MAX_TEXT, ScoreDigest
 from pipeline.evaluate.retrieval import field_texts
-from pipeline.retrieval.products import decoded
+from pipeline.retrieval.products import decode_tokens
 
 MAX_ROWS = 1_000_000
 """Rows of the input that are looked through, the newest days first: about 10 s."""
@@ -29,7 +29,7 @@ _SIDES = {"query": "query", "product": "product", "text": "product"}
 def with_originals(
     digest: ScoreDigest, info: TokenSetInfo, tokenizer: bytes, config: DataConfig, ctx: StageContext
 ) -> ScoreDigest:
-    """Return the digest with original texts in place of decoded ones, as far as the newest rows have them.
+    """Return the digest with original texts in place of decode_tokens ones, as far as the newest rows have them.
 
     Raises DataError or ConfigError if the input cannot be read.
     """
@@ -40,7 +40,7 @@ def with_originals(
     def again(side: str, texts: list[str]) -> list[str]:
         limit = buckets[-1].query_tokens if side == "query" else buckets[-1].product_tokens
         tokens = cut_tokens(encoder.encode(texts), limit, encoder.sep_id)
-        return [shortened(text, MAX_TEXT) for text in decoded(tokens, tokenizer)]
+        return [shortened(text, MAX_TEXT) for text in decode_tokens(tokens, tokenizer)]
 
     def windows() -> Iterator[dict[Text, str]]:
         source, num_rows = open_source(config, scratch=ctx.scratch, stop=ctx.stop), 0
@@ -71,10 +71,10 @@ def _change(tree: Any, change: Callable[[Text], object]) -> Any:
 def find_originals(
     shown: Collection[Text], windows: Iterable[dict[Text, str]], again: Callable[[str, list[str]], list[str]]
 ) -> dict[Text, str]:
-    """Return the originals of the texts `shown`, which were decoded from tokens; those not found are left out. Pure.
+    """Return the originals of the decoded texts `shown`, without those that are not found. Pure.
 
-    `windows`: texts of the input, each with its title. `again`: texts of a side, tokenised and decoded again: slow, so
-    only for those that begin like one of `shown`.
+    `windows`: texts of the input with titles. `again` tokenises and decodes texts of a side; it is slow, so only
+    texts that begin like one of `shown` are given to it.
     """
     begins, found, tried = {(side, _beginning(text)) for side, text in shown}, dict[Text, str](), set[Text]()
     for window in windows:

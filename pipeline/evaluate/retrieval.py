@@ -24,7 +24,7 @@ from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, prod
 from pipeline.data.shards import TokenRows
 from pipeline.data.sources import open_source, read_products
 from pipeline.data.token_sets import SPLITS, TokenSet, open_rows, spec_of
-from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
+from pipeline.data.tokenizer import TextTokenizer, Tokens, token_windows
 from pipeline.data.validate import filter_mask
 from pipeline.embed.catalogue import cut_tokens
 from pipeline.embed.config import whole_limit
@@ -41,7 +41,7 @@ from pipeline.evaluate.score import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import InputSpec
 from pipeline.parallel.process_group import ProcessGroup
-from pipeline.retrieval.products import decoded, distinct_products, join_tokens, text_hashes
+from pipeline.retrieval.products import decode_tokens, distinct_products, join_tokens, text_hashes
 from pipeline.retrieval.search import Ranked, search_on_ranks
 from pipeline.settings import Settings
 
@@ -262,23 +262,23 @@ def from_products(
         return products.windows(WINDOW_ROWS, wanted)
 
     def texts() -> Iterator[list[str]]:
-        return (decoded(window, tokenizer) for _, window in items(lambda number: True))
+        return (decode_tokens(window, tokenizer) for _, window in items(lambda number: True))
 
     def queries(asking: Holdout, ids: Int64s, graded: _GradedRows) -> RetrievalQueries:
         (tokens,) = asking.tokens_of("query_id", ids, ("query",))
-        judged = Judgements(graded.query_id, products.numbers_of(graded.product), graded.gain)
-        return RetrievalQueries(ids, tokens, decoded(tokens, tokenizer), judged)
+        judged = Judgements(graded.query_id, products.item_numbers(graded.product), graded.gain)
+        return RetrievalQueries(ids, tokens, decode_tokens(tokens, tokenizer), judged)
 
     encoder, largest = TextTokenizer(tokenizer), holdout.rows.buckets[-1]
 
     def item_of(row: int, text: str) -> int:
         tokens = cut_tokens(encoder.encode([text]), largest.product_tokens, encoder.sep_id)
-        return int(products.numbers_of(text_hashes(tokens.ids[None], encoder.pad_id))[0])
+        return int(products.item_numbers(text_hashes(tokens.ids[None], encoder.pad_id))[0])
 
     tuning = None
     if not isinstance(valid, str):
         others = _graded_rows(valid)
-        others = others.select(products.numbers_of(others.product) >= 0)
+        others = others.select(products.item_numbers(others.product) >= 0)
         ids = some_queries(np.setdiff1d(others.query_id, asked), MAX_TUNING)
         tuning = queries(valid, ids, others.select(np.isin(others.query_id, ids))) if len(ids) else None
     return RetrievalTask(queries(holdout, asked, rows), tuning, len(products), items, texts, item_of)
@@ -350,7 +350,7 @@ def search(
     world, tokens = process_group.world, join_tokens([queries.tokens for queries in task.asked])
     bounds = np.linspace(0, len(tokens.lengths), world.world_size + 1).astype(int)
     own = tokens.part(int(bounds[world.rank]), int(bounds[world.rank + 1]))
-    windows = pieces(own, _WINDOW) if len(own.lengths) else ()
+    windows = token_windows(own, _WINDOW) if len(own.lengths) else ()
     embedded = list(with_progress(embed(windows), "embedding queries", len(own.lengths))) if windows else []
     whole = np.concatenate([vectors for part in process_group.gather(embedded) for vectors in part])
     firsts: deque[int] = deque()  # the embedder reads ahead, so the numbers wait for their vectors

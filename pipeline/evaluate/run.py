@@ -27,7 +27,7 @@ from pipeline.evaluate.score import ScoreSet
 from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.process_group import ProcessGroup, open_ranks
-from pipeline.retrieval.products import decoded
+from pipeline.retrieval.products import decode_tokens
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
@@ -305,7 +305,7 @@ class Evaluation:
                 return {}
             tokenizer = self.models.candidate.tokenizer()
             sides = self.holdout.tokens_of("sample_id", ours.sample_id[numbers], ("query", "product"))
-            pairs = zip(*(decoded(side, tokenizer) for side in sides), strict=True)
+            pairs = zip(*(decode_tokens(side, tokenizer) for side in sides), strict=True)
             return {row: (query, product) for row, (query, product) in zip(numbers.tolist(), pairs, strict=True)}
 
         models = [(one.checkpoint.digest, one.judged) for one in (ours, theirs) if one]

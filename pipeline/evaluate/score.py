@@ -42,7 +42,7 @@ from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.strategies import Precision
-from pipeline.parallel.strategies.flat import FlatLayout, flat_forward, structure
+from pipeline.parallel.strategies.flat import FlatLayout, flat_forward, parameters_to_meta
 from pipeline.retrieval.products import text_hashes
 from pipeline.retrieval.search import search_vectors
 
@@ -70,7 +70,7 @@ class ScoreProgram:
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self.backend, self._precision = backend, precision
         self._layout = FlatLayout.of(model, has_one_rate=has_one_rate)
-        self._model = structure(model.eval(), backend)
+        self._model = parameters_to_meta(model.eval(), backend)
         self._watch: GraphWatch = watch or GraphWatch()
         self._flats: list[Tensor] = []
         self._forward = step_program(backend, self._computed)

@@ -377,7 +377,7 @@ def exchange_reports(nodes: Nodes, phase: str, own: NodeReport, wait_s: float) -
     """Return the reports of all nodes, in rank order, the same ones on every node.
 
     A node that does not come, or fails, is in them by its rank, with a RETRY. Raises Preempted when stopped, and
-    storage errors: call it in `nodes.telling()`.
+    storage errors: call it in `nodes.report_failure()`.
     """
     if nodes.num_nodes == 1:
         return (own,)

@@ -5,6 +5,7 @@ vectors/ vectors.npy and ids.arrow (embed/vectors.py), and below words/ titles.a
 """
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,14 +29,14 @@ from pipeline.io.commit import check_sizes, commit_dir, read_manifest
 from pipeline.io.paths import cache_folder
 from pipeline.io.storage import Storage, open_storage, os_errors
 from pipeline.retrieval.bm25 import Bm25
-from pipeline.retrieval.search import Ranked, by_rank, search_vectors
+from pipeline.retrieval.search import Ranked, fuse_by_rank, search_vectors
 
 _KIND = "words"
 _TITLES = "titles.arrow"
 BLOCK_ROWS = 4096
 """Vectors converted to fp32 and compared at a time: 6 MB at 384 dimensions, half the time of four times as many."""
-KEPT = 4
-"""Sets of vectors on this machine: production and the model before it, of two workspaces."""
+KEPT, UNUSED_S = 4, 86_400.0
+"""Sets that stay on this machine, as many as production and the model before it in two workspaces; and all of a day."""
 DEPTH = 100
 """Items of each list that hybrid search joins, if not more are asked for."""
 
@@ -49,7 +50,7 @@ class Found:
 
     @cached_property
     def hybrid(self) -> Int64s:
-        return by_rank(self.vectors, self.words)
+        return fuse_by_rank(self.vectors, self.words)
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,12 @@ def open_index(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Prod
 
 
 def _keep_newest(folder: Path, used: str) -> None:
-    """Remove all but the KEPT sets that were used last. A process that has mapped one can still read it."""
+    """Remove sets unused for a day, except the newest KEPT. A process that has mapped one can still read it."""
     with suppress(OSError):  # another process removes them too, or they are not ours
         os.utime(folder / used)
-        for path in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)[KEPT:]:
-            remove_tree(path)
+        for at, path in sorted(((one.stat().st_mtime, one) for one in folder.iterdir()), reverse=True)[KEPT:]:
+            if at < time.time() - UNUSED_S:
+                remove_tree(path)
 
 
 def _write_words(workspace: Storage, vectors: VectorSet, folder: Path, stop: StopSignal) -> None:

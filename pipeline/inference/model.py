@@ -23,7 +23,7 @@ from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
 from pipeline.data.loader import to_tensors
 from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, RawBatch, RowChunk, cut_chunks, plan_pairs, to_fields
 from pipeline.data.token_sets import TokenSetInfo, prefixes_of, read_token_sets
-from pipeline.data.tokenizer import TextTokenizer, pieces
+from pipeline.data.tokenizer import TextTokenizer, token_windows
 from pipeline.data.validate import CleanRows, RowRules, clean
 from pipeline.embed.engine import Embedder, open_embedder
 from pipeline.embed.vectors import VectorSet, find_vectors, shorten_vectors, vectors_prefix
@@ -36,7 +36,7 @@ from pipeline.model.relevance import RelevanceInputs, RelevanceModel
 from pipeline.parallel.process_group import open_device
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import CHECKPOINTS, locate
-from pipeline.registry.model import Registry, readable_model
+from pipeline.registry.model import Registry, resolve_model_name
 from pipeline.settings import Settings, project_files, resolve
 
 Kind = Literal["query", "product"]
@@ -113,7 +113,7 @@ class Model:
             tokens = self._tokenizer.encode(asked)
         except (TypeError, AttributeError) as error:
             raise DataError("a text cannot be written as UTF-8", expected="texts") from error
-        found = list(self._embedder.stream(pieces(tokens, _WINDOW_TEXTS)))
+        found = list(self._embedder.stream(token_windows(tokens, _WINDOW_TEXTS)))
         vectors = np.concatenate([np.zeros((0, self._embedder.dim), dtype=np.float32), *found])
         self._check(vectors, "vectors")
         return vectors[0] if isinstance(texts, str) else vectors
@@ -306,7 +306,7 @@ def open_model(settings: Settings, workspace: Storage, named: str, cycle: str, s
             vectors = find_vectors(workspace, cycle)
             place = vectors.info.model.place
     elif not named:
-        registry = Registry(workspace, readable_model(settings, workspace))
+        registry = Registry(workspace, resolve_model_name(settings, workspace))
         pair, production = registry.serving(), registry.production()
         if pair is not None:
             vectors, place = find_vectors(workspace, pair.vectors.cycle), pair.checkpoint

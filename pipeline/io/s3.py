@@ -416,7 +416,7 @@ def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
     parts = urlsplit(uri)
     if not parts.netloc or "@" in parts.netloc or ":" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError(
-            "an s3:// URI with no bucket, or with a user, a port, '?' or '#'",
+            "the s3:// URI has no bucket, or has a user, a port, '?' or '#'",
             expected="s3://bucket/prefix (credentials are read from the AWS environment)",
             next_command="correct the URI in the settings",
         )

@@ -80,7 +80,7 @@ def check_key(key: str) -> str:
     parts = key.split("/")
     if any(part in ("", ".", "..") or atomic.is_temp(part) or "\0" in part for part in parts):
         raise ConfigError(
-            f"storage key {key!r}",
+            f"invalid storage key {key!r}",
             expected="parts joined by '/', none of them empty, '.', '..' or temporary",
             next_command="check the names in the settings that make up this key",
         )
@@ -347,7 +347,9 @@ def open_storage(uri: str, *, retry: RetryPolicy | None = None, stop: StopSignal
 
         return open_s3(uri, retry=retry or RetryPolicy(), stop=stop)
     raise ConfigError(
-        f"storage URI with scheme {parts.scheme!r}" + (" and a host name" if parts.scheme == "file" else ""),
+        "file:// URI with a host name"
+        if parts.scheme == "file"
+        else f"unsupported scheme {parts.scheme!r} of a storage URI",
         expected="s3://bucket/prefix, file:///folder or a plain path",
         next_command="correct the URI in the settings",
     )
@@ -355,7 +357,7 @@ def open_storage(uri: str, *, retry: RetryPolicy | None = None, stop: StopSignal
 
 def _open_local(path: str, stop: StopSignal) -> Storage:
     if not path:
-        raise ConfigError("an empty storage URI", expected="s3://bucket/prefix, file:///folder or a plain path")
+        raise ConfigError("the storage URI is empty", expected="s3://bucket/prefix, file:///folder or a plain path")
     folder = user_path(path)
     with os_errors("opening", f"file://{folder}"):
         is_file = folder.exists() and not folder.is_dir()

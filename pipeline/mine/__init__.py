@@ -1,1 +1,1 @@
-"""Hard negatives: what a model, or BM25, takes for relevant to a training query and nobody has judged."""
+"""Hard-negative mining: unjudged products that a model or BM25 ranks high for a training query."""

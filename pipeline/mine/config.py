@@ -8,14 +8,12 @@ from pydantic import Field, model_validator
 from pipeline.core.record import Record
 
 BM25, PARENT = "bm25", "parent"
-MAX_ITEMS = 1_000_000
-"""Products that are searched at most: all positives and an even sample of the rest."""
-ITEMS_PER_QUERY = 16
-"""Vectors of products in a part, for each query in a part of queries: 65,536 by default."""
+MAX_ITEMS = 1_000_000  # maximum number of products to search: all positives and an even sample of the others
+ITEMS_PER_QUERY = 16  # product vectors per part for each query per part: 65,536 by default
 
 
 class MineConfig(Record):
-    """Which products become hard negatives of a training query."""
+    """Settings that select the hard negatives of training queries."""
 
     retired: ClassVar[Mapping[str, Any]] = {
         "skip_top": 0,
@@ -25,28 +23,28 @@ class MineConfig(Record):
         "worker": None,
     }
 
-    enabled: bool = Field(False, description="Mine in every cycle of jobs, before training")
+    enabled: bool = Field(False, description="Mine hard negatives in every cycle, before training")
     source: str = Field(
         PARENT,
-        description="What ranks the products: parent, the checkpoint that training starts from (bm25 without one);"
-        " bm25; or another checkpoint, checkpoints/<cycle>/step-<n> or a URI",
+        description="Ranking of the products: parent (the checkpoint that training starts from, bm25 if there is none),"
+        " bm25, or another checkpoint (checkpoints/<cycle>/step-<n> or a URI)",
     )
     partitions: Literal["new", "all"] = Field(
-        "new", description="Whose queries are mined for: of partitions the parent was not trained on, or of all"
+        "new", description="Mine for the queries of all partitions, or only of those new to the parent"
     )
-    negatives_per_query: int = Field(8, ge=1, le=256, description="Most negatives kept for a query")
-    depth: int = Field(100, ge=1, le=10_000, description="Best products of a query that negatives are taken from")
+    negatives_per_query: int = Field(8, ge=1, le=256, description="Maximum number of negatives per query")
+    depth: int = Field(100, ge=1, le=10_000, description="Number of best products of a query to choose negatives from")
     relative_margin: float | None = Field(
         0.05,
         ge=0,
         le=1,
-        description="Leave out products, likely positives, that score above the query's best positive less this share"
-        " of its score; null: leave out none",
+        description="Skip likely positives: products that score above the query's best positive minus this fraction of"
+        " its score (null: skip none)",
     )
     queries_per_part: int = Field(
-        4096, ge=1, le=1_000_000, description="Queries mined for at a time: what a stop costs at most, and memory"
+        4096, ge=1, le=1_000_000, description="Queries per part: limits memory and the work lost by an interruption"
     )
-    workers: int = Field(1, ge=1, le=10_000, description="Jobs that share the queries, such as the size of an array")
+    workers: int = Field(1, ge=1, le=10_000, description="Number of array tasks that mine queries in parallel")
 
     @model_validator(mode="after")
     def _deep_enough(self) -> Self:
@@ -54,8 +52,8 @@ class MineConfig(Record):
             raise ValueError(f"depth {self.depth}: expected at least negatives_per_query {self.negatives_per_query}")
         return self
 
-    def decides(self) -> dict[str, Any]:
-        """Return the settings that decide the negatives, with those of earlier versions at the value they have now."""
-        named = {"negatives_per_query", "depth", "relative_margin", "partitions"}
-        earlier = {"skip_top": 0, "absolute_margin": None, "max_items": MAX_ITEMS}
-        return earlier | self.model_dump(mode="json", include=named)
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that determine the negatives, including retired settings at their fixed values."""
+        current = {"negatives_per_query", "depth", "relative_margin", "partitions"}
+        retired = {"skip_top": 0, "absolute_margin": None, "max_items": MAX_ITEMS}
+        return retired | self.model_dump(mode="json", include=current)

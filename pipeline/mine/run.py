@@ -1,7 +1,7 @@
-"""Mine: search the best products of every training query by the vectors of a model or by BM25, and choose negatives.
+"""Mine hard negatives: rank the products of every training query by model vectors or BM25, and choose negatives.
 
-The work is cut into parts that several workers commit: vectors of products, and negatives of queries. A part is the
-same whoever computes it.
+The product vectors and the negatives are divided into parts, which several workers compute and commit. A part does not
+depend on the worker that computes it.
 """
 
 import io
@@ -24,42 +24,41 @@ from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import TokenSet, select_partitions
-from pipeline.data.tokenizer import Tokens, pieces
+from pipeline.data.tokenizer import Tokens, token_windows
 from pipeline.embed.plan import longest_text
 from pipeline.io.parts import Part, Parts
 from pipeline.io.storage import Storage
 from pipeline.mine.config import BM25, ITEMS_PER_QUERY, MineConfig
 from pipeline.mine.store import Negatives, NegativeSet, NegativesInfo, commit_negatives
 from pipeline.retrieval.bm25 import K1, B, Bm25
-from pipeline.retrieval.products import Products, decoded, distinct_products, text_hashes, to_tokens
+from pipeline.retrieval.products import Products, decode_tokens, distinct_products, text_hashes, to_tokens
 from pipeline.retrieval.search import exact_scores, search_vectors
 from pipeline.settings import Settings
 
 NONE = -1
 COUNTS = ("queries", "negatives", "judged", "above_margin", "nothing_found")
-_TEXTS = 65_536
-"""Products decoded at a time."""
-_CHUNK_ITEMS = 16_384
-"""Products that queries are compared with at a time: their vectors are copied from the memory map once."""
+_TEXTS = 65_536  # number of products to decode at a time
+_CHUNK_ITEMS = 16_384  # products to compare queries with at a time, copied once from the memory map
 _WINDOW = 512
-_KEPT = "finished parts are kept"
+_EMBEDDING = "embedding products (finished parts are kept)"
+_SEARCHING = "searching for negatives (finished parts are kept)"
 
 
 @dataclass(frozen=True)
 class MiningPlan:
-    """What is mined, decided before anything is read. `new`: indices in `sets` of the partitions mined for.
+    """The inputs of mining. `new`: indices into `sets` of the partitions to mine for.
 
-    `model`: the checkpoint whose vectors rank the products, None for BM25.
+    `model`: ranks the products by its vectors (None: BM25). `identity`: everything that the negatives depend on.
     """
 
     sets: list[TokenSet]
     new: tuple[int, ...]
     model: Checkpoint | None
-    decides: dict[str, JsonValue]
+    identity: dict[str, JsonValue]
 
     @property
     def prefix(self) -> str:
-        return f"negatives/{self.sets[0].info.dataset}/{fingerprint(self.decides)}"
+        return f"negatives/{self.sets[0].info.dataset}/{fingerprint(self.identity)}"
 
     @property
     def source(self) -> str:
@@ -69,39 +68,39 @@ class MiningPlan:
 def plan_mining(
     settings: Settings, sets: list[TokenSet], model: Checkpoint | None, parent: Checkpoint | None
 ) -> MiningPlan:
-    """Plan mining for training from `parent`. Raises ConfigError if the model cannot read the prepared tokens."""
+    """Plan mining for training from `parent`. Raises ConfigError if the model has another tokenizer than the data."""
     if model is not None and model.state.tokenizer_fingerprint != sets[0].info.tokenizer_fingerprint:
         raise ConfigError(
-            f"the data was tokenised with {sets[0].info.tokenizer_fingerprint}, {model.uri} reads"
-            f" {model.state.tokenizer_fingerprint}",
-            expected="a model that reads the prepared tokens",
+            f"{model.uri} has tokenizer {model.state.tokenizer_fingerprint}, but the data was tokenised with"
+            f" {sets[0].info.tokenizer_fingerprint}",
+            expected="a model with the tokenizer of the prepared data",
             next_command=f"--mine.source {BM25}, or prepare the data with the model's tokenizer",
         )
     selection = select_partitions(
-        [one.partition for one in sets],
+        [token_set.partition for token_set in sets],
         parent_watermark=parent.state.watermark if parent else None,
         parent_partitions=parent.state.partitions if parent else {},
     )
     mines_all = settings.mine.partitions == "all"
-    new = [index for index, one in enumerate(sets) if mines_all or one.partition in selection.new]
+    new = [index for index, token_set in enumerate(sets) if mines_all or token_set.partition in selection.new]
     ranked_by: dict[str, JsonValue] = {"k1": K1, "b": B}
     if model is not None:
         ranked_by = {"precision": settings.embed.precision, "max_tokens": longest_text(settings, model)}
         ranked_by |= {"chunks": settings.embed.chunks} if settings.embed.chunks > 1 else {}
-    decides: dict[str, JsonValue] = {
-        "token_sets": [one.info.fingerprint for one in sets],
+    identity: dict[str, JsonValue] = {
+        "token_sets": [token_set.info.fingerprint for token_set in sets],
         "asked": [sets[index].info.partition for index in new],
         "source": BM25 if model is None else model.digest,
         "ranked_by": ranked_by,
         "positive_gain": settings.train.loss.positive_gain,
-        "mine": settings.mine.decides(),
+        "mine": settings.mine.identity(),
     }
-    return MiningPlan(sets, tuple(new), model, decides)
+    return MiningPlan(sets, tuple(new), model, identity)
 
 
 @dataclass(frozen=True)
 class JudgedItems:
-    """Judged items of Q queries back to back, ascending: those of query q are `items[offsets[q]:offsets[q + 1]]`."""
+    """Concatenated judged items of Q queries: query q has `items[offsets[q]:offsets[q + 1]]`, in ascending order."""
 
     offsets: Int64s
     items: Int64s
@@ -115,25 +114,24 @@ class JudgedItems:
     def query(self) -> Int64s:
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
-    def holds(self, items: Int64s) -> Bools:
-        """For items [Q, k] of the queries: which are judged."""
+    def contains(self, items: Int64s) -> Bools:
+        """Return whether items [Q, k] are judged for their query."""
         if not len(self.items):
             return np.zeros(items.shape, dtype=np.bool_)
         width = int(max(self.items.max(), items.max(initial=0))) + 1
-        known = self.query * width + self.items
-        asked = np.arange(len(items))[:, None] * width + items
-        places = np.minimum(np.searchsorted(known, asked), len(known) - 1)
-        found: Bools = (known[places] == asked) & (items != NONE)
-        return found
+        judged_keys = self.query * width + self.items
+        keys = np.arange(len(items))[:, None] * width + items
+        indices = np.minimum(np.searchsorted(judged_keys, keys), len(judged_keys) - 1)
+        is_judged: Bools = (judged_keys[indices] == keys) & (items != NONE)
+        return is_judged
 
 
 @dataclass(frozen=True)
 class MiningTask:
-    """Q queries that have a positive, and the N distinct training products.
+    """The Q queries that have a positive, and the N distinct training products.
 
-    `query_id` [Q] ascending; `query_row` [Q]: a row that has the query. Row numbers count over all buckets of `rows`,
-    smallest bucket first. Memory: 28 bytes for each training row while it is read; then 32 for each product, 24 for
-    each query and 17 for each judged pair.
+    `query_id` [Q] is ascending, `query_row` [Q]: a row of each query, counted over all buckets of `rows`. Memory: 28
+    bytes for each training row while reading, then 32 for each product, 24 for each query, 17 for each judged pair.
     """
 
     rows: TokenRows
@@ -148,14 +146,14 @@ class MiningTask:
         return to_tokens(arrays["query"], self.rows.pad_id)
 
     def item_texts(self, tokenizer: bytes, stop: StopSignal) -> Iterator[str]:
-        """Yield the texts of all items. Raises Preempted."""
+        """Yield the texts of all items. Raises Preempted on a stop."""
         for start in range(0, len(self.products), _TEXTS):
             stop.raise_if_set("reading products")
-            yield from decoded(self.products.tokens(start, start + _TEXTS), tokenizer)
+            yield from decode_tokens(self.products.tokens(start, start + _TEXTS), tokenizer)
 
     def rows_of(self, items: Int64s) -> Int64s:
-        """Return the numbers of the rows that have these items, of any shape; NONE stays."""
-        _, bucket, row = self.products.where.T
+        """Convert items (of any shape) to the numbers of rows that contain them. NONE stays NONE."""
+        _, bucket, row = self.products.location.T
         numbers = first_rows(self.rows.sizes)[bucket] + row
         return np.where(items == NONE, NONE, numbers[items]) if len(numbers) else items
 
@@ -163,48 +161,48 @@ class MiningTask:
 def make_task(
     rows: TokenRows, partitions: Sequence[int], *, positive_gain: float, max_items: int, stop: StopSignal
 ) -> MiningTask:
-    """Read the judgements of training `rows`, opened with their partition, to mine for the queries of `partitions`.
+    """Read the judgements of all training rows, and select the queries of `partitions` that have a positive.
 
-    A product that is judged in any partition is no negative. Raises Preempted.
+    `rows` must have the array `partition`. A product judged in any partition is never a negative of its query.
     """
-    # Query, hash of the product, gain and partition of every row, in the order of their numbers.
+    # Query, hash of the product, gain and partition of every row, in the order of row numbers.
     types = {"query_id": np.int64, "product": np.uint64, "gain": np.float32, "partition": np.int64}
-    parts: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, dtype=kind)] for name, kind in types.items()}
+    columns: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, dtype=kind)] for name, kind in types.items()}
     with progress("reading judgements", sum(rows.sizes), "rows") as advance:
         for bucket, numbers in rows.blocks():
             stop.raise_if_set("reading judgements")
             arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, tuple(types))
             arrays["product"] = text_hashes(arrays["product"], rows.pad_id)
             for name, values in arrays.items():
-                parts[name].append(values)
+                columns[name].append(values)
             advance(len(numbers))
-    table = {name: np.concatenate(blocks) for name, blocks in parts.items()}
+    table = {name: np.concatenate(blocks) for name, blocks in columns.items()}
     positive = table["gain"] >= np.float32(positive_gain)
     query_ids = np.unique(table["query_id"][positive])
     query_ids = query_ids[np.isin(query_ids, table["query_id"][np.isin(table["partition"], partitions)])]
     products = distinct_products([rows], np.unique(table["product"][positive]), max_items, stop)
     order = np.argsort(table["query_id"], kind="stable")
     first = order[np.searchsorted(table["query_id"], query_ids, sorter=order)]
-    of_query = np.isin(table["query_id"], query_ids)
-    query = np.searchsorted(query_ids, table["query_id"][of_query])
-    items, positive = products.numbers_of(table["product"][of_query]), positive[of_query]
-    # A pair that occurs several times counts once, as positive if one of them is.
+    is_selected = np.isin(table["query_id"], query_ids)
+    query = np.searchsorted(query_ids, table["query_id"][is_selected])
+    items, positive = products.item_numbers(table["product"][is_selected]), positive[is_selected]
+    # Remove duplicate pairs. A pair is positive if any of its duplicates is.
     order = np.lexsort((~positive, items, query))
     query, items, positive = query[order], items[order], positive[order]
-    new = items != NONE
-    new[1:] &= (query[1:] != query[:-1]) | (items[1:] != items[:-1])
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(query[new], minlength=len(query_ids)))]).astype(np.int64)
-    return MiningTask(rows, query_ids, first, products, JudgedItems(offsets, items[new], positive[new]))
+    is_first = items != NONE
+    is_first[1:] &= (query[1:] != query[:-1]) | (items[1:] != items[:-1])
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(query[is_first], minlength=len(query_ids)))]).astype(np.int64)
+    return MiningTask(rows, query_ids, first, products, JudgedItems(offsets, items[is_first], positive[is_first]))
 
 
-# Which of the best products of a query become its negatives. What scores about as high as a positive is likely one
-# that nobody has judged: the margins are those of Moreira et al., "NV-Retriever: Improving text embedding models with
+# Choice of negatives among the best products of a query. A product that scores about as high as a positive is probably
+# an unjudged positive. The margin is that of Moreira et al., "NV-Retriever: Improving text embedding models with
 # effective hard-negative mining" (2024).
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The best items of Q queries, best first: scores [Q, k] and items [Q, k], NONE after the last one.
+    """The best items of Q queries, best first: scores [Q, k] and items [Q, k], padded with NONE.
 
     `best_positive` [Q]: the highest score of a positive of the query.
     """
@@ -214,39 +212,38 @@ class Candidates:
     best_positive: Float64s
 
 
-def choose_negatives(found: Candidates, judged: JudgedItems, config: MineConfig) -> tuple[Int64s, dict[str, int]]:
-    """Choose the items [Q, negatives_per_query] of each query, best first, NONE after the last one, and count.
+def choose_negatives(candidates: Candidates, judged: JudgedItems, config: MineConfig) -> tuple[Int64s, dict[str, int]]:
+    """Choose negatives [Q, negatives_per_query] for each query, best first, padded with NONE, and count them.
 
-    Counts are of queries and negatives; `judged`, products left out as they are judged; `above_margin`, likely
-    positives; `nothing_found`, queries that share no word with any product.
+    Counts of skipped candidates: `judged`, and `above_margin` (likely positives). `nothing_found`: queries without any.
     """
-    real = found.items != NONE
-    is_judged = judged.holds(found.items)
-    ceiling = np.full(len(found.items), np.inf)  # the highest score of a negative, [Q]
+    exists = candidates.items != NONE
+    is_judged = judged.contains(candidates.items)
+    ceiling = np.full(len(candidates.items), np.inf)  # maximum score of a negative [Q]
     if config.relative_margin is not None:
-        ceiling = found.best_positive - config.relative_margin * np.abs(found.best_positive)
-    above = real & ~is_judged & (found.scores > ceiling[:, None])
-    kept = real & ~is_judged & ~above
+        ceiling = candidates.best_positive - config.relative_margin * np.abs(candidates.best_positive)
+    above = exists & ~is_judged & (candidates.scores > ceiling[:, None])
+    kept = exists & ~is_judged & ~above
     kept &= np.cumsum(kept, axis=1) <= config.negatives_per_query
-    negatives = np.full((len(found.items), config.negatives_per_query), NONE, dtype=np.int64)
-    query, place = np.nonzero(kept)
-    negatives[query, (np.cumsum(kept, axis=1) - 1)[query, place]] = found.items[query, place]
-    counts = (len(negatives), kept, is_judged, above, ~real.any(axis=1))
+    negatives = np.full((len(candidates.items), config.negatives_per_query), NONE, dtype=np.int64)
+    query, column = np.nonzero(kept)
+    negatives[query, (np.cumsum(kept, axis=1) - 1)[query, column]] = candidates.items[query, column]
+    counts = (len(negatives), kept, is_judged, above, ~exists.any(axis=1))
     return negatives, {name: int(np.sum(count)) for name, count in zip(COUNTS, counts, strict=True)}
 
 
-# Parts that several workers commit.
+# The parts that several workers commit.
 
 
 class MinedPart(Part):
-    """The record of a part; `counts` is empty for vectors."""
+    """The record of a part. `counts` is empty for vectors."""
 
     counts: dict[str, int] = Field({})
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Parts of one array: `total` rows, `rows_per_part` in each."""
+class ArrayParts:
+    """The parts of an array of `total` rows with `rows_per_part` rows each."""
 
     parts: Parts[MinedPart]
     cache_dir: Path
@@ -257,68 +254,75 @@ class Pieces:
         return -(-self.total // self.rows_per_part)
 
     def rows(self, index: int) -> tuple[int, int]:
-        """Return the first row of a part, and the one after its last."""
+        """Return the range of rows (start, stop) of a part."""
         first = index * self.rows_per_part
         return first, min(self.total, first + self.rows_per_part)
 
-    def share(self, worker: int, workers: int) -> range:
-        """Return the indices of the parts that one of the workers computes."""
+    def worker_slice(self, worker: int, workers: int) -> range:
+        """Return the indices of the parts that `worker` computes."""
         return range(worker * len(self) // workers, (worker + 1) * len(self) // workers)
 
     def commit(self, index: int, array: npt.NDArray[np.generic], counts: Mapping[str, int] | None = None) -> None:
-        """Publish a part. If several workers compute it at once, the first one is kept: it may be read already."""
+        """Publish a part. If several workers commit it, the first version is kept, because it may already be in use."""
         data = io.BytesIO()
         np.save(data, array)
         (name,) = self.parts.names(index)
         self.parts.commit(MinedPart(index=index, counts=dict(counts or {})), {name: data.getvalue()})
 
     def open(self, index: int) -> npt.NDArray[Any]:
-        """Map the rows of a part into memory. Raises DataError if it is damaged, TransientError if it is gone."""
+        """Map a part into memory. Raises DataError if it is damaged, TransientError if it has been deleted."""
         (path,) = self.parts.fetch(index, self.cache_dir)
         array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
         return array
 
 
-def open_pieces(storage: Storage, prefix: str, cache_dir: Path, task: tuple[int, int], per_part: int) -> list[Pieces]:
-    """Open the vectors of products and the negatives of queries below `prefix`, `per_part` queries in a part.
+def open_parts(
+    storage: Storage, prefix: str, cache_dir: Path, size: tuple[int, int], per_part: int
+) -> list[ArrayParts]:
+    """Open the parts of the product vectors and of the negatives below `prefix`, with `per_part` queries each.
 
-    `task`: how many items and queries there are. `cache_dir`: a local folder that processes may share.
+    `size`: number of items and of queries. `cache_dir`: a local folder, which processes may share.
     """
-    sizes = {"vectors": (task[0], ITEMS_PER_QUERY * per_part), "negatives": (task[1], per_part)}
-    pieces = []
+    sizes = {"vectors": (size[0], ITEMS_PER_QUERY * per_part), "negatives": (size[1], per_part)}
+    arrays = []
     for kind, (total, rows_per_part) in sizes.items():
         folder = f"{prefix}-{per_part}/{kind}"
         parts = Parts(storage, f"{folder}-done", folder, MinedPart, lambda index: (f"{index:05d}.npy",))
-        pieces.append(Pieces(parts, cache_dir, total, rows_per_part))
-    return pieces
+        arrays.append(ArrayParts(parts, cache_dir, total, rows_per_part))
+    return arrays
 
 
-Vectors = Callable[[int, int], Float32s]
-"""Unit vectors [n, D] of the items, or queries, from one number up to another: the same each time."""
+Vectors = Callable[[int, int], Float32s]  # unit vectors [n, D] of items (or queries) from `start` to `stop`
 Search = Callable[[int, int, JudgedItems], Candidates]
-"""The best products of the queries from one number up to another, with their judgements."""
+"""Returns the best products of the queries from `start` to `stop`, given their judged items."""
 
 
 def vectors_of(texts: Callable[[int, int], Tokens], embed: Callable[[Iterable[Tokens]], Iterator[Float32s]]) -> Vectors:
-    """Embed texts in windows. `embed`: windows to unit vectors [n, D], in order; a vector depends on its text alone."""
-    return lambda start, stop: np.concatenate(list(embed(pieces(texts(start, stop), _WINDOW))))
+    """Return a function that embeds texts in windows. The vector of a text must not depend on its window."""
+    return lambda start, stop: np.concatenate(list(embed(token_windows(texts(start, stop), _WINDOW))))
 
 
 def vector_search(
-    stored: Pieces, items: Vectors, queries: Vectors, depth: int, stop: StopSignal, worker: int = 0, workers: int = 1
+    stored: ArrayParts,
+    items: Vectors,
+    queries: Vectors,
+    depth: int,
+    stop: StopSignal,
+    worker: int = 0,
+    workers: int = 1,
 ) -> Search:
-    """Search every item, exactly, by vectors. Those of the items are computed first where `stored` lacks them.
+    """Compute the missing item vectors in `stored`, and return an exact search of all items by vectors.
 
-    Memory: the vectors and the `depth` best items of a part of the queries, and one chunk of items. Raises Preempted.
+    Memory: the vectors and the `depth` best items of one part of the queries, and one chunk of items.
     """
-    # This worker's share of the parts, then all that are missing: no worker waits for another that may be dead, at the
-    # price that some parts are computed twice at the end.
-    share, done = stored.share(worker, workers), stored.parts.done()
+    # Compute the parts of this worker's slice, then all other missing parts. No worker waits for another, which may be
+    # dead, at the cost of computing some parts twice at the end.
+    own, done = stored.worker_slice(worker, workers), stored.parts.done()
     with progress("vectors of products", stored.total, "products") as advance:
-        for index in [*range(share.start, len(stored)), *range(share.start)]:
+        for index in [*range(own.start, len(stored)), *range(own.start)]:
             first_item, end_item = stored.rows(index)
-            if index not in done and (index in share or index not in stored.parts.done()):
-                stop.raise_if_set(f"embedding products; {_KEPT}")
+            if index not in done and (index in own or index not in stored.parts.done()):
+                stop.raise_if_set(_EMBEDDING)
                 stored.commit(index, items(first_item, end_item))
             advance(end_item - first_item)
     maps: dict[int, Float32s] = {}
@@ -333,9 +337,9 @@ def vector_search(
             for index in range(len(stored)):
                 if index not in maps:
                     maps[index] = stored.open(index)
-                for at in range(0, len(maps[index]), _CHUNK_ITEMS):
-                    stop.raise_if_set(f"searching for negatives; {_KEPT}")
-                    first, chunk = stored.rows(index)[0] + at, np.array(maps[index][at : at + _CHUNK_ITEMS])
+                for offset in range(0, len(maps[index]), _CHUNK_ITEMS):
+                    stop.raise_if_set(_SEARCHING)
+                    first, chunk = stored.rows(index)[0] + offset, np.array(maps[index][offset : offset + _CHUNK_ITEMS])
                     pairs = slice(*np.searchsorted(positives, (first, first + len(chunk))))
                     scores = exact_scores(vectors[query_of[pairs]], chunk[positives[pairs] - first])
                     np.maximum.at(best, query_of[pairs], scores)
@@ -348,25 +352,25 @@ def vector_search(
 
 
 def word_search(items: Iterable[str], queries: Callable[[int, int], list[str]], depth: int, stop: StopSignal) -> Search:
-    """Search by the words that query and product share. Each worker has an index of all items."""
+    """Index all items, and return a search by BM25. Every worker has an index of all items."""
     index = Bm25(items)
 
     def search(start: int, end: int, judged: JudgedItems) -> Candidates:
         best = np.zeros(end - start)
 
-        def find_best_positive(row: int, every: Float64s) -> None:
-            stop.raise_if_set(f"searching for negatives; {_KEPT}")
+        def find_best_positive(row: int, item_scores: Float64s) -> None:
+            stop.raise_if_set(_SEARCHING)
             of_query = slice(judged.offsets[row], judged.offsets[row + 1])
-            best[row] = every[judged.items[of_query][judged.positive[of_query]]].max(initial=0.0)
+            best[row] = item_scores[judged.items[of_query][judged.positive[of_query]]].max(initial=0.0)
 
-        scores, found = index.search(queries(start, end), depth, find_best_positive)
-        return Candidates(scores, found, best)
+        scores, ranked = index.search(queries(start, end), depth, find_best_positive)
+        return Candidates(scores, ranked, best)
 
     return search
 
 
-def mine_share(
-    pieces: Pieces,
+def mine_worker_slice(
+    negatives: ArrayParts,
     open_search: Callable[[], Search],
     judged: JudgedItems,
     rows_of: Callable[[Int64s], Int64s],
@@ -376,43 +380,45 @@ def mine_share(
     workers: int,
     stop: StopSignal,
 ) -> int:
-    """Mine for the queries of `worker` of `workers`. Return how many parts of all workers are missing.
+    """Mine for the queries of one worker. Return the number of parts that are still missing, over all workers.
 
-    `judged`: of all queries. `rows_of`: items to the numbers they are committed by. Raises Preempted, NumericError.
+    `judged`: of all queries. `rows_of`: converts items to row numbers. Raises NumericError if a vector is not finite.
     """
-    done = pieces.parts.done()
-    todo = [index for index in pieces.share(worker, workers) if index not in done]
+    done = negatives.parts.done()
+    todo = [index for index in negatives.worker_slice(worker, workers) if index not in done]
     if todo:
         search = open_search()
-        total = sum(stop - start for start, stop in map(pieces.rows, todo))
+        total = sum(stop - start for start, stop in map(negatives.rows, todo))
         with progress("searching for negatives", total, "queries") as advance:
             for index in todo:
-                stop.raise_if_set(f"searching for negatives; {_KEPT}")
-                first, last = pieces.rows(index)
+                stop.raise_if_set(_SEARCHING)
+                first, last = negatives.rows(index)
                 part = judged.part(first, last)
                 items, counts = choose_negatives(search(first, last, part), part, config)
-                pieces.commit(index, rows_of(items), counts)
+                negatives.commit(index, rows_of(items), counts)
                 advance(last - first)
-        done = pieces.parts.done()
-    return len(pieces) - len(done)
+        done = negatives.parts.done()
+    return len(negatives) - len(done)
 
 
-def all_negatives(pieces: Pieces, most: int) -> tuple[Int64s, dict[str, int]]:
-    """Return the negatives [Q, most] of all queries and the sums of their counts. Raises as `Pieces.open`."""
-    products = [np.zeros((0, most), dtype=np.int64), *(pieces.open(index) for index in range(len(pieces)))]
-    counts = [record.counts for record in pieces.parts.read_all(range(len(pieces)))]
+def read_negatives(parts: ArrayParts, per_query: int) -> tuple[Int64s, dict[str, int]]:
+    """Return the negatives [Q, per_query] of all queries and their total counts. Raises as `ArrayParts.open`."""
+    products = [np.zeros((0, per_query), dtype=np.int64), *(parts.open(index) for index in range(len(parts)))]
+    counts = [record.counts for record in parts.parts.read_all(range(len(parts)))]
     return np.concatenate(products), {name: sum(part[name] for part in counts) for name in COUNTS}
 
 
-def commit_all(ctx: StageContext, mining: MiningPlan, task: MiningTask, pieces: Pieces, most: int) -> NegativeSet:
-    """Commit the negatives of all queries, once every part is there."""
-    product, counts = all_negatives(pieces, most)
+def commit_all(
+    ctx: StageContext, mining: MiningPlan, task: MiningTask, parts: ArrayParts, per_query: int
+) -> NegativeSet:
+    """Commit the negatives of all queries after every part has been committed."""
+    product, counts = read_negatives(parts, per_query)
     info = NegativesInfo(
         dataset=mining.sets[0].info.dataset,
-        token_sets=tuple(one.info.fingerprint for one in mining.sets),
+        token_sets=tuple(token_set.info.fingerprint for token_set in mining.sets),
         rows=task.rows.sizes,
         source=mining.source,
-        settings=mining.decides,
+        settings=mining.identity,
         figures={
             "queries": counts["queries"],
             "items": len(task.products),

@@ -1,4 +1,4 @@
-"""Commit mined negatives with what they were mined from, and read them as memory maps."""
+"""Commit mined negatives together with their inputs and settings, and read them as memory maps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,31 +20,29 @@ _QUERIES, _PRODUCTS = "query_id.npy", "product.npy"
 
 
 class NegativesInfo(Record):
-    """The fields of the manifest. Products are rows of the train split of `token_sets`, in that order."""
+    """The manifest fields of mined negatives. Products are row numbers in the train split of `token_sets`."""
 
     schema_version: int = 1
     dataset: str
     token_sets: tuple[str, ...] = Field(description="Fingerprints of the prepared partitions, in order")
-    rows: tuple[int, ...] = Field(description="Their training rows in each bucket")
+    rows: tuple[int, ...] = Field(description="Number of training rows in each bucket")
     source: str = Field(description="bm25, or the digest of the checkpoint whose vectors were searched")
-    settings: dict[str, JsonValue] = Field(description="What else decides the negatives, by name")
+    settings: dict[str, JsonValue] = Field(description="Everything else that determines the negatives, by name")
     figures: dict[str, int | float] = Field(description="Counts of mining")
 
 
 @dataclass(frozen=True)
 class NegativeSet:
+    """A committed set of negatives. `digest` is a hash of its content."""
+
     prefix: str
     info: NegativesInfo
     digest: str
-    """Names their content."""
 
 
 @dataclass(frozen=True)
 class Negatives:
-    """query_id int64 [Q] ascending; product int64 [Q, K].
-
-    A product is the number of a row over all buckets of the training rows, smallest bucket first; NONE behind the last.
-    """
+    """Negatives of Q queries: query_id int64 [Q], ascending, and product int64 [Q, K], row numbers padded with NONE."""
 
     query_id: Int64s
     product: Int64s
@@ -53,7 +51,7 @@ class Negatives:
 def commit_negatives(
     workspace: Storage, prefix: str, negatives: Negatives, info: NegativesInfo, scratch: Path
 ) -> NegativeSet:
-    """Publish negatives by way of a folder below `scratch`. Several writers may: they write the same bytes."""
+    """Write negatives to a folder below `scratch` and publish it. Concurrent writers write the same bytes."""
     with atomic.staging_dir(scratch) as folder:
         np.save(folder / _QUERIES, negatives.query_id)
         np.save(folder / _PRODUCTS, negatives.product)
@@ -62,7 +60,7 @@ def commit_negatives(
 
 
 def find_negatives(workspace: Storage, prefix: str) -> NegativeSet | None:
-    """Return the committed negatives, None if there are none. Raises DataError if they cannot be read."""
+    """Return the committed negatives, or None. Raises DataError if they cannot be read."""
     manifest = read_manifest(workspace, prefix)
     if manifest is None:
         return None
@@ -72,33 +70,33 @@ def find_negatives(workspace: Storage, prefix: str) -> NegativeSet | None:
         raise _damaged(workspace, prefix, f"{error.errors(include_url=False)[0]['loc']}") from error
 
 
-def check_negatives(found: NegativeSet, token_sets: Sequence[str], workspace: Storage) -> None:
+def check_negatives(negatives: NegativeSet, token_sets: Sequence[str], workspace: Storage) -> None:
     """Raise DataError unless negatives were mined from the partitions with these fingerprints, in this order."""
-    mined = found.info.token_sets
+    mined = negatives.info.token_sets
     if mined != tuple(token_sets):
         raise DataError(
-            f"{workspace.uri(found.prefix)} was mined from other data: {len(mined)} prepared partitions, of which"
-            f" {len(set(mined) & set(token_sets))} are among the {len(token_sets)} of this run",
-            expected="negatives mined from the data that is trained on",
+            f"{workspace.uri(negatives.prefix)} was mined from other data: {len(set(mined) & set(token_sets))} of its"
+            f" {len(mined)} prepared partitions are among the {len(token_sets)} of this run",
+            expected="negatives mined from the data of this run",
             next_command=f"{MINE}, with the settings of this run",
         )
 
 
-def open_negatives(workspace: Storage, found: NegativeSet, rows: Sequence[int], cache_dir: Path) -> Negatives:
-    """Map negatives into memory. Raises DataError unless they are of `rows`, the training rows in each bucket."""
-    folder = fetch_dir(workspace, found.prefix, cache_dir, deep=True)
+def open_negatives(workspace: Storage, negatives: NegativeSet, rows: Sequence[int], cache_dir: Path) -> Negatives:
+    """Map negatives into memory. Raises DataError unless their row counts per bucket are `rows`."""
+    folder = fetch_dir(workspace, negatives.prefix, cache_dir, deep=True)
     try:
         query_id, product = (np.load(folder / name, mmap_mode="r") for name in (_QUERIES, _PRODUCTS))
     except (OSError, ValueError) as error:
-        raise _damaged(workspace, found.prefix, str(error)) from error
-    if found.info.rows != tuple(rows) or product.shape[:1] != query_id.shape or product.ndim != 2:
-        raise _damaged(workspace, found.prefix, f"{product.shape} products of {found.info.rows} rows")
+        raise _damaged(workspace, negatives.prefix, str(error)) from error
+    if negatives.info.rows != tuple(rows) or product.shape[:1] != query_id.shape or product.ndim != 2:
+        raise _damaged(workspace, negatives.prefix, f"products {product.shape} for {negatives.info.rows} rows")
     return Negatives(query_id, product)
 
 
-def _damaged(workspace: Storage, prefix: str, seen: str) -> DataError:
+def _damaged(workspace: Storage, prefix: str, reason: str) -> DataError:
     return DataError(
-        f"{workspace.uri(prefix)} holds no mined negatives for this data: {seen}",
-        expected="what this version of trnpipe mine commits",
-        next_command=f"delete that folder, then {MINE}",
+        f"{workspace.uri(prefix)} contains no usable negatives: {reason}",
+        expected=f"negatives committed by this version of {MINE}",
+        next_command=f"delete that folder, then run {MINE}",
     )

@@ -1,1 +1,1 @@
-"""The text encoder, the interactions, the heads and the losses."""
+"""The text encoders, the interactions and the relevance head."""

@@ -1,4 +1,4 @@
-"""Shape of the model. Presets give the encoder sizes; any single field may be set over them."""
+"""Model and loss settings. Presets give the encoder sizes, and any field overrides its preset."""
 
 import json
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from pipeline.core.record import Record, with_retired
 
 Architecture = Literal["bert", "mpnet", "modernbert"]
 Pooling = Literal["mean", "cls", "last"]
-_OF_MODERNBERT = frozenset({"global_attention_every", "local_attention", "global_rope_theta", "local_rope_theta"})
-"""Retired: every published ModernBERT has these values (model/encoder.py)."""
-_OF_FACTORY = frozenset({"factory", "factory_options"})
-_OF_OURS = frozenset(
+_MODERNBERT_FIELDS = frozenset({"global_attention_every", "local_attention", "global_rope_theta", "local_rope_theta"})
+"""Retired because every published ModernBERT has the same values (model/encoder.py)."""
+_FACTORY_FIELDS = frozenset({"factory", "factory_options"})
+_BUILT_IN_FIELDS = frozenset(
     {"preset", "architecture", "num_layers", "num_heads", "intermediate_size", "layer_norm_eps", "dropout"}
 )
-"""What says nothing about an encoder that a factory builds."""
+"""Fields that do not apply to an encoder built by a factory."""
 ENCODER_FIELDS = (
-    frozenset({"architecture", "max_positions", "layer_norm_eps", "pooling"}) | _OF_MODERNBERT | _OF_FACTORY
+    frozenset({"architecture", "max_positions", "layer_norm_eps", "pooling"}) | _MODERNBERT_FIELDS | _FACTORY_FIELDS
 )
-"""What decides the encoder, beside its sizes."""
-MOST_POSITIONS = 8192
+"""Fields that determine the encoder, in addition to its sizes."""
+MAX_POSITIONS = 8192
 MPNET_PAD = 1
-"""Padding of every MPNet: its code counts positions from this token, whatever its settings say."""
+"""Padding token of every MPNet, whose code counts positions from this token regardless of its settings."""
 
 
 class EncoderSize(Record):
@@ -47,7 +47,7 @@ PRESETS: dict[str, EncoderSize] = {
 
 
 class ModelConfig(Record):
-    """A text encoder shared by query and product, interactions over both embeddings, and a relevance head."""
+    """Settings of a text encoder shared by query and product, interactions of both embeddings and a relevance head."""
 
     retired: ClassVar[Mapping[str, Any]] = {
         "global_attention_every": 3,
@@ -66,93 +66,93 @@ class ModelConfig(Record):
     factory: str | None = Field(
         None,
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
-        description="package.module:function of yours that returns the encoder, in place of those here;"
-        " docs/encoders.md",
+        description="package.module:function that builds your own encoder instead of a built-in one; docs/encoders.md",
     )
     factory_options: dict[str, JsonValue] = Field(
-        {}, description="Arguments of that function by name, beside vocab_size, pad_id and max_positions"
+        {}, description="Keyword arguments of the factory, in addition to vocab_size, pad_id and max_positions"
     )
     hidden_size: int | None = Field(
-        None, ge=8, description="Encoder width D (default: preset); with a factory: of its states or vectors"
+        None, ge=8, description="Encoder width D (default: preset); required with a factory: width of its output"
     )
     num_layers: int | None = Field(None, ge=1, description="Encoder layers (default: preset)")
     num_heads: int | None = Field(None, ge=1, description="Attention heads (default: preset)")
     intermediate_size: int | None = Field(None, ge=8, description="Encoder feed-forward width (default: preset)")
     max_positions: int = Field(
-        512, ge=8, le=MOST_POSITIONS, description="Position embeddings; the longest bucket must fit"
+        512,
+        ge=8,
+        le=MAX_POSITIONS,
+        description="Number of position embeddings, at least the length of the longest bucket",
     )
     layer_norm_eps: float = Field(1e-12, gt=0, description="Layer-norm epsilon of the encoder (BERT: 1e-12)")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout in the encoder (0: off; very slow on XLA:CPU)")
-    pooling: Pooling = Field("mean", description="Text embedding from token states: their mean, the first or the last")
-    interaction_size: int = Field(
-        128, ge=4, description="Width each text embedding is projected to for the interactions"
+    pooling: Pooling = Field(
+        "mean", description="Pooling of token states to a text embedding: mean, first or last token"
     )
-    cross_layers: int = Field(2, ge=0, le=8, description="DCN-v2 cross layers")
+    interaction_size: int = Field(
+        128, ge=4, description="Width to which each text embedding is projected for the interactions"
+    )
+    cross_layers: int = Field(2, ge=0, le=8, description="Number of DCN-v2 cross layers")
     token_match: bool = Field(
         False,
-        description="The relevance head also sees how well the tokens of both texts find each other (late interaction);"
-        " embeddings are as without",
+        description="Add token-level matches of both texts to the relevance head's inputs (late interaction)",
     )
     mlp_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field((256, 128), description="Widths of the implicit MLP")
     feature_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (64, 64), description="Widths of the MLP over numeric and categorical features"
     )
     init_from: str | None = Field(
-        None,
-        description="URI of a Hugging Face folder to start the encoder from, of the architecture above or of the"
-        " factory's module",
+        None, description="URI of a Hugging Face folder with initial encoder weights for this architecture or factory"
     )
 
     @model_validator(mode="after")
     def _factory_fits(self) -> Self:
         if self.factory is None:
             if self.factory_options:
-                raise ValueError("factory_options without a factory: expected factory package.module:function")
+                raise ValueError("factory_options is set without factory, expected factory package.module:function")
             return self
         if self.hidden_size is None:
-            raise ValueError("factory without hidden_size: expected the width of the states or vectors of its module")
+            raise ValueError("factory is set without hidden_size, expected the width of its module's states or vectors")
         if self.token_match:
-            raise ValueError("token_match with a factory: expected token_match false, its states are not seen here")
+            raise ValueError("token_match is not supported with a factory, expected token_match false")
         if self.architecture != "bert" or self.dropout:
             name = "dropout" if self.dropout else "architecture"
-            raise ValueError(f"{name} with a factory: expected it among factory_options, which its function reads")
+            raise ValueError(f"{name} has no effect with a factory, expected it in factory_options")
         return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        """Raises ConfigError as `encoder`, before anything is prepared for it."""
-        self.encoder  # noqa: B018 - the heads must divide the width
+        self.encoder  # noqa: B018 - raises ConfigError early if the heads do not divide the width
         return self
 
     def used_fields(self) -> dict[str, Any]:
-        """Return the fields that say something about this architecture, for JSON.
+        """Return the fields that apply to this architecture, for JSON.
 
-        BERT has none of those that came with others, and retired ones have their neutral values, so that identities of
-        runs and names of graphs stay what they were.
+        Fields of later architectures are omitted for BERT, and retired fields have their neutral values, so that run
+        identities and graph names never change.
         """
-        unused = set[str]() if self.architecture == "modernbert" else set(_OF_MODERNBERT)
+        unused = set[str]() if self.architecture == "modernbert" else set(_MODERNBERT_FIELDS)
         if not self.token_match:
             unused.add("token_match")
         if self.factory is not None:
-            unused |= _OF_OURS
+            unused |= _BUILT_IN_FIELDS
         else:
-            unused |= _OF_FACTORY
+            unused |= _FACTORY_FIELDS
             if self.architecture == "bert":
                 unused.add("architecture")
         return {name: value for name, value in with_retired(self).items() if name not in unused}
 
     def shape(self) -> dict[str, Any]:
-        """The fields above with the sizes of the encoder; of one that a factory builds its width, options as text."""
+        """Return `used_fields` with the encoder's sizes or, for a factory, with its options as JSON text."""
         if self.factory is None:
             return {**self.used_fields(), **self.encoder.model_dump()}
         return {**self.used_fields(), "factory_options": json.dumps(self.factory_options, sort_keys=True)}
 
     @property
     def encoder(self) -> EncoderSize:
-        """The preset with single fields set over it.
+        """The encoder's sizes: the preset, overridden by fields that are set.
 
-        Raises ConfigError when the heads do not divide the width; of modernbert into even ones, whose halves are turned
-        against each other.
+        Raises ConfigError if the heads do not divide the width. ModernBERT needs an even head width, because rotary
+        embeddings rotate its halves.
         """
         base = PRESETS[self.preset]
         size = EncoderSize(
@@ -161,18 +161,19 @@ class ModelConfig(Record):
             num_heads=self.num_heads or base.num_heads,
             intermediate_size=self.intermediate_size or base.intermediate_size,
         )
-        unit = size.num_heads * (2 if self.architecture == "modernbert" else 1)
-        if self.factory is None and size.hidden_size % unit:
+        divisor = size.num_heads * (2 if self.architecture == "modernbert" else 1)
+        if self.factory is None and size.hidden_size % divisor:
+            valid = -(-size.hidden_size // divisor) * divisor
             raise ConfigError(
-                f"model.hidden_size {size.hidden_size} with model.num_heads {size.num_heads}",
-                expected="a width that the heads divide" + (", each into an even one" if unit > size.num_heads else ""),
-                next_command=f"--model.hidden-size {-(-size.hidden_size // unit) * unit}, or another --model.num-heads",
+                f"model.hidden_size {size.hidden_size} is no multiple of {divisor} (model.num_heads {size.num_heads})",
+                expected=f"a multiple of {divisor}, such as {valid}",
+                next_command=f"--model.hidden-size {valid}, or another --model.num-heads",
             )
         return size
 
 
 class LossConfig(Record):
-    """What the model is trained for: grades of pairs, vectors that find products, or both."""
+    """Settings of the training loss: graded relevance of pairs, contrastive embeddings for retrieval, or both."""
 
     retired: ClassVar[Mapping[str, Any]] = {
         "purpose": "both",
@@ -189,13 +190,13 @@ class LossConfig(Record):
         description="Weight of the cross entropy over relevance classes; 0: the relevance head is not trained",
     )
     contrastive_weight: float = Field(
-        1.0, ge=0, description="Weight of the contrastive loss over the products of the whole global batch; 0: off"
+        1.0, ge=0, description="Weight of the contrastive loss over all products of the global batch; 0: off"
     )
-    temperature: float = Field(0.05, ge=0.001, description="Divides the cosine similarities")
+    temperature: float = Field(0.05, ge=0.001, description="Temperature that divides the cosine similarities")
     matryoshka_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (),
-        description="Widths below the model's, rising: the contrastive loss is the mean over the first so many"
-        " dimensions of the vectors and over all, so that vectors may be cut (embed.output.dimensions)",
+        description="Ascending widths below the model's, to which vectors can be truncated (embed.output.dimensions):"
+        " the contrastive loss is averaged over these and the full width",
     )
     positive_gain: float = Field(
         0.99, ge=0, le=1, description="Pairs with at least this gain are contrastive positives"
@@ -204,37 +205,37 @@ class LossConfig(Record):
     @model_validator(mode="after")
     def _terms_fit(self) -> Self:
         if not self.graded_weight and not self.contrastive_weight:
-            raise ValueError("no term of the loss has a weight: expected graded_weight or contrastive_weight above 0")
+            raise ValueError("both loss weights are 0, expected graded_weight or contrastive_weight above 0")
         if any(narrow >= wide for narrow, wide in pairwise(self.matryoshka_sizes)):
-            raise ValueError(f"matryoshka_sizes {self.matryoshka_sizes}: expected rising widths")
+            raise ValueError(f"matryoshka_sizes is {self.matryoshka_sizes}, expected ascending widths")
         if self.matryoshka_sizes and not self.contrastive_weight:
-            raise ValueError("matryoshka_sizes without a contrastive loss: nothing is learnt of vectors")
+            raise ValueError("matryoshka_sizes needs the contrastive loss, expected contrastive_weight above 0")
         return self
 
     def used_fields(self) -> dict[str, Any]:
-        """Return the fields for JSON as hashes have them: those of the first version, its defaults for retired ones."""
+        """Return the fields for JSON and hashes, with the fields of the first version and defaults for retired ones."""
         fields = with_retired(self)
-        del fields["memory_batches"]  # came later, and was left out where it was off
+        del fields["memory_batches"]  # added later, and omitted when it was off
         return fields
 
     @property
     def trains_head(self) -> bool:
-        """Whether the scores of pairs are learnt."""
+        """True if the relevance head is trained."""
         return self.graded_weight > 0
 
     def check_width(self, width: int) -> None:
-        """Raises ConfigError unless every size is below the width of the vectors, which is always one of them."""
+        """Raise ConfigError unless every Matryoshka size is below the width of the vectors."""
         if self.matryoshka_sizes and self.matryoshka_sizes[-1] >= width:
             below = ",".join(str(size) for size in self.matryoshka_sizes if size < width)
             raise ConfigError(
-                f"train.loss.matryoshka_sizes has {self.matryoshka_sizes[-1]}, the model's vectors have {width}",
-                expected=f"sizes below {width}; all {width} dimensions are always trained",
+                f"train.loss.matryoshka_sizes has {self.matryoshka_sizes[-1]}, but the model's vectors have {width}",
+                expected=f"sizes below {width} (full vectors are always trained)",
                 next_command=f"--train.loss.matryoshka-sizes {below or '[]'}",
             )
 
 
 class InputSpec(Record):
-    """What the data fixes about the model: vocabulary, classes and features. Stored with every checkpoint."""
+    """Properties of the data that determine the model: vocabulary, classes and features. Stored in checkpoints."""
 
     vocab_size: int
     pad_id: int
@@ -243,43 +244,43 @@ class InputSpec(Record):
     numeric: tuple[str, ...] = ()
     categorical_ids: tuple[int, ...] = ()
     query_prefix: str = ""
-    """Stands before every query."""
+    """Text prepended to every query."""
     product_prefix: str = ""
 
     def used_fields(self) -> dict[str, Any]:
-        """Without prefixes where there are none, so that identities stay what they were before there could be any."""
-        found = self.model_dump(mode="json")
-        return {name: value for name, value in found.items() if value or not name.endswith("_prefix")}
+        """Return the fields without empty prefixes, so that identities from before prefixes existed do not change."""
+        fields = self.model_dump(mode="json")
+        return {name: value for name, value in fields.items() if value or not name.endswith("_prefix")}
 
     @property
     def num_classes(self) -> int:
         return len(self.labels)
 
 
-def difference(ours: Any, theirs: Any) -> str:
-    """Return how a field of the data differs from that of a model: for names, those that are missing and new."""
-    if isinstance(ours, tuple) and isinstance(theirs, tuple) and {*ours} != {*theirs} and "" not in {*ours, *theirs}:
-        sides = (
-            ("missing", [one for one in theirs if one not in ours]),
-            ("new", [one for one in ours if one not in theirs]),
+def difference(data: Any, model: Any) -> str:
+    """Describe how a field of the data differs from that of a model, listing missing and new values of tuples."""
+    if isinstance(data, tuple) and isinstance(model, tuple) and {*data} != {*model}:
+        changes = (
+            ("missing", [value for value in model if value not in data]),
+            ("new", [value for value in data if value not in model]),
         )
-        return "; ".join(f"{side}: {', '.join(map(str, names))}" for side, names in sides if names)
-    return f"{ours!r}, there {theirs!r}"
+        return "; ".join(f"{change}: {', '.join(map(str, values))}" for change, values in changes if values)
+    return f"{data!r} instead of {model!r}"
 
 
-def check_architecture(found: ModelConfig, ours: ModelConfig, *, where: str) -> None:
-    """Raises ConfigError naming the first field in which two models differ in shape."""
+def check_architecture(checkpoint: ModelConfig, settings: ModelConfig, *, source: str) -> None:
+    """Raise ConfigError naming the first field in which the shapes of two models differ."""
     ignored = {"preset", "dropout", "init_from", "hidden_size", "num_layers", "num_heads", "intermediate_size"}
     sizes = None
-    if found.factory is not None and ours.factory is not None:
-        ignored |= _OF_OURS
+    if checkpoint.factory is not None and settings.factory is not None:
+        ignored |= _BUILT_IN_FIELDS
         sizes = {"hidden_size"}
-    theirs = {**found.model_dump(exclude=ignored), **found.encoder.model_dump(include=sizes)}
-    wanted = {**ours.model_dump(exclude=ignored), **ours.encoder.model_dump(include=sizes)}
-    for name, value in wanted.items():
-        if theirs[name] != value:
+    actual = {**checkpoint.model_dump(exclude=ignored), **checkpoint.encoder.model_dump(include=sizes)}
+    expected = {**settings.model_dump(exclude=ignored), **settings.encoder.model_dump(include=sizes)}
+    for name, value in expected.items():
+        if actual[name] != value:
             raise ConfigError(
-                f"{where} has model.{name} {theirs[name]}",
+                f"{source} has model.{name} {actual[name]}",
                 expected=f"{value}, from the settings",
                 next_command="use the checkpoint's model settings, or --train.start scratch",
             )

@@ -1,8 +1,7 @@
-"""Text encoders for static shapes: no data-dependent branch, no host sync.
+"""Text encoders for static shapes, without data-dependent branches or host synchronisation.
 
-Here are BERT (post layer norm, erf GELU, learned positions), MPNet, which adds a bias by the distance of two tokens,
-and ModernBERT. Query, key and value are one matrix. The arithmetic is that of transformers. Weights go from and to
-Hugging Face names in model/hf.py.
+BERT (post layer norm, erf GELU, learned positions), MPNet, which adds a relative position bias, and ModernBERT. Query,
+key and value are one matrix. Results match transformers. model/hf.py converts weights from and to Hugging Face names.
 """
 
 import math
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 from pipeline.model.config import ModelConfig
 from pipeline.model.ops import Attention, Dropout, Gelu, LayerNorm, Linear
 
-_MASKED = -1e4  # added to scores of padding: exp underflows to 0 in fp32 and bf16, and no inf can meet another inf
+_MASKED = -1e4  # added to scores of padding: exp underflows to 0 in fp32 and bf16, and there is no inf - inf
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each with a residual and a layer norm after it."""
+    """Self-attention and feed-forward, each followed by a residual and a layer norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -37,7 +36,7 @@ class EncoderLayer(nn.Module):
         self.output_norm = LayerNorm(width, eps=config.layer_norm_eps)
 
     def forward(self, hidden: Tensor, score_bias: Tensor) -> Tensor:
-        """hidden [B, T, D], score_bias [B, 1, 1 or T, T] -> [B, T, D]."""
+        """Map hidden [B, T, D] to [B, T, D], with score_bias [B, 1, 1 or T, T]."""
         shape, hidden = hidden.shape, hidden.flatten(0, 1)
         query, key, value = _heads(self.qkv(hidden), shape, self.num_heads)
         attended = self.attention(query, key, value, score_bias).transpose(1, 2)  # [B, T, H, E]
@@ -51,52 +50,52 @@ class EncoderLayer(nn.Module):
 def _heads(qkv: Tensor, shape: torch.Size, num_heads: int) -> tuple[Tensor, ...]:
     """Split [B T, 3 H E] of states [B, T, D] into query, key and value, each [B, H, T, E].
 
-    H is `num_heads`, or this rank's share of them if a plan splits the matrices of a layer.
+    H is `num_heads`, or this rank's number of them with tensor parallelism.
     """
     batch, tokens, width = shape
     return qkv.view(batch, tokens, 3, -1, width // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 class TextEncoder(nn.Module, ABC):
-    """Token ids to one embedding a text. The architectures say what happens between (`states`)."""
+    """Encoder from token ids to one embedding per text. Subclasses implement `states`."""
 
     layers: nn.ModuleList
     packs_rows = True
-    """Several texts of a row cost what their tokens cost."""
+    """Whether several texts in a row cost no more than their tokens."""
 
     def __init__(self, config: ModelConfig, pad_id: int) -> None:
         super().__init__()
         self.pad_id = pad_id
         self.width = config.encoder.hidden_size
         self.longest_text = config.max_positions
-        """Tokens of the longest text of any row."""
+        """Maximum number of tokens of a text in any row."""
         self.pooling = config.pooling
         self.dropout = Dropout(config.dropout)
         self.run_layer: Callable[..., Tensor] | None = None
-        """(layer, hidden, score_bias, ...) -> hidden, in place of a call of the layer."""
+        """Function (layer, hidden, score_bias, ...) -> hidden to call instead of the layer."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens int [B, T], padded with `pad_id` -> embeddings [B, D], not normalised."""
+        """Return embeddings [B, D], not normalized, of tokens int [B, T], padded with `pad_id`."""
         return self.pool(self.hidden_states(tokens), tokens)
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
-        """tokens int [B, T] -> states of the last layer [B, T, D]."""
+        """Return the states of the last layer [B, T, D] of tokens int [B, T]."""
         return self.states(tokens, None, (tokens == self.pad_id)[:, None])
 
     def rows(self, tokens: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
-        """Rows of up to `texts` texts -> embeddings fp32 [R, texts, D], zeros where there is no text.
+        """Return embeddings fp32 [R, texts, D] of rows of up to `texts` texts, zeros for missing texts.
 
-        Ids, positions in the text and numbers of the texts (from 1; 0: padding), all int32 [R, T]. Texts of a row do
-        not see each other: attention is masked between them, positions start anew, pooling is per text.
+        `tokens`, `positions` in the text and `segments` (number of the text from 1, 0: padding) are int32 [R, T]. Texts
+        of a row are independent: attention is masked between them, positions restart, and pooling is per text.
         """
         return self.pool_rows(self.row_states(tokens, positions, segments), positions, segments, texts)
 
     def row_states(self, tokens: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        """States of the last layer [R, T, D] of such rows."""
+        """Return the states of the last layer [R, T, D] for `rows`."""
         return self.states(tokens, positions, segments[:, :, None] != segments[:, None, :])
 
     def pool_rows(self, hidden: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
-        """Such states to embeddings, see `rows`."""
+        """Return the embeddings of `rows` from the states of `row_states`."""
         numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=hidden.device)
         members = segments[:, None, :] == numbers[:, None]  # [R, texts, T]
         if self.pooling == "cls":
@@ -110,13 +109,13 @@ class TextEncoder(nn.Module, ABC):
 
     @abstractmethod
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """Tokens int [B, T] to states of the last layer [B, T, D].
+        """Return the states of the last layer [B, T, D] of tokens int [B, T].
 
-        `positions` in the text, int [B, T] (None: from 0 on in every row); `masked` bool [B, 1 or T, T]: is not seen.
+        `positions`: in the text, int [B, T], None: from 0 in every row. `masked`: bool [B, 1 or T, T], True: ignored.
         """
 
     def pool(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """States [B, T, D] to [B, D]: the mean over real tokens, the first or the last of their states."""
+        """Pool states [B, T, D] to [B, D]: the mean, first or last of the states of real tokens."""
         if self.pooling == "cls":
             return hidden[:, 0]
         is_real = tokens != self.pad_id
@@ -126,17 +125,17 @@ class TextEncoder(nn.Module, ABC):
 
     @property
     def is_random(self) -> bool:
-        """Whether random numbers are drawn in training."""
+        """True if random numbers are drawn in training."""
         return self.dropout.p > 0
 
     def run(self, layer: nn.Module, *inputs: Tensor) -> Tensor:
-        """One layer, or what stands in for it."""
-        found: Tensor = layer(*inputs) if self.run_layer is None else self.run_layer(layer, *inputs)
-        return found
+        """Call a layer, through `run_layer` if set."""
+        hidden: Tensor = layer(*inputs) if self.run_layer is None else self.run_layer(layer, *inputs)
+        return hidden
 
 
 class BertEncoder(TextEncoder):
-    """BERT (Devlin et al. 2019), with one token type in use."""
+    """BERT (Devlin et al. 2019), using a single token type."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int) -> None:
         super().__init__(config, pad_id)
@@ -148,19 +147,21 @@ class BertEncoder(TextEncoder):
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder.num_layers))
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        fixed = _looked_up(self.position_embeddings, positions, tokens.shape[1]) + self.type_embeddings.weight[0]
-        hidden: Tensor = self.dropout(self.embedding_norm(self.word_embeddings(tokens) + fixed))
-        score_bias = hidden_scores(masked, hidden)
+        offsets = (
+            _embed_positions(self.position_embeddings, positions, tokens.shape[1]) + self.type_embeddings.weight[0]
+        )
+        hidden: Tensor = self.dropout(self.embedding_norm(self.word_embeddings(tokens) + offsets))
+        score_bias = mask_bias(masked, hidden)
         for layer in self.layers:
             hidden = self.run(layer, hidden, score_bias)
         return hidden
 
 
-_BUCKETS, _FARTHEST = 32, 128  # of relative positions, as in every MPNet: the numbers are in its code, not its settings
+_BUCKETS, _FARTHEST = 32, 128  # buckets and largest distance of relative positions, fixed in MPNet's code
 
 
 class MPNetEncoder(TextEncoder):
-    """MPNet (Song et al. 2020): BERT without token types, with a bias by distance that all layers share."""
+    """MPNet (Song et al. 2020): BERT without token types, with a relative position bias shared by all layers."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int) -> None:
         super().__init__(config, pad_id)
@@ -172,72 +173,71 @@ class MPNetEncoder(TextEncoder):
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder.num_layers))
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """Texts of a row lie in one piece, so distances in the row are those in the text."""
-        places = _looked_up(self.position_embeddings, positions, tokens.shape[1])
-        hidden: Tensor = self.dropout(self.embedding_norm(self.word_embeddings(tokens) + places))
-        # A product with rows of one 1 each, not a look-up: its gradient is a product too, and no scatter.
+        """Return states as TextEncoder does. Texts are contiguous, so distances in the row equal those in the text."""
+        embedded = _embed_positions(self.position_embeddings, positions, tokens.shape[1])
+        hidden: Tensor = self.dropout(self.embedding_norm(self.word_embeddings(tokens) + embedded))
+        # A product with one-hot rows instead of a look-up makes the gradient a product instead of a scatter.
         buckets = _distance_buckets(tokens.shape[1], tokens.device)[..., None]
-        chosen = buckets == torch.arange(_BUCKETS, dtype=torch.int32, device=tokens.device)
+        one_hot = buckets == torch.arange(_BUCKETS, dtype=torch.int32, device=tokens.device)
         weight = self.relative_bias.weight
-        by_distance = torch.matmul(chosen.to(weight.dtype), weight).permute(2, 0, 1)  # [H, T, T]
-        score_bias = hidden_scores(masked, hidden) + by_distance.to(hidden.dtype)
+        distance_bias = torch.matmul(one_hot.to(weight.dtype), weight).permute(2, 0, 1)  # [H, T, T]
+        score_bias = mask_bias(masked, hidden) + distance_bias.to(hidden.dtype)
         for layer in self.layers:
             hidden = self.run(layer, hidden, score_bias)
         return hidden
 
 
 def _distance_buckets(tokens: int, device: torch.device) -> Tensor:
-    """int32 [T, T], of T5's form in both directions: distances to 7 one by one, then by their logarithm to 128.
+    """Return T5's bidirectional buckets, int32 [T, T]: exact for distances up to 7, then logarithmic up to 128.
 
-    Source: modeling_mpnet.py of transformers (relative_position_bucket). The borders are found here in the same
-    arithmetic, so that a graph has comparisons of whole numbers alone.
+    Source: modeling_mpnet.py of transformers (relative_position_bucket). The same arithmetic computes the borders on
+    the host, so that the graph only compares integers.
     """
     half, exact = _BUCKETS // 2, _BUCKETS // 4
     far = torch.arange(exact, _FARTHEST, dtype=torch.float32)
     steps = (torch.log(far / exact) / math.log(_FARTHEST / exact) * (half - exact)).long().tolist()
     borders = [*range(1, exact + 1), *(exact + steps.index(step) for step in range(1, half - exact))]
     numbers = torch.arange(tokens, dtype=torch.int32, device=device)
-    ahead = numbers[None, :] - numbers[:, None]  # of the key, from the query
-    distance = ahead.abs()
-    found = (ahead > 0).to(torch.int32) * half
+    offset = numbers[None, :] - numbers[:, None]  # key position minus query position
+    distance = offset.abs()
+    buckets = (offset > 0).to(torch.int32) * half
     for border in borders:
-        found = found + (distance >= border).to(torch.int32)
-    return found
+        buckets = buckets + (distance >= border).to(torch.int32)
+    return buckets
 
 
-def _looked_up(table: nn.Embedding, positions: Tensor | None, tokens: int) -> Tensor:
-    """[T, D], or [B, T, D] of positions that are given."""
-    found: Tensor = table.weight[:tokens] if positions is None else table(positions)
-    return found
+def _embed_positions(table: nn.Embedding, positions: Tensor | None, tokens: int) -> Tensor:
+    """Return position embeddings [T, D], or [B, T, D] if `positions` is not None."""
+    embedded: Tensor = table.weight[:tokens] if positions is None else table(positions)
+    return embedded
 
 
 def _is_last(segments: Tensor) -> Tensor:
-    """bool [B, T]: a token (not 0) of another segment than the one behind it, or of the row's end."""
+    """Return bool [B, T]: whether a real token (segment above 0) is the last one of its segment."""
     following = torch.cat([segments[:, 1:], torch.zeros_like(segments[:, :1])], dim=1)
     return (segments != following) & (segments != 0)
 
 
-def hidden_scores(masked: Tensor, hidden: Tensor) -> Tensor:
-    """bool [B, 1 or T, T] -> what is added to attention scores, [B, 1, 1 or T, T] in the type of `hidden`."""
+def mask_bias(masked: Tensor, hidden: Tensor) -> Tensor:
+    """Convert a mask, bool [B, 1 or T, T], to a bias of attention scores [B, 1, 1 or T, T] in the type of `hidden`."""
     return (masked.to(hidden.dtype) * _MASKED)[:, None]
 
 
 # ModernBERT (Warner et al. 2024): rotary positions, gated feed-forward, mostly local attention.
 #
-# No matrix and no layer norm has a bias, norms come before what they are for, and there is one after the last layer.
-# Every third layer sees the whole text, the others see so many tokens to either side. gte-modernbert and others are of
-# this form.
+# Matrices and layer norms have no bias. Layers are pre-norm, with a final norm after the last layer. Every third layer
+# uses global attention, the others local attention. gte-modernbert and others have this architecture.
 
 GLOBAL_EVERY = 3
-"""Layers of which the first sees the whole text, the others their surroundings."""
+"""Every n-th layer, starting with the first, uses global attention."""
 LOCAL_ATTENTION = 128
-"""Tokens that the other layers see, half of them to either side."""
+"""Window of local attention in tokens, half of it to either side."""
 ROPE_THETA = {True: 160_000.0, False: 10_000.0}
-"""Base of rotary angles of layers that see the whole text, and of the others."""
+"""Base of rotary angles for global (True) and local attention."""
 
 
 class ModernLayer(nn.Module):
-    """Self-attention and gated feed-forward, each with a layer norm before and a residual around it."""
+    """Self-attention and gated feed-forward, each with a layer norm before it and a residual around it."""
 
     def __init__(self, config: ModelConfig, *, is_first: bool) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class ModernLayer(nn.Module):
         width = size.hidden_size
         self.num_heads = size.num_heads
         self.dropout = Dropout(config.dropout)
-        # What the first layer reads was normalised just before.
+        # The input of the first layer is already normalized.
         self.attention_norm = nn.Identity() if is_first else LayerNorm(width, eps=eps, bias=False)
         self.qkv = Linear(width, 3 * width, bias=False)
         self.attention_output = Linear(width, width, bias=False)
@@ -256,10 +256,10 @@ class ModernLayer(nn.Module):
         self.activation = Gelu()
 
     def forward(self, hidden: Tensor, score_bias: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """hidden [B, T, D], score_bias [B, 1, 1 or T, T], cosine and sine fp32 [B or 1, 1, T, E] -> [B, T, D]."""
+        """Map hidden [B, T, D] to [B, T, D], with score_bias [B, 1, 1 or T, T] and cosine, sine [B or 1, 1, T, E]."""
         shape, hidden = hidden.shape, hidden.flatten(0, 1)
         query, key, value = _heads(self.qkv(self.attention_norm(hidden)), shape, self.num_heads)
-        query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
+        query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
         attended = self.attention(query, key, value, score_bias).transpose(1, 2)  # [B, T, H, E]
         attended = self.attention_output(attended.reshape(hidden.shape))
         hidden = hidden + self.dropout(attended)
@@ -269,7 +269,7 @@ class ModernLayer(nn.Module):
 
 
 class ModernBertEncoder(TextEncoder):
-    """Tokens to states by the layers above."""
+    """ModernBERT (Warner et al. 2024)."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int) -> None:
         super().__init__(config, pad_id)
@@ -282,25 +282,25 @@ class ModernBertEncoder(TextEncoder):
         self._is_global = [number % GLOBAL_EVERY == 0 for number in range(size.num_layers)]
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """Texts of a row lie in one piece, so distances in the row are those in the text."""
+        """Return states as TextEncoder does. Texts are contiguous, so distances in the row equal those in the text."""
         numbers = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
-        places = numbers[None] if positions is None else positions
+        positions = numbers[None] if positions is None else positions
         hidden = self.dropout(self.embedding_norm(self.word_embeddings(tokens)))
         is_far = (numbers[None, :] - numbers[:, None]).abs() > LOCAL_ATTENTION // 2
         inputs = {
-            kind: (hidden_scores(seen, hidden), *_rotations(places, self._head_width, ROPE_THETA[kind]))
-            for kind, seen in ((True, masked), (False, masked | is_far))
+            is_global: (mask_bias(mask, hidden), *_rotations(positions, self._head_width, ROPE_THETA[is_global]))
+            for is_global, mask in ((True, masked), (False, masked | is_far))
         }
         for layer, is_global in zip(self.layers, self._is_global, strict=True):
             hidden = self.run(layer, hidden, *inputs[is_global])
-        found: Tensor = self.final_norm(hidden)
-        return found
+        states: Tensor = self.final_norm(hidden)
+        return states
 
 
 def _rotations(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every angle, fp32 [B, 1, T, E], of positions int [B, T] (RoFormer, Su et al. 2021).
+    """Return cosine and sine, fp32 [B, 1, T, E], of positions int [B, T] (RoFormer, Su et al. 2021).
 
-    Made in the graph: as buffers they would be cast with the weights.
+    They are computed in the graph, because buffers would be cast with the weights.
     """
     evens = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device)
     frequencies = 1.0 / torch.pow(torch.full_like(evens, theta), evens / width)
@@ -309,8 +309,8 @@ def _rotations(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Ten
     return angles.cos(), angles.sin()
 
 
-def _rotated(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """[B, H, T, E] in its own type, turned in fp32: dimension e with e + E/2."""
-    exact = values.float()
-    first, second = exact.chunk(2, dim=-1)
-    return (exact * cosine + torch.cat([-second, first], dim=-1) * sine).to(values.dtype)
+def _rotate(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate dimension e with e + E/2 of values [B, H, T, E] in fp32, and return them in their own type."""
+    precise = values.float()
+    first, second = precise.chunk(2, dim=-1)
+    return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(values.dtype)

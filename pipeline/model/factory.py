@@ -1,9 +1,9 @@
-"""An encoder of the user's own: `model.factory = "package.module:build"` names a function that returns any module.
+"""User-defined encoders: `model.factory = "package.module:build"` names a function that returns a torch module.
 
 The function is called as `build(vocab_size=..., pad_id=..., max_positions=..., **model.factory_options)`. Its module is
-called as `module(input_ids=..., attention_mask=...)`, both int32 [B, T], texts padded to the right, and returns states
-[B, T, D], which are pooled here, or vectors [B, D]; D is `model.hidden_size`. An output with `last_hidden_state`, as
-models of transformers have it, is taken for its states. What stands behind the encoder does not know the difference.
+called as `module(input_ids=..., attention_mask=...)`, both int32 [B, T], texts padded to the right. It returns states
+[B, T, D], which are pooled here, or vectors [B, D], where D is `model.hidden_size`. If the output has the attribute
+`last_hidden_state`, as in transformers, that is used as the states.
 """
 
 import importlib
@@ -22,25 +22,25 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.encoder import TextEncoder
 
 PREFIX = "encoder.module."
-"""How names of its tensors begin in a checkpoint; what follows are those of the module."""
+"""Prefix of the module's tensor names in a checkpoint."""
 ARGUMENTS = ("vocab_size", "pad_id", "max_positions")
 _PAGE = "docs/encoders.md#your-own-encoder"
 _PROBED_TOKENS = 512
 """Attention over the longest texts of some models takes gigabytes."""
 _SHORT, _NARROW = 5, 8
 _TOLERANCE = 1e-3
-"""Of vectors of one text in rows of two lengths, against its largest value."""
+"""Allowed difference of a text's vectors in rows of two lengths, relative to the largest value."""
 
 
 class FactoryEncoder(TextEncoder):
-    """A module of the user's as an encoder. It sees one text a row: rows of several are taken apart first."""
+    """Encoder around a user's module, which gets one text per row. Rows of several texts are split first."""
 
     packs_rows = False
 
     def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int, seed: int) -> None:
-        """Made on the CPU, whatever the device at the time, since it may read weights.
+        """Build the module on the CPU, because it may read weights, and check its output.
 
-        Raises ConfigError for a factory that cannot be imported or raises, and for a module that is no encoder.
+        Raises ConfigError if the factory cannot be imported or raises, or its module is not a valid encoder.
         """
         super().__init__(config, pad_id)
         self.layers = nn.ModuleList()
@@ -48,44 +48,44 @@ class FactoryEncoder(TextEncoder):
         options = {"vocab_size": vocab_size, "pad_id": pad_id, "max_positions": config.max_positions}
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.module = _built(self._name, {**config.factory_options, **options}).float()
+            self.module = _build_module(self._name, {**config.factory_options, **options}).float()
             self._check_vectors(vocab_size, min(config.max_positions, _PROBED_TOKENS))
 
     @property
     def is_random(self) -> bool:
-        """Nobody here knows what it draws in training."""
+        """Always True, because the module may draw random numbers."""
         return True
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """States [B, T, D], or vectors [B, D] of a module that pools. It counts positions itself: one text a row."""
+        """Return states [B, T, D], or vectors [B, D] if the module pools. The module counts positions itself."""
         del positions
-        # A row without a text sees its first token: a softmax over nothing has no value and no gradient.
-        seen = torch.cat([torch.ones_like(masked[:, 0, :1]), ~masked[:, 0, 1:]], dim=1)
-        found = self.module(input_ids=tokens, attention_mask=seen.to(torch.int32))
-        states: Tensor = getattr(found, "last_hidden_state", found)
+        # Unmask the first token of a row without a text, because a softmax over nothing has no value and no gradient.
+        is_real = torch.cat([torch.ones_like(masked[:, 0, :1]), ~masked[:, 0, 1:]], dim=1)
+        output = self.module(input_ids=tokens, attention_mask=is_real.to(torch.int32))
+        states: Tensor = getattr(output, "last_hidden_state", output)
         return states
 
     def pool(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """As TextEncoder.pool; vectors as they are."""
+        """Pool states as TextEncoder.pool does, and return vectors unchanged."""
         return hidden if hidden.dim() == 2 else super().pool(hidden, tokens)
 
     def rows(self, tokens: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
-        """As TextEncoder.rows, by way of rows of one text: [R * texts, the longest text]."""
+        """Return embeddings as TextEncoder.rows does, after splitting rows into [R * texts, the longest text]."""
         length = min(tokens.shape[1], self.longest_text)
         numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=tokens.device)[:, None]
         sizes = (segments[:, None] == numbers).sum(-1, dtype=torch.int32)  # [R, texts]
         before = ((segments[:, None] < numbers) & (segments[:, None] > 0)).sum(-1, dtype=torch.int32)
         inside = torch.arange(length, dtype=torch.int32, device=tokens.device)
-        places = (before[..., None] + inside).clamp(max=tokens.shape[1] - 1).flatten(1)  # [R, texts * length]
-        found = torch.gather(tokens, 1, places.long()).view(-1, length)
+        indices = (before[..., None] + inside).clamp(max=tokens.shape[1] - 1).flatten(1)  # [R, texts * length]
+        split = torch.gather(tokens, 1, indices.long()).view(-1, length)
         is_real = inside < sizes.view(-1, 1)
-        vectors = self(torch.where(is_real, found, self.pad_id)).float()
+        vectors = self(torch.where(is_real, split, self.pad_id)).float()
         return torch.where(is_real[:, :1], vectors, 0.0).view(tokens.shape[0], texts, -1)
 
     def cost_of_text(self, tokens: int) -> tuple[int, int, int]:
-        """Measured here on one text of `tokens`: bytes kept for its backward pass, the largest tensor's, forward FLOPs.
+        """Measure (bytes saved for backward, bytes of the largest saved tensor, forward FLOPs) of a text of `tokens`.
 
-        Weights are kept anyway and left out. FLOPs are those of matrix products, convolutions and attention.
+        Weights are excluded. FLOPs are those of matrix products, convolutions and attention.
         """
         weights = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
         kept: dict[int, int] = {}
@@ -95,7 +95,7 @@ class FactoryEncoder(TextEncoder):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights:
                 kept[storage.data_ptr()] = storage.nbytes()
-                alive.append(storage)  # so that no later one takes its place
+                alive.append(storage)  # so that no later storage reuses its address
             return tensor
 
         text = torch.full((1, tokens), (self.pad_id + 1) % 2, dtype=torch.int32)
@@ -106,7 +106,7 @@ class FactoryEncoder(TextEncoder):
 
     @torch.no_grad()
     def _check_vectors(self, vocab_size: int, longest: int) -> None:
-        """Probe two texts with the first and the last token of the vocabulary, then one of them in the longest row."""
+        """Probe first and last tokens and the longest row. Raises ConfigError if padding changes a text's vector."""
         was_training = self.module.training
         self.module.eval()
         ids = torch.linspace(0, vocab_size - 1, _NARROW, dtype=torch.float64).round().to(torch.int32)
@@ -119,101 +119,101 @@ class FactoryEncoder(TextEncoder):
         self.module.train(was_training)
         difference = float((short - padded).abs().max())
         if not difference <= _TOLERANCE * max(1.0, float(short.abs().max())):
-            raise _refused(
+            raise _error(
                 self._name,
                 f"the vector of a text changes by {difference:.2g} when its row is padded from {_NARROW} to"
                 f" {wide.shape[1]} tokens",
-                "a module that leaves out what attention_mask masks",
+                "a module that ignores tokens masked by attention_mask",
             )
 
     def _probe(self, tokens: Tensor) -> Tensor:
-        """Return vectors [B, D] of tokens [B, T]. Raises ConfigError for anything else."""
+        """Return vectors [B, D] of tokens [B, T]. Raises ConfigError if the module's output is invalid."""
         rows, length = tokens.shape
-        with _user_code(self._name, f"its module, given {rows} texts of {length} tokens,"):
+        with _user_code(self._name, f"its module, called with {rows} texts of {length} tokens,"):
             states: object = self.states(tokens, None, (tokens == self.pad_id)[:, None])
         shapes = ((rows, length, self.width), (rows, self.width))
         if not isinstance(states, Tensor):
-            seen = f"a {type(states).__name__}"
+            output = f"a {type(states).__name__}"
         elif tuple(states.shape) not in shapes:
-            seen = f"shape {list(states.shape)}"
+            output = f"shape {list(states.shape)}"
         elif not states.is_floating_point():
-            seen = f"a tensor of {states.dtype}"
+            output = f"a tensor of {states.dtype}"
         elif not bool(states.isfinite().all()):
-            seen = "numbers that are not finite"
+            output = "NaN or infinite values"
         else:
             return self.pool(states, tokens)
-        raise _refused(
+        raise _error(
             self._name,
-            f"its module returned {seen} for {rows} texts of {length} tokens",
-            f"states {list(shapes[0])} or vectors {list(shapes[1])}, {self.width} being model.hidden_size",
+            f"its module returned {output} for {rows} texts of {length} tokens",
+            f"states {list(shapes[0])} or vectors {list(shapes[1])}, where {self.width} is model.hidden_size",
         )
 
 
-def _refused(name: str, seen: str, expected: str) -> ConfigError:
-    return ConfigError(f"model.factory {name}: {seen}", expected=expected, next_command=f"correct it; {_PAGE}")
+def _error(name: str, problem: str, expected: str) -> ConfigError:
+    return ConfigError(f"model.factory {name}: {problem}", expected=expected, next_command=f"correct it; {_PAGE}")
 
 
 @contextmanager
 def _user_code(name: str, doing: str) -> Iterator[None]:
-    """Turn whatever the user's code raises into a ConfigError with its place in that code."""
+    """Convert any error of the user's code to a ConfigError with its file and line."""
     try:
         yield
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        message = f"{doing} raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{where}"
-        raise _refused(name, message, f"an encoder as in {_PAGE}, its package installed or in PYTHONPATH") from error
+        origin = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        message = f"{doing} raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{origin}"
+        raise _error(name, message, f"an encoder as in {_PAGE}, in an installed package or PYTHONPATH") from error
 
 
-def _built(name: str, arguments: Mapping[str, object]) -> nn.Module:
-    """Import the factory and call it. Raises ConfigError if it is none, or its module cannot be trained and saved."""
-    place, _, attribute = name.partition(":")
-    with _user_code(name, f"import of {place}"):
-        build = getattr(importlib.import_module(place), attribute, None)
+def _build_module(name: str, arguments: Mapping[str, object]) -> nn.Module:
+    """Import and call the factory. Raises ConfigError if this fails or the module cannot be trained and saved."""
+    package, _, attribute = name.partition(":")
+    with _user_code(name, f"import of {package}"):
+        build = getattr(importlib.import_module(package), attribute, None)
     parameters = inspect.signature(build).parameters if callable(build) else {}
     if not callable(build) or not set(ARGUMENTS) <= parameters.keys():
-        seen = f"{attribute}({', '.join(parameters)})" if callable(build) else f"no function {attribute}"
-        raise _refused(
-            name, f"{place} has {seen}", f"def {attribute}(*, {', '.join(ARGUMENTS)}, ...) -> torch.nn.Module"
+        actual = f"{attribute}({', '.join(parameters)})" if callable(build) else f"no function {attribute}"
+        raise _error(
+            name, f"{package} has {actual}", f"def {attribute}(*, {', '.join(ARGUMENTS)}, ...) -> torch.nn.Module"
         )
     with _user_code(name, attribute):
         module = build(**arguments)
     if not isinstance(module, nn.Module):
-        raise _refused(name, f"{attribute} returned a {type(module).__name__}", "a torch.nn.Module")
-    # All a checkpoint holds of a model are parameters that are trained, each under one name.
+        raise _error(name, f"{attribute} returned a {type(module).__name__}", "a torch.nn.Module")
+    # A checkpoint stores only parameters that are trained, each under one name.
     named, first = dict(module.named_parameters(remove_duplicate=False)), dict[int, str]()
     faults = [] if named else ["no parameter"]
     for key, parameter in named.items():
         if (other := first.setdefault(id(parameter), key)) != key:
-            faults.append(f"{other} and {key}, which are one parameter")
+            faults.append(f"{other} and {key}, which are one tied parameter")
         elif not parameter.requires_grad:
             faults.append(f"{key}, which does not require a gradient")
-    faults += [f"{key}, a buffer that is saved" for key in sorted(module.state_dict().keys() - named.keys())]
+    faults += [f"{key}, a persistent buffer" for key in sorted(module.state_dict().keys() - named.keys())]
     if faults:
-        expected = "parameters under one name each, all of them trained, and buffers with persistent=False"
-        raise _refused(name, f"its module has {faults[-1]}", expected)
+        expected = "untied parameters that all require gradients, and buffers with persistent=False"
+        raise _error(name, f"its module has {faults[-1]}", expected)
     return module
 
 
 def module_weights(
     weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, factory: str, source: str
 ) -> dict[str, Tensor]:
-    """Of a file, those of the module, in our names. They may begin with a prefix of their own; others are left out.
+    """Return the tensors of a file that belong to the factory's module, with PREFIX instead of the file's prefix.
 
-    Raises CheckpointError naming a tensor that is missing or of another shape.
+    Raises CheckpointError naming a tensor that is missing or has another shape.
     """
-    wanted = {name.removeprefix(PREFIX): tensor for name, tensor in template.items() if name.startswith(PREFIX)}
-    some = next(iter(wanted))
-    prefixes = [name.removesuffix(some) for name in weights if name == some or name.endswith(f".{some}")]
-    prefix = max(prefixes, key=lambda one: sum(one + name in weights for name in wanted), default="")
-    for name, tensor in wanted.items():
-        found = weights.get(prefix + name)
-        if found is None or found.shape != tensor.shape:
-            seen = "no such tensor" if found is None else f"shape {list(found.shape)}"
+    expected = {name.removeprefix(PREFIX): tensor for name, tensor in template.items() if name.startswith(PREFIX)}
+    first = next(iter(expected))
+    prefixes = [name.removesuffix(first) for name in weights if name == first or name.endswith(f".{first}")]
+    prefix = max(prefixes, key=lambda prefix: sum(prefix + name in weights for name in expected), default="")
+    for name, tensor in expected.items():
+        actual = weights.get(prefix + name)
+        if actual is None or actual.shape != tensor.shape:
+            problem = "no such tensor" if actual is None else f"shape {list(actual.shape)}"
             raise CheckpointError(
-                f"{source}: {prefix}{name}: {seen}",
-                expected=f"shape {list(tensor.shape)}, of the module that {factory} builds",
+                f"{source}: {prefix}{name}: {problem}",
+                expected=f"shape {list(tensor.shape)}, as in the module of {factory}",
                 next_command="--model.init-from FOLDER with weights of that module, or its sizes in"
                 " --model.factory-options",
             )
-    return {PREFIX + name: weights[prefix + name] for name in wanted}
+    return {PREFIX + name: weights[prefix + name] for name in expected}

@@ -1,11 +1,10 @@
-"""Encoders of Hugging Face: their families, config.json and names of weights, so that `transformers` reads our files.
+"""Conversion from and to Hugging Face: families of encoders, config.json and names of weights.
 
-RoBERTa, XLM-R and CamemBERT differ from BERT in three tables. Positions begin at `pad_token_id + 1` (rows before that
-belong to padding), there is one token type, and tensors may begin with another word. So such a model is BERT with its
-first rows of positions cut off, to the last bit, and everything here knows one encoder. Checkpoints and exports have
-the names of BERT. MPNet and ModernBERT are encoders of their own. Encoder tensors carry the prefix of their
-architecture (`bert.`, `mpnet.`, `model.`); interactions and head keep their own names, and a module of a factory has
-its names behind `encoder.module.`.
+RoBERTa, XLM-R and CamemBERT differ from BERT in three ways. Positions begin at `pad_token_id + 1` (earlier rows are for
+padding), there is one token type, and tensor names have another prefix. Without these first rows of positions such a
+model is bit-identical to BERT, so the same encoder runs it, and checkpoints and exports use the names of BERT. MPNet
+and ModernBERT are separate encoders. Encoder tensors have the prefix of their architecture (`bert.`, `mpnet.`,
+`model.`). Interactions and head keep their names, and a factory's module has the prefix `encoder.module.`.
 
 Source: modeling_roberta.py and modeling_xlm_roberta.py of transformers (create_position_ids_from_input_ids).
 """
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.io.storage import HEAD_BYTES, check_downloaded
-from pipeline.model.config import MOST_POSITIONS, MPNET_PAD, Architecture, EncoderSize, InputSpec, ModelConfig
+from pipeline.model.config import MAX_POSITIONS, MPNET_PAD, Architecture, EncoderSize, InputSpec, ModelConfig
 from pipeline.model.encoder import GLOBAL_EVERY, LOCAL_ATTENTION, ROPE_THETA
 from pipeline.model.factory import PREFIX as FACTORY_PREFIX
 
@@ -29,37 +28,37 @@ CONFIG = "config.json"
 _POSITION_TABLE = "embeddings.position_embeddings.weight"
 _TYPE_TABLE = "embeddings.token_type_embeddings.weight"
 _IGNORED = ("pooler.", "cls.", "lm_head.", "classifier.", "qa_outputs.", "embeddings.position_ids")
-"""How names begin of what is no part of an encoder in the manner of BERT: heads of tasks above all."""
+"""Prefixes of tensors that do not belong to the encoder, mostly of task heads."""
 _WORDS = "encoder.word_embeddings.weight"
 _POSITIONS = "encoder.position_embeddings.weight"
 HEAD_PARTS = ("interactions.", "head.")
-"""How the names of everything but the encoder begin."""
-_OF_TRAINING = ("temperature.",)
-"""How names begin of what earlier versions learnt in training and nothing else reads."""
+"""Prefixes of all tensors outside of the encoder."""
+_TRAINING_ONLY = ("temperature.",)
+"""Prefixes of tensors of earlier versions that only training used."""
 _OLD_NORM = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # as in bert-base-uncased
 
 
-# Families, and those that compute what BERT computes.
+# Families of encoders and their conversion to BERT.
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's files differ from those of BERT."""
+    """A model type of transformers and how its files differ from BERT's."""
 
     prefix: str
-    """What names of the encoder may begin with."""
+    """Optional prefix of the encoder's tensor names."""
     architecture: Architecture
-    """Which encoder here computes it."""
+    """The encoder that runs it."""
     has_offset: bool = False
-    """Positions begin behind the number of the padding token."""
+    """Whether positions begin at the padding id plus one."""
 
     @property
     def is_bert_with_offset(self) -> bool:
-        """Its tables are cut or filled up on the way to the names of BERT."""
+        """True if position and type tables must be converted to BERT's."""
         return self.has_offset and self.architecture == "bert"
 
     def offset(self, pad_id: int) -> int:
-        """Rows of positions before that of a text's first token."""
+        """Return the number of position rows before that of the first token."""
         return pad_id + 1 if self.has_offset else 0
 
 
@@ -71,41 +70,41 @@ FAMILIES: Mapping[str, Family] = {
     "mpnet": Family("mpnet.", "mpnet", has_offset=True),
     "modernbert": Family("model.", "modernbert"),
 }
-"""By model_type in config.json."""
+"""Families by model_type in config.json."""
 _CLASSES = {"bert": "BertModel", "mpnet": "MPNetModel", "modernbert": "ModernBertModel"}
-"""In transformers, of what is written here."""
+"""Classes of transformers by architecture, for config.json."""
 
 
 def as_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int, *, source: str) -> dict[str, Tensor]:
-    """Return the weights of a family of BERT as those of the BERT that computes the same, without prefix.
+    """Convert the weights of a BERT-like family to those of an equivalent BERT, without prefix.
 
-    Weights of other architectures are returned as they are. Raises CheckpointError for tables that do not fit.
+    Weights of other architectures are returned unchanged. Raises CheckpointError if a table is missing or too small.
     """
     family = FAMILIES[model_type]
     if not family.is_bert_with_offset:
         return dict(weights)
-    found = {name.removeprefix(family.prefix): tensor for name, tensor in weights.items()}
+    converted = {name.removeprefix(family.prefix): tensor for name, tensor in weights.items()}
     offset = family.offset(pad_id)
     for name, rows in ((_POSITION_TABLE, offset + 1), (_TYPE_TABLE, 1)):
-        table = found.get(name)
+        table = converted.get(name)
         if table is None or table.dim() != 2 or table.shape[0] < rows:
-            seen = "no such tensor" if table is None else f"shape {list(table.shape)}"
+            actual = "no such tensor" if table is None else f"shape {list(table.shape)}"
             raise CheckpointError(
-                f"{source}: {name}: {seen}",
-                expected=f"{rows} rows or more, as in a {model_type}",
-                next_command="look at its config.json: model_type and pad_token_id",
+                f"{source}: {name}: {actual}",
+                expected=f"at least {rows} rows, as in {model_type}",
+                next_command="check model_type and pad_token_id in its config.json",
             )
-    found[_POSITION_TABLE] = found[_POSITION_TABLE][offset:].contiguous()
-    types = found[_TYPE_TABLE]
-    found[_TYPE_TABLE] = torch.cat([types, torch.zeros_like(types[:1])])[:2]  # the second is not asked for
-    return found
+    converted[_POSITION_TABLE] = converted[_POSITION_TABLE][offset:].contiguous()
+    types = converted[_TYPE_TABLE]
+    converted[_TYPE_TABLE] = torch.cat([types, torch.zeros_like(types[:1])])[:2]  # the second row is never used
+    return converted
 
 
-# config.json: which encoders are computed here exactly, as which model settings, and back.
+# config.json: validation of supported encoders, conversion to model settings and back.
 
 
 class Foreign(BaseModel):
-    """A file of others: what is not asked for is left alone."""
+    """A JSON file written by other tools. Unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -114,21 +113,21 @@ Json = TypeVar("Json", bound=BaseModel)
 
 
 def parse_json(data: bytes, model: type[Json], where: str) -> Json:
-    """Parse a file of others. Raises ConfigError naming the field that does not fit."""
+    """Parse a JSON file written by other tools. Raises ConfigError naming the first invalid field."""
     check_downloaded(data[:HEAD_BYTES], where, ConfigError)
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
+        field = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}",
-            expected=(model.__doc__ or "").splitlines()[0],
-            next_command="correct that file, or name another model",
+            f"{where}: {field + ': ' if field else ''}{first['msg'].removeprefix('Value error, ')}",
+            expected=(model.__doc__ or "").splitlines()[0].rstrip("."),
+            next_command="correct that file, or use another model",
         ) from error
 
 
-_COMPUTED: Mapping[str, Mapping[str, Any]] = {
+_SUPPORTED: Mapping[str, Mapping[str, Any]] = {
     "bert": {
         "hidden_act": "gelu",
         "position_embedding_type": "absolute",
@@ -143,7 +142,7 @@ _COMPUTED: Mapping[str, Mapping[str, Any]] = {
         "attention_bias": False,
         "mlp_bias": False,
         "local_attention": LOCAL_ATTENTION,
-        # The two forms of transformers 4 and 5.
+        # Both the keys of transformers 4 and of transformers 5.
         "global_attn_every_n_layers": GLOBAL_EVERY,
         "global_rope_theta": ROPE_THETA[True],
         "local_rope_theta": ROPE_THETA[False],
@@ -154,14 +153,14 @@ _COMPUTED: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": LOCAL_ATTENTION // 2,
     },
 }
-"""By architecture, the values of keys that change the numbers, if they are there. Dots lead into tables."""
-_NOTHING = ("is_encoder_decoder", "pruned_heads", "quantization_config", "rope_scaling", "auto_map.AutoModel")
-"""Keys that change the numbers, or name code to run, unless they are null, false or empty."""
+"""The only supported values, by architecture, of keys that affect results. Dots separate nested keys."""
+_UNSUPPORTED = ("is_encoder_decoder", "pruned_heads", "quantization_config", "rope_scaling", "auto_map.AutoModel")
+"""Keys that affect results, or name code to run, unless they are null, false or empty."""
 _MAY_BE_NULL = ("layer_types", "sliding_window")
 
 
 class EncoderJson(Foreign):
-    """A Hugging Face config.json of a text encoder that is computed here exactly"""
+    """A Hugging Face config.json of a supported text encoder."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -178,37 +177,37 @@ class EncoderJson(Foreign):
 
     @field_validator("model_type")
     @classmethod
-    def _has_a_family(cls, value: str) -> str:
+    def _has_family(cls, value: str) -> str:
         if value not in FAMILIES:
             raise ValueError(
-                f"architecture {value}: expected {', '.join(FAMILIES)} (docs/encoders.md), or a module that you build"
-                " yourself (--model.factory)"
+                f"architecture {value} is not supported, expected {', '.join(FAMILIES)} or a module of your own"
+                " (--model.factory, docs/encoders.md)"
             )
         return value
 
     @model_validator(mode="after")
-    def _is_computed_here(self) -> Self:
-        given, architecture = self.model_dump(), FAMILIES[self.model_type].architecture
+    def _is_supported(self) -> Self:
+        values, architecture = self.model_dump(), FAMILIES[self.model_type].architecture
         kinds = ("full_attention", "sliding_attention")
         layers = [kinds[number % GLOBAL_EVERY > 0] for number in range(self.num_hidden_layers)]
-        wanted = {**_COMPUTED[architecture], **dict.fromkeys(_NOTHING)}
-        wanted |= {"layer_types": layers} if architecture == "modernbert" else {}
-        for name, value in wanted.items():
-            found: Any = given
+        supported = {**_SUPPORTED[architecture], **dict.fromkeys(_UNSUPPORTED)}
+        supported |= {"layer_types": layers} if architecture == "modernbert" else {}
+        for name, value in supported.items():
+            actual: Any = values
             for key in name.split("."):
-                found = found.get(key, value) if isinstance(found, dict) else value
-            if found != value and not (value is None and not found) and not (found is None and name in _MAY_BE_NULL):
-                raise ValueError(f"{name}: {found!r}, and trnpipe computes {value!r} alone")
-        if not 8 <= self.positions <= MOST_POSITIONS:
+                actual = actual.get(key, value) if isinstance(actual, dict) else value
+            if actual != value and not (value is None and not actual) and not (actual is None and name in _MAY_BE_NULL):
+                raise ValueError(f"{name} is {actual!r}, but trnpipe supports only {value!r}")
+        if not 8 <= self.positions <= MAX_POSITIONS:
             raise ValueError(
-                f"max_position_embeddings {self.max_position_embeddings} are {self.positions} positions in this family:"
-                f" expected 8 to {MOST_POSITIONS}"
+                f"max_position_embeddings {self.max_position_embeddings} is {self.positions} positions in this family,"
+                f" expected 8 to {MAX_POSITIONS}"
             )
         return self
 
     @property
     def positions(self) -> int:
-        """Without the rows before that of a text's first token."""
+        """Number of positions, without the rows before that of the first token."""
         return self.max_position_embeddings - FAMILIES[self.model_type].offset(self.pad_token_id)
 
     @property
@@ -221,40 +220,41 @@ class EncoderJson(Foreign):
         )
 
     def fields(self) -> dict[str, Any]:
-        """Return the model settings that say the same, sizes apart."""
+        """Return the equivalent model settings, without sizes."""
         architecture = FAMILIES[self.model_type].architecture
         eps = self.norm_eps if architecture == "modernbert" else self.layer_norm_eps
         return {"architecture": architecture, "max_positions": self.positions, "layer_norm_eps": eps}
 
     def check(self, config: ModelConfig, *, source: str) -> None:
-        """Raises ConfigError where settings would compute something else from these weights, with what to set."""
-        theirs = {**self.fields(), **self.size.model_dump()}
-        ours = {**config.model_dump(include=set(theirs)), **config.encoder.model_dump()}
-        theirs["max_positions"] = min(theirs["max_positions"], ours["max_positions"])  # further rows are left out
-        different = [name for name, value in theirs.items() if ours[name] != value]
+        """Raise ConfigError, with the flags to set, if the settings differ from this file."""
+        expected = {**self.fields(), **self.size.model_dump()}
+        settings = {**config.model_dump(include=set(expected)), **config.encoder.model_dump()}
+        expected["max_positions"] = min(
+            expected["max_positions"], settings["max_positions"]
+        )  # further rows are dropped
+        different = [name for name, value in expected.items() if settings[name] != value]
         if different:
-            flags = " ".join(f"--model.{name.replace('_', '-')} {theirs[name]}" for name in different)
             raise ConfigError(
-                f"model.{different[0]} is {ours[different[0]]}, and {source} is of a model with {theirs[different[0]]}",
-                expected="the settings of the weights that --model.init-from names",
-                next_command=flags,
+                f"model.{different[0]} is {settings[different[0]]}, but {source} has {expected[different[0]]}",
+                expected="the settings of the weights in --model.init-from",
+                next_command=" ".join(f"--model.{name.replace('_', '-')} {expected[name]}" for name in different),
             )
 
 
 def read_config(data: bytes, where: str) -> EncoderJson:
-    """Read a config.json. Raises ConfigError naming the architecture, or the field, that no encoder here computes."""
+    """Read a config.json. Raises ConfigError naming the architecture or field that is not supported."""
     return parse_json(data, EncoderJson, where)
 
 
 def hf_config(config: ModelConfig, spec: InputSpec) -> str:
-    """config.json with which transformers opens a checkpoint folder or an export.
+    """Return the config.json that makes a checkpoint folder or an export readable by transformers.
 
-    Of a module that a factory builds it says by which, and nothing that transformers would open.
+    For a factory's module, which transformers cannot open, it only documents the factory and its options.
     """
     if config.factory is not None:
         return json.dumps({"model_type": "trnpipe-factory", **config.shape()}, indent=1)
     size, offset = config.encoder, FAMILIES[config.architecture].offset(spec.pad_id)
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "architectures": [_CLASSES[config.architecture]],
         "model_type": config.architecture,
         "hidden_size": size.hidden_size,
@@ -266,27 +266,27 @@ def hf_config(config: ModelConfig, spec: InputSpec) -> str:
         "pad_token_id": spec.pad_id,
     }
     if config.architecture == "modernbert":
-        found |= {
+        content |= {
             "hidden_activation": "gelu",
             "norm_eps": config.layer_norm_eps,
             "local_attention": LOCAL_ATTENTION,
             "global_attn_every_n_layers": GLOBAL_EVERY,
             "global_rope_theta": ROPE_THETA[True],
             "local_rope_theta": ROPE_THETA[False],
-            **{f"{place}_dropout": config.dropout for place in ("embedding", "mlp")},
-            # transformers would take those of the published vocabulary; the tokenizer beside knows its own.
+            **{f"{part}_dropout": config.dropout for part in ("embedding", "mlp")},
+            # Without these, transformers would use the ids of the published vocabulary instead of the tokenizer's.
             **{f"{token}_token_id": None for token in ("bos", "eos", "cls", "sep")},
         }
     else:
-        found |= {
+        content |= {
             "hidden_act": "gelu",
             "layer_norm_eps": config.layer_norm_eps,
             "hidden_dropout_prob": config.dropout,
             "attention_probs_dropout_prob": 0.0,
         }
     if config.architecture == "bert":
-        found["type_vocab_size"] = 2
-    return json.dumps(found, indent=1)
+        content["type_vocab_size"] = 2
+    return json.dumps(content, indent=1)
 
 
 # Names of weights.
@@ -309,12 +309,12 @@ class _Names:
     """Hugging Face names of an architecture."""
 
     prefix: str
-    layers: str  # stands before the number of a layer
-    single: Mapping[str, str]  # tensors that are in no layer
+    layers: str  # prefix of the layer number
+    single: Mapping[str, str]  # tensors outside of layers
     parts: Mapping[str, str]  # modules of a layer
-    qkv: tuple[str, ...]  # query, key and value; one where they are one matrix there too
-    ignored: tuple[str, ...]  # how names begin of what is no part of the encoder: pooler, heads of tasks
-    offset: int = 0  # rows of the table of positions before that of the first token
+    qkv: tuple[str, ...]  # query, key and value, or a single name if they are one matrix
+    ignored: tuple[str, ...]  # prefixes of tensors outside of the encoder: pooler, task heads
+    offset: int = 0  # rows of the position table before that of the first token
 
 
 _NAMES: Mapping[str, _Names] = {
@@ -357,27 +357,27 @@ _NAMES: Mapping[str, _Names] = {
 
 
 def _names_of(state: Iterable[str]) -> _Names:
-    """Of the architecture whose encoder has tensors of these names of ours."""
-    found = set(state)
-    if "encoder.final_norm.weight" in found:
+    """Return the Hugging Face names of the architecture whose encoder has these tensors."""
+    own = set(state)
+    if "encoder.final_norm.weight" in own:
         return _NAMES["modernbert"]
-    return _NAMES["mpnet" if "encoder.relative_bias.weight" in found else "bert"]
+    return _NAMES["mpnet" if "encoder.relative_bias.weight" in own else "bert"]
 
 
 def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict to Hugging Face names; the joint query-key-value matrix is cut where they are three."""
+    """Rename a state dict to Hugging Face names, splitting the query-key-value matrix if the architecture has three."""
     names = _names_of(state)
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name == _POSITIONS and names.offset:
             tensor = torch.cat([tensor.new_zeros(names.offset, tensor.shape[1]), tensor])
-        theirs = _hf_names(name, names)
-        result |= zip(theirs, tensor.chunk(len(theirs), dim=0), strict=True)
+        hf_names = _hf_names(name, names)
+        result |= zip(hf_names, tensor.chunk(len(hf_names), dim=0), strict=True)
     return result
 
 
 def _hf_names(name: str, names: _Names) -> tuple[str, ...]:
-    """Those that hold a tensor of ours, one after the other."""
+    """Return the Hugging Face names of the tensors whose concatenation is the tensor `name`."""
     if not name.startswith("encoder.") or name.startswith(FACTORY_PREFIX):
         return (name,)
     own = name.removeprefix("encoder.")
@@ -389,102 +389,102 @@ def _hf_names(name: str, names: _Names) -> tuple[str, ...]:
 
 
 def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Rename Hugging Face names to ours, complete and in the shapes of `template`.
+    """Rename Hugging Face tensors to the names of `template`, requiring all of them in the same shapes.
 
-    Raises CheckpointError naming the first tensor that is missing or of another shape: another architecture.
+    Raises CheckpointError naming the first tensor that is missing or has another shape.
     """
-    # Scale and shift of features as models had them before they were kept: none.
+    # Defaults for checkpoints from before the scale and shift of features were stored.
     fills = {"interactions.features.scale": torch.ones, "interactions.features.shift": torch.zeros}
     weights = {name: fill(template[name].shape) for name, fill in fills.items() if name in template} | dict(weights)
     for name, tensor in _expected(template).items():
-        found = weights.get(name)
-        if found is None or found.shape != tensor.shape:
-            seen = "no such tensor" if found is None else f"shape {list(found.shape)}"
+        actual = weights.get(name)
+        if actual is None or actual.shape != tensor.shape:
+            problem = "no such tensor" if actual is None else f"shape {list(actual.shape)}"
             raise CheckpointError(
-                f"{source}: {name}: {seen}",
+                f"{source}: {name}: {problem}",
                 expected=f"shape {list(tensor.shape)}, from the model settings",
                 next_command="use the model settings of the checkpoint (its state.json), or --train.start scratch",
             )
     names, result = _names_of(template), dict[str, Tensor]()
     for name in template:
-        parts = [weights[theirs] for theirs in _hf_names(name, names)]
-        found = torch.cat(parts, dim=0) if len(parts) > 1 else parts[0]
-        result[name] = found[names.offset :] if name == _POSITIONS else found
+        parts = [weights[hf_name] for hf_name in _hf_names(name, names)]
+        tensor = torch.cat(parts, dim=0) if len(parts) > 1 else parts[0]
+        result[name] = tensor[names.offset :] if name == _POSITIONS else tensor
     return result
 
 
 def encoder_from_hf(
     weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str, same_vocabulary: bool = False
 ) -> dict[str, Tensor]:
-    """Return the encoder's part of a foreign checkpoint (with or without a prefix), in our names.
+    """Return the encoder of a foreign checkpoint (with or without a prefix), under the names of `template`.
 
-    Position rows beyond ours are left out; pooler and task heads are ignored; anything else unknown is an error.
-    `same_vocabulary`: further rows of words, with which tables are often filled up to a round number, are left out.
+    Drops excess rows of positions, the pooler and task heads. Raises CheckpointError for any other unknown tensor.
+    `same_vocabulary`: also drop excess rows of words, which often pad the table to a round number.
     """
     names = _names_of(template)
 
-    def modern(name: str) -> str:
+    def rename(name: str) -> str:
         for old, new in _OLD_NORM.items():  # layer norms of checkpoints converted from TensorFlow
             name = name.replace(old, new)
         return names.prefix + name.removeprefix(names.prefix)
 
     def is_ignored(name: str) -> bool:
-        return name.removeprefix(names.prefix).startswith((*names.ignored, *_OF_TRAINING))
+        return name.removeprefix(names.prefix).startswith((*names.ignored, *_TRAINING_ONLY))
 
     encoder = {name: tensor for name, tensor in template.items() if name.startswith("encoder.")}
-    found = _renamed(weights, modern, encoder, is_ignored, source)
-    known = _expected(encoder)
-    (words,) = _hf_names(_WORDS, names)
-    if words in found and (rows := found[words].shape[0]) != (tokens := known[words].shape[0]):
+    renamed = _rename(weights, rename, encoder, is_ignored, source)
+    expected = _expected(encoder)
+    (table,) = _hf_names(_WORDS, names)
+    if table in renamed and (rows := renamed[table].shape[0]) != (tokens := expected[table].shape[0]):
         if rows < tokens or not same_vocabulary:
             raise CheckpointError(
-                f"{source}: {words}: shape {list(found[words].shape)}, and the tokenizer has {tokens} tokens",
+                f"{source}: {table} has shape {list(renamed[table].shape)}, but the tokenizer has {tokens} tokens",
                 expected="the tokenizer that belongs to the weights",
                 next_command="trnpipe prepare --data.tokenizer.path with the tokenizer.json of the model",
             )
-        found[words] = found[words][:tokens]
+        renamed[table] = renamed[table][:tokens]
     positions = next(iter(_hf_names(_POSITIONS, names)), "") if _POSITIONS in encoder else ""
-    if positions in found:
-        found[positions] = found[positions][: known[positions].shape[0]]
-    return from_hf(found, encoder, source=source)
+    if positions in renamed:
+        renamed[positions] = renamed[positions][: expected[positions].shape[0]]
+    return from_hf(renamed, encoder, source=source)
 
 
 def model_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Return a whole model in our names: every tensor of `template` and no other. The encoder may lack its prefix.
+    """Return a complete model under the names of `template`. The encoder's tensors may lack their prefix.
 
-    Raises CheckpointError naming the first tensor that is too many, missing or of another shape.
+    Raises CheckpointError naming the first tensor that is unknown, missing or has another shape.
     """
-    known = _expected(template)
-    is_of_factory = any(name.startswith(FACTORY_PREFIX) for name in template)
-    prefix = FACTORY_PREFIX if is_of_factory else _names_of(template).prefix
+    expected = _expected(template)
+    has_factory = any(name.startswith(FACTORY_PREFIX) for name in template)
+    prefix = FACTORY_PREFIX if has_factory else _names_of(template).prefix
 
-    def named_whole(name: str) -> str:
-        return prefix + name if name not in known and prefix + name in known else name
+    def add_prefix(name: str) -> str:
+        return prefix + name if name not in expected and prefix + name in expected else name
 
-    found = _renamed(weights, named_whole, template, lambda name: name.startswith(_OF_TRAINING), source)
-    return from_hf(found, template, source=source)
+    renamed = _rename(weights, add_prefix, template, lambda name: name.startswith(_TRAINING_ONLY), source)
+    return from_hf(renamed, template, source=source)
 
 
 def _expected(template: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return names and shapes that `template` has under Hugging Face names, without content."""
-    # Not empty_like: of a tensor that is on `meta` already it imports sympy, half a second.
-    empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in template.items()}
+    """Return the tensors of `template` under Hugging Face names, on the meta device."""
+    # Not empty_like, which imports sympy (half a second) for a tensor that is on `meta` already.
+    empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in template.items()}
     return to_hf(empty)
 
 
-def _renamed(
+def _rename(
     weights: Mapping[str, Tensor],
     rename: Callable[[str], str],
     template: Mapping[str, Tensor],
     is_ignored: Callable[[str], bool],
     source: str,
 ) -> dict[str, Tensor]:
-    """Rename tensors. Raises CheckpointError for one that `template` has no place for."""
+    """Rename tensors. Raises CheckpointError naming the first one that is neither in `template` nor ignored."""
     result = {rename(name): tensor for name, tensor in weights.items()}
-    known = _expected(template)
-    if unknown := sorted(name for name in result if name not in known and not is_ignored(name)):
+    expected = _expected(template)
+    if unknown := sorted(name for name in result if name not in expected and not is_ignored(name)):
         raise CheckpointError(
-            f"{source}: {unknown[0]} has no place in this model",
+            f"{source}: {unknown[0]} is not part of this model",
             expected="the architecture, layers and head of the model settings",
             next_command="--model.architecture, --model.preset or --model.num-layers as in its config.json, or the"
             " settings it was trained with",

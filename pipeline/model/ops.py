@@ -1,10 +1,10 @@
-"""Linear, layer norm and GELU with a second form for XLA:CPU.
+"""Linear, layer norm and GELU with a second implementation for XLA:CPU.
 
-XLA:CPU computes a plain sum over rows or columns in one scalar loop, and the backward pass of a transformer is full of
-them: bias gradients, both moments of each layer norm. The second form writes these sums as products with a vector of
-ones, which run in the matrix library on all cores, and GELU with its derivative in one fused expression. Same
-arithmetic, tested to 1e-5 (fp32); `python -m bench.trainer_ratio` measures what it gains. Other devices use PyTorch's
-own operators.
+XLA:CPU computes a plain sum over rows or columns in one scalar loop, and the backward pass of a transformer has many of
+them: bias gradients, both moments of each layer norm. The second implementation computes these sums as products with a
+vector of ones, which run in the matrix library on all cores, and GELU with its derivative in one fused expression.
+Results agree to 1e-5 (fp32), and `python -m bench.trainer_ratio` measures the speedup. Other devices use PyTorch's
+operators.
 """
 
 import math
@@ -14,29 +14,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_FUSED_BELOW = 16 * 1024 // 4  # elements of fp32; cpu_instruction_fusion.cc of XLA
+_FUSED_BELOW = 16 * 1024 // 4  # fp32 elements, as in XLA's cpu_instruction_fusion.cc
 
 
 class Linear(nn.Linear):
-    """nn.Linear; with `sums_by_matmul` the bias gradient is a matrix product."""
+    """nn.Linear, whose bias gradient is a matrix product if `sums_by_matmul` is set."""
 
     sums_by_matmul = False
 
     def forward(self, values: Tensor) -> Tensor:
-        """[N, K] -> [N, M]."""
-        if not self.sums_by_matmul or self.bias is None:  # then there is no sum
+        """Map [N, K] to [N, M]."""
+        if not self.sums_by_matmul or self.bias is None:  # without a bias there is no sum
             return F.linear(values, self.weight, self.bias)
         result: Tensor = _Linear.apply(values, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return result
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm over the last dimension; with `sums_by_matmul` every mean and sum is a matrix product."""
+    """nn.LayerNorm over the last dimension, whose means and sums are matrix products if `sums_by_matmul` is set."""
 
     sums_by_matmul = False
 
     def forward(self, values: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
+        """Normalize [..., D] over the last dimension."""
         if not self.sums_by_matmul:
             return F.layer_norm(values, self.normalized_shape, self.weight, self.bias, self.eps)
         if values.dim() > 2:
@@ -51,7 +51,7 @@ class Gelu(nn.Module):
     sums_by_matmul = False
 
     def forward(self, values: Tensor) -> Tensor:
-        """Element by element."""
+        """Apply GELU to each element."""
         if not self.sums_by_matmul:
             return F.gelu(values)
         result: Tensor = _Gelu.apply(values)  # type: ignore[no-untyped-call]
@@ -61,17 +61,17 @@ class Gelu(nn.Module):
 class Attention(nn.Module):
     """Scaled dot-product attention (Vaswani et al. 2017).
 
-    `written_out` for devices that trace: XLA gets the operators one by one either way, PyTorch's own form adds a
-    reduction over booleans (for rows that are masked altogether, which we have none of), and this one XLA:CPU fuses.
+    `is_decomposed` is for tracing devices: XLA gets single operators either way, PyTorch's function adds a reduction
+    over booleans (for fully masked rows, which do not occur here), and XLA:CPU fuses this implementation.
     """
 
-    written_out = False
+    is_decomposed = False
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, score_bias: Tensor) -> Tensor:
-        """query, key, value [B, H, T, E], score_bias broadcast to [B, H, T, T] -> [B, H, T, E]."""
-        if not self.written_out:
+        """Attend with query, key, value [B, H, T, E] and score_bias, broadcast to [B, H, T, T]. Return [B, H, T, E]."""
+        if not self.is_decomposed:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=score_bias)
-        # Batches of matrices, not torch.matmul: it expands both sides, which is host time on a device that traces.
+        # torch.bmm and not torch.matmul, which expands both sides and costs host time on a tracing device.
         batch, heads, tokens, width = query.shape
         query, key, value = (query * width**-0.5).flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
         scores = torch.bmm(query, key.transpose(1, 2)).view(batch, heads, tokens, tokens) + score_bias
@@ -79,38 +79,38 @@ class Attention(nn.Module):
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout; without a share nothing is traced."""
+    """nn.Dropout that traces nothing if its probability is 0."""
 
     def forward(self, values: Tensor) -> Tensor:
-        """Element by element."""
+        """Apply dropout to each element."""
         return super().forward(values) if self.p else values
 
 
-def unit(values: Tensor) -> Tensor:
-    """[B, D] scaled to length one. F.normalize compares with a Python float, which puts f64 into a traced graph."""
+def l2_normalize(values: Tensor) -> Tensor:
+    """Scale rows [B, D] to length 1. Unlike this, F.normalize compares with a Python float, which traces to f64."""
     return values * torch.rsqrt((values * values).sum(dim=1, keepdim=True) + 1e-12)
 
 
 def choose_forms(module: nn.Module, *, traced: bool, sums_by_matmul: bool) -> None:
-    """Choose the form of every operator of this file in `module`."""
+    """Choose the implementation of every operator of this file in `module`."""
     for child in module.modules():
         if isinstance(child, Linear | LayerNorm | Gelu):
             child.sums_by_matmul = sums_by_matmul
         elif isinstance(child, Attention):
-            child.written_out = traced
+            child.is_decomposed = traced
 
 
 def _column_sums(*values: Tensor) -> list[Tensor]:
-    """Each [N, D] -> [D].
+    """Sum each [N, D] over its rows, to [D].
 
-    XLA:CPU fuses a product with a vector below 16 KiB into one scalar loop with whatever makes its matrix (a GELU's
-    derivative, computed column by column): a step of 64 pairs of 24 tokens took twice as long as one of 40. Two rows of
-    ones are no vector.
+    XLA:CPU fuses a product with a vector below 16 KiB and the computation of its matrix (a GELU's derivative) into one
+    scalar loop over columns. A step of 64 pairs of 24 tokens took twice as long as one of 40. Two rows of ones are not
+    a vector and prevent this.
     """
     first = values[0]
     rows = 1 if first.shape[0] > _FUSED_BELOW else 2
     ones = torch.ones(rows, first.shape[0], dtype=first.dtype, device=first.device)
-    return [torch.mm(ones, one)[0] for one in values]
+    return [torch.mm(ones, matrix)[0] for matrix in values]
 
 
 class _Linear(torch.autograd.Function):
@@ -126,7 +126,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _LayerNorm(torch.autograd.Function):
-    """Ba, Kiros and Hinton 2016; the gradient is (g w - mean(g w) - x^ mean(g w x^)) / std over each row."""
+    """Layer norm (Ba, Kiros and Hinton 2016). The gradient is (g w - mean(g w) - x^ mean(g w x^)) / std per row."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The whole model: the encoder, the interactions of query, product and features, and the relevance head."""
+"""The relevance model: text encoder, interactions of query, product and features, and relevance head."""
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -12,9 +12,9 @@ from pipeline.core.errors import ConfigError
 from pipeline.model.config import MPNET_PAD, InputSpec, ModelConfig
 from pipeline.model.encoder import BertEncoder, ModernBertEncoder, MPNetEncoder, TextEncoder
 from pipeline.model.factory import FactoryEncoder
-from pipeline.model.ops import unit
+from pipeline.model.ops import l2_normalize
 
-_ENCODER_STD = 0.02  # as BERT begins
+_ENCODER_STD = 0.02  # as in BERT
 _ENCODERS: Mapping[str, Callable[[ModelConfig, int, int], TextEncoder]] = {
     "bert": BertEncoder,
     "mpnet": MPNetEncoder,
@@ -23,9 +23,9 @@ _ENCODERS: Mapping[str, Callable[[ModelConfig, int, int], TextEncoder]] = {
 
 
 class RelevanceInputs(NamedTuple):
-    """Tensors of one batch. Q queries with S products each (S is 1 where pairs are scored), Tq and Tp tokens.
+    """Tensors of one batch: Q queries with S products each (S is 1 for scoring pairs), Tq and Tp tokens.
 
-    Product number q S + s belongs to query q. F numeric and C categorical features describe the pairs.
+    Product q S + s belongs to query q. F numeric and C categorical features describe the pairs.
     """
 
     query: Tensor  # int32 [Q, Tq]
@@ -35,10 +35,10 @@ class RelevanceInputs(NamedTuple):
 
 
 class GroupInputs(NamedTuple):
-    """Tensors of one batch of training: Q queries, each in one row of T tokens with the S products of its group.
+    """Tensors of one training batch: Q queries, each packed with the S products of its group into a row of T tokens.
 
-    Text 1 of a row is the query, text 1 + s its product s, see TextEncoder.rows. Product number q S + s belongs to
-    query q. A product without tokens has an embedding of zeros.
+    Text 1 of a row is the query, text 2 + s is product s of its group (see TextEncoder.rows). Product q S + s belongs
+    to query q. A product without tokens has an embedding of zeros.
     """
 
     tokens: Tensor  # int32 [Q, T]
@@ -49,7 +49,7 @@ class GroupInputs(NamedTuple):
 
 
 def inputs_of(batch: Mapping[str, Tensor]) -> "RelevanceInputs | GroupInputs":
-    """What the model is given of the tensors of a batch."""
+    """Return the model's inputs from the tensors of a batch."""
     kind = GroupInputs if "segments" in batch else RelevanceInputs
     return kind(*(batch[name] for name in kind._fields))
 
@@ -62,9 +62,9 @@ class RelevanceOutputs(NamedTuple):
     product: Tensor
 
 
-# How query, product and features meet: explicit (products, differences, crosses) and implicit (a deep MLP).
+# Interactions of query, product and features: explicit (products, differences, crosses) and implicit (a deep MLP).
 
-_CONSTANT = 1e-4  # deviation below which a number says nothing
+_CONSTANT = 1e-4  # standard deviation below which a feature counts as constant
 _CATEGORICAL_SIZE = 16
 """Embedding width of each categorical feature."""
 
@@ -77,7 +77,7 @@ class CrossNetwork(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[B, W] -> [B, W]."""
+        """Map [B, W] to [B, W]."""
         crossed = inputs
         for layer in self.layers:
             crossed = inputs * layer(crossed) + crossed
@@ -85,10 +85,10 @@ class CrossNetwork(nn.Module):
 
 
 class FeatureEncoder(nn.Module):
-    """Numeric and categorical features to one vector.
+    """MLP over numeric and categorical features.
 
-    Numbers are squashed (log(1 + x)), then `scale` and `shift` bring each to mean 0 and deviation 1 over the training
-    split (`fit`); they are weights like any other, so they travel with every checkpoint and export.
+    Numeric features are squashed (log(1 + x)), then standardized over the training split by `scale` and `shift` (see
+    `fit`), which are parameters and therefore part of every checkpoint and export.
     """
 
     def __init__(self, config: ModelConfig, spec: InputSpec) -> None:
@@ -104,8 +104,8 @@ class FeatureEncoder(nn.Module):
         self.width = widths[-1]
 
     def forward(self, numeric: Tensor, categorical: Tensor) -> Tensor:
-        """numeric [B, F], categorical int [B, C] -> [B, width]."""
-        parts = [_squashed(numeric) * self.scale + self.shift] if self.num_numeric else []
+        """Map numeric [B, F] and categorical int [B, C] to [B, width]."""
+        parts = [_squash(numeric) * self.scale + self.shift] if self.num_numeric else []
         parts += [table(categorical[:, index]) for index, table in enumerate(self.embeddings)]
         hidden = torch.cat(parts, dim=1) if parts else numeric
         for layer in self.layers:
@@ -114,10 +114,10 @@ class FeatureEncoder(nn.Module):
 
     @torch.no_grad()
     def fit(self, numeric: Tensor) -> None:
-        """Set scale and shift from rows of the training split, fp32 [N, F]; a number that never changes is left out."""
+        """Set scale and shift from rows of the training split, fp32 [N, F]. Constant features are zeroed."""
         if not self.num_numeric:
             return
-        squashed = _squashed(numeric.double())
+        squashed = _squash(numeric.double())
         mean, deviation = squashed.mean(0), squashed.std(0, unbiased=False)
         changes = (deviation > _CONSTANT).double()
         scale = changes / deviation.clamp(min=_CONSTANT)
@@ -125,20 +125,20 @@ class FeatureEncoder(nn.Module):
         self.shift.copy_(-mean * scale)
 
 
-def _squashed(numeric: Tensor) -> Tensor:
+def _squash(numeric: Tensor) -> Tensor:
     return torch.sign(numeric) * torch.log(1.0 + torch.abs(numeric))
 
 
 _MATCH_SIZE, _MATCH_WEIGHTS = 64, 8
-_FAR = 1e4  # over any cosine, and nothing overflows in bf16
+_FAR = 1e4  # above any cosine, without overflow in bf16
 
 
 class TokenMatch(nn.Module):
-    """How well each token of one text is found in the other (late interaction).
+    """Late interaction: features of how well each token of one text matches the other text.
 
-    Each token takes its best cosine over the other text's, as in ColBERT (Khattab and Zaharia, SIGIR 2020). Of these
-    both texts give the mean, the lowest, and means under weights that are learnt from the token: a number that differs
-    tells more than a word that does.
+    Each token takes its maximum cosine over the other text's tokens, as in ColBERT (Khattab and Zaharia, SIGIR 2020).
+    The features are the mean, the minimum, and means with learned weights of tokens, because a different number matters
+    more than a different word.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -150,32 +150,34 @@ class TokenMatch(nn.Module):
         self.width = _MATCH_SIZE
 
     def forward(self, query: Tensor, is_query: Tensor, product: Tensor, is_product: Tensor) -> Tensor:
-        """States query [B, Tq, D] and product [B, Tp, D], and which of them are tokens of the query [B, Tq] and of each
-        of S products [B, S, Tp], 1 or 0 -> [B S, width]."""
+        """Return features [B S, width] of query states [B, Tq, D] and product states [B, Tp, D].
+
+        `is_query` [B, Tq] and `is_product` [B, S, Tp], 1 or 0, mark the tokens of the query and of each product.
+        """
         cosines = torch.matmul(self._directions(query), self._directions(product).transpose(1, 2))[:, None]
-        asks, answers = is_query[:, None], is_product  # [B, 1, Tq], [B, S, Tp]
-        in_product = (cosines - (1.0 - answers[:, :, None]) * _FAR).amax(3) * answers.amax(2)[..., None]  # [B, S, Tq]
-        in_query = (cosines - (1.0 - asks[..., None]) * _FAR).amax(2)  # [B, 1, Tp]
-        found = [*self._summed(in_product, asks, query), *self._summed(in_query, answers, product)]
-        return F.gelu(self.layer(torch.cat(found, dim=2).flatten(0, 1).to(query.dtype)))
+        is_query = is_query[:, None]  # [B, 1, Tq]
+        in_product = (cosines - (1.0 - is_product[:, :, None]) * _FAR).amax(3) * is_product.amax(2)[..., None]
+        in_query = (cosines - (1.0 - is_query[..., None]) * _FAR).amax(2)  # [B, 1, Tp], and in_product [B, S, Tq]
+        features = [*self._summary(in_product, is_query, query), *self._summary(in_query, is_product, product)]
+        return F.gelu(self.layer(torch.cat(features, dim=2).flatten(0, 1).to(query.dtype)))
 
     def _directions(self, states: Tensor) -> Tensor:
-        found: Tensor = self.projection(states).float()
-        return found * torch.rsqrt((found * found).sum(2, keepdim=True) + 1e-12)
+        projected: Tensor = self.projection(states).float()
+        return projected * torch.rsqrt((projected * projected).sum(2, keepdim=True) + 1e-12)
 
-    def _summed(self, best: Tensor, is_token: Tensor, states: Tensor) -> list[Tensor]:
-        """Of the best cosines [B, S or 1, T]: the learnt means, the mean and the lowest over tokens, [B, S, ...]."""
+    def _summary(self, best: Tensor, is_token: Tensor, states: Tensor) -> list[Tensor]:
+        """Return the weighted means, mean and minimum over tokens [B, S, ...] of the best cosines [B, S or 1, T]."""
         best = best * is_token  # a text without tokens has zeros
         is_token = is_token.expand_as(best)
         scores = self.weights(states).float()[:, None] - (1.0 - is_token[..., None]) * _FAR  # [B, S, T, W]
-        learnt = (torch.softmax(scores, dim=2) * best[..., None]).sum(2)
+        weighted = (torch.softmax(scores, dim=2) * best[..., None]).sum(2)
         mean = best.sum(2) / is_token.sum(2).clamp(min=1.0)
         lowest = (best + (1.0 - is_token) * _FAR).amin(2) * is_token.amax(2)
-        return [learnt, mean[..., None], lowest[..., None]]
+        return [weighted, mean[..., None], lowest[..., None]]
 
 
 class Interactions(nn.Module):
-    """Both text embeddings and the features to one vector for the relevance head."""
+    """Explicit and implicit interactions of both text embeddings and the features, for the relevance head."""
 
     def __init__(self, config: ModelConfig, spec: InputSpec) -> None:
         super().__init__()
@@ -194,13 +196,13 @@ class Interactions(nn.Module):
     def forward(
         self, query: Tensor, product: Tensor, numeric: Tensor, categorical: Tensor, match: Tensor | None = None
     ) -> Tensor:
-        """query, product [B, D], numeric [B, F], categorical int [B, C], match of `self.match` -> [B, width]."""
+        """Map query, product [B, D], numeric [B, F], categorical int [B, C] and match features to [B, width]."""
         left, right = self.query_projection(query), self.product_projection(product)
         features = self.features(numeric, categorical)
         if match is not None:
             features = torch.cat([features, match], dim=1)
         joint = torch.cat([left, right, features], dim=1)
-        cosine = (unit(query) * unit(product)).sum(1, keepdim=True)
+        cosine = (l2_normalize(query) * l2_normalize(product)).sum(1, keepdim=True)
         explicit = [self.cross(joint), left * right, torch.abs(left - right), cosine]
         hidden = joint
         for layer in self.mlp:
@@ -212,10 +214,10 @@ class Interactions(nn.Module):
 
 
 class RelevanceModel(nn.Module):
-    """Scores (query, product) pairs; its embeddings serve retrieval."""
+    """Model that scores (query, product) pairs and computes their embeddings for retrieval."""
 
     def __init__(self, config: ModelConfig, spec: InputSpec, seed: int = 0) -> None:
-        """`seed`: of what a factory draws. What is of this package is initialised later."""
+        """Build the modules. `seed` is for a factory, since `build_model` initializes all other weights."""
         super().__init__()
         sizes = spec.vocab_size, spec.pad_id
         self.encoder: TextEncoder
@@ -228,29 +230,29 @@ class RelevanceModel(nn.Module):
 
     def forward(self, inputs: RelevanceInputs | GroupInputs) -> RelevanceOutputs:
         """Compute embeddings and scores."""
-        query, product, match = self._embedded(inputs)
-        asking = _for_each(query, product.shape[0])
-        mixed = self.interactions(asking, product, inputs.numeric.to(query.dtype), inputs.categorical, match)
+        query, product, match = self._embed(inputs)
+        repeated = _repeat(query, product.shape[0])
+        mixed = self.interactions(repeated, product, inputs.numeric.to(query.dtype), inputs.categorical, match)
         return RelevanceOutputs(self.head(mixed), query, product)
 
-    def _embedded(self, inputs: RelevanceInputs | GroupInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return embeddings of queries [Q, D] and products [Q S, D], and with token_match how tokens match [Q S, M]."""
+    def _embed(self, inputs: RelevanceInputs | GroupInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return embeddings of queries [Q, D] and products [Q S, D], and match features [Q S, M] with token_match."""
         match, matched = self.interactions.match, None
         if isinstance(inputs, GroupInputs):
             tokens, positions, segments = inputs.tokens, inputs.positions, inputs.segments
             texts = 1 + inputs.numeric.shape[0] // tokens.shape[0]
             if match is None:
-                found = self.encoder.rows(tokens, positions, segments, texts)
+                vectors = self.encoder.rows(tokens, positions, segments, texts)
             else:
                 hidden = self.encoder.row_states(tokens, positions, segments)
-                found = self.encoder.pool_rows(hidden, positions, segments, texts)
+                vectors = self.encoder.pool_rows(hidden, positions, segments, texts)
                 numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=tokens.device)
                 members = (segments[:, None, :] == numbers[:, None]).float()  # [Q, 1 + S, T]
                 matched = match(hidden, members[:, 0], hidden, members[:, 1:])
-            found = found.to(self.head.weight.dtype)  # bf16, where weights are
-            return found[:, 0], found[:, 1:].flatten(0, 1), matched
+            vectors = vectors.to(self.head.weight.dtype)  # bf16 if the weights are
+            return vectors[:, 0], vectors[:, 1:].flatten(0, 1), matched
         query, product = inputs.query, inputs.product
-        if query.shape[1] == product.shape[1]:  # one encoder pass is half the graph
+        if query.shape[1] == product.shape[1]:  # a single encoder pass halves the graph
             both = self.encoder.hidden_states(torch.cat([query, product], dim=0))
             states = both[: query.shape[0]], both[query.shape[0] :]
         else:
@@ -258,13 +260,13 @@ class RelevanceModel(nn.Module):
         embedded = [self.encoder.pool(hidden, tokens) for hidden, tokens in zip(states, (query, product), strict=True)]
         if match is not None:
             is_query, is_product = ((tokens != self.encoder.pad_id).float() for tokens in (query, product))
-            asking = (_for_each(one, len(product)) for one in (states[0], is_query))
-            matched = match(*asking, states[1], is_product[:, None])
+            repeated = (_repeat(values, len(product)) for values in (states[0], is_query))
+            matched = match(*repeated, states[1], is_product[:, None])
         return embedded[0], embedded[1], matched
 
 
-def _for_each(values: Tensor, products: int) -> Tensor:
-    """What queries have [Q, ...], for each of their products [Q S, ...]."""
+def _repeat(values: Tensor, products: int) -> Tensor:
+    """Repeat values of queries [Q, ...] for each of their products, to [Q S, ...]."""
     slots = products // values.shape[0]
     if slots == 1:
         return values
@@ -272,14 +274,14 @@ def _for_each(values: Tensor, products: int) -> Tensor:
 
 
 def build_model(config: ModelConfig, spec: InputSpec, seed: int) -> RelevanceModel:
-    """A freshly initialised model on CPU, the same for the same seed and so on every rank.
+    """Build and initialize a model on the CPU. The same seed gives the same weights on every rank.
 
-    Raises ConfigError for an architecture that needs another tokenizer.
+    Raises ConfigError if the architecture needs another tokenizer.
     """
     if config.architecture == "mpnet" and spec.pad_id != MPNET_PAD:
         raise ConfigError(
-            f"model.architecture mpnet with the tokenizer's pad_id {spec.pad_id}",
-            expected=f"{MPNET_PAD}, from which an MPNet counts positions",
+            f"model.architecture mpnet does not support the tokenizer's pad_id {spec.pad_id}",
+            expected=f"pad_id {MPNET_PAD}, from which MPNet counts positions",
             next_command="--data.tokenizer.path FILE, the tokenizer.json of an MPNet, or another --model.architecture",
         )
     model = RelevanceModel(config, spec, seed)
@@ -293,10 +295,10 @@ def build_model(config: ModelConfig, spec: InputSpec, seed: int) -> RelevanceMod
 
 @torch.no_grad()
 def _initialise(module: nn.Module, generator: torch.Generator, std: float | None = None) -> None:
-    """Draw normal weights on the CPU with `std`, else 1/sqrt(inputs) for layers and 1 for tables; zero the biases.
+    """Draw normal weights with `std`, by default 1/sqrt(inputs) for layers and 1 for tables, and zero the biases.
 
-    Behind the encoder BERT's 0.02 is too small: with 20 numeric inputs the text side memorises the training pairs
-    before the features are used (WDC cameras, test F1 of match 0.70).
+    After the encoder BERT's 0.02 is too small. With 20 numeric inputs the text side memorizes the training pairs before
+    the features are used (WDC cameras, test F1 of match 0.70).
     """
     for child in module.modules():
         if isinstance(child, nn.Embedding):

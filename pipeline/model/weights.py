@@ -1,7 +1,4 @@
-"""Weights of unknown origin, and the model that a run from scratch starts with.
-
-The file of a folder that holds them and its named tensors; no code in it is ever run.
-"""
+"""Read weights of unknown origin without running any code in them, and build the initial model of a run."""
 
 import hashlib
 import re
@@ -25,53 +22,54 @@ from pipeline.model.relevance import RelevanceModel, build_model
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 ADAPTER = "adapter_config.json"
-_COUNTERS = ("position_ids", "num_batches_tracked")  # whole numbers that models keep beside their weights
-_SHARED = 4  # tied weights are stored once and counted twice; far more is a small file made to fill the memory
+_COUNTERS = ("position_ids", "num_batches_tracked")  # integer buffers, which are not weights
+_SHARED = 4  # tied weights are stored once and counted twice: a much higher ratio is an attempt to fill the memory
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of 8 bits only with scales of their own
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # 8-bit types would need scales
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "auto_model.", "0.auto_model.", "0.model.")
 
 
 def find_weights(storage: Storage, folder: str = "") -> str:
-    """Return the name of the file of weights in a Hugging Face folder.
+    """Return the name of the weights file in a Hugging Face folder.
 
-    Raises ConfigError for an adapter, which transformers adds to the weights; CheckpointError for no or several files.
+    Raises ConfigError for an adapter, and CheckpointError if the weights are missing or split into several files.
     """
 
-    def has(name: str) -> bool:
+    def exists(name: str) -> bool:
         return storage.stat(join_key(folder, name)) is not None
 
-    where = storage.uri(folder) if folder else storage.root
-    if has(ADAPTER):
+    uri = storage.uri(folder) if folder else storage.root
+    if exists(ADAPTER):
         raise ConfigError(
-            f"{where} has an adapter ({ADAPTER})",
-            expected="the weights of a whole encoder",
-            next_command="merge it where it was made: model.merge_and_unload().save_pretrained(DIR)",
+            f"{uri} contains an adapter ({ADAPTER})",
+            expected="the weights of a complete encoder",
+            next_command="merge it before copying: model.merge_and_unload().save_pretrained(DIR)",
         )
-    if found := next(filter(has, WEIGHT_FILES), ""):
-        return found
-    index = next((f"{name}.index.json" for name in WEIGHT_FILES if has(f"{name}.index.json")), "")
+    if name := next(filter(exists, WEIGHT_FILES), ""):
+        return name
+    if index := next((f"{name}.index.json" for name in WEIGHT_FILES if exists(f"{name}.index.json")), ""):
+        raise CheckpointError(
+            f"{uri} has its weights in several files ({index})",
+            expected=" or ".join(WEIGHT_FILES),
+            next_command="save it again in one file: model.save_pretrained(DIR, max_shard_size='30GB')",
+        )
     raise CheckpointError(
-        f"{where} has its weights in several files ({index})"
-        if index
-        else f"{where} has no weights: neither {' nor '.join(WEIGHT_FILES)}",
+        f"{uri} has no weights: neither {' nor '.join(WEIGHT_FILES)}",
         expected=" or ".join(WEIGHT_FILES),
-        next_command="save it again in one file: model.save_pretrained(DIR, max_shard_size='30GB')"
-        if index
-        else "copy the whole folder",
+        next_command="copy the complete folder",
     )
 
 
 def without_wrappers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove what DDP, torch.compile, Lightning or sentence-transformers put before every name."""
-    found = dict(weights)
-    while wrapper := next((one for one in _WRAPPERS if found and all(name.startswith(one) for name in found)), ""):
-        found = {name.removeprefix(wrapper): tensor for name, tensor in found.items()}
-    return found
+    """Remove the prefixes that DDP, torch.compile, Lightning or sentence-transformers add to every name."""
+    unwrapped = dict(weights)
+    while unwrapped and (prefix := next((w for w in _WRAPPERS if all(name.startswith(w) for name in unwrapped)), "")):
+        unwrapped = {name.removeprefix(prefix): tensor for name, tensor in unwrapped.items()}
+    return unwrapped
 
 
 def load_tensors(path: Path, source: str) -> dict[str, Tensor]:
-    """Return tensors by name, fp32, contiguous and in memory of their own on the CPU; counters are left out.
+    """Return tensors by name, in contiguous fp32 copies on the CPU, without counters.
 
     Raises CheckpointError naming the tensor or the code in the file (`source`) that is refused.
     """
@@ -84,79 +82,79 @@ def _read_tensors(path: Path, source: str) -> dict[str, Tensor]:
         check_downloaded(file.read(HEAD_BYTES), source, CheckpointError)
     if path.suffix == ".safetensors":
         try:
-            found: Mapping[str, Tensor] = load_file(path)
+            tensors: Mapping[str, Tensor] = load_file(path)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{source} is damaged or no safetensors file: {error}",
+                f"{source} is damaged or not a safetensors file: {error}",
                 expected="a safetensors file",
                 next_command="copy it again, or export it again",
             ) from error
     else:
-        found = _from_torch(path, source)
-    if not found:
-        raise CheckpointError(f"{source} holds no tensor", expected="the weights of a model")
-    return {name: tensor for name, tensor in found.items() if not name.endswith(_COUNTERS)}
+        tensors = _read_torch_file(path, source)
+    if not tensors:
+        raise CheckpointError(f"{source} contains no tensors", expected="the weights of a model")
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(_COUNTERS)}
 
 
-def _from_torch(path: Path, source: str) -> Mapping[str, Tensor]:
-    def refused(seen: str) -> CheckpointError:
+def _read_torch_file(path: Path, source: str) -> Mapping[str, Tensor]:
+    def refusal(problem: str) -> CheckpointError:
         return CheckpointError(
-            f"{source} {seen}",
-            expected="a state dict saved with torch.save: names and tensors, nothing else",
-            next_command="torch.save(model.state_dict(), FILE) where it was made, or convert it to safetensors there",
+            f"{source} {problem}",
+            expected="a state dict saved with torch.save, which contains only names and tensors",
+            next_command="torch.save(model.state_dict(), FILE) on the training machine, or convert it to safetensors",
         )
 
     if zipfile.is_zipfile(path):
-        # torch.save stores its entries as they are: a packed one may be small on disk and fill the memory.
+        # torch.save does not compress entries. A compressed entry may be small on disk and fill the memory.
         try:
             with zipfile.ZipFile(path) as archive:
                 packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
         except (zipfile.BadZipFile, OSError) as error:
-            raise refused(f"cannot be read: {error}") from error
+            raise refusal(f"cannot be read: {error}") from error
         if packed:
-            raise refused(f"has entry {packed[0]}, which is compressed")
+            raise refusal(f"has a compressed entry, {packed[0]}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler raises whatever a damaged or hostile stream leads it to
-        named = _GLOBAL.search(str(error))
-        seen = f"would run {named.group(1)} when it is loaded" if named else f"cannot be read: {type(error).__name__}"
-        raise refused(f"{seen}; nothing of it was run") from error
+    except Exception as error:  # a damaged or malicious pickle can make the unpickler raise anything
+        match = _GLOBAL.search(str(error))
+        problem = f"would run {match.group(1)} on loading" if match else f"cannot be read: {type(error).__name__}"
+        raise refusal(f"{problem} (no code was run)") from error
     if not isinstance(content, Mapping):
-        raise refused(f"holds a {type(content).__name__}")
+        raise refusal(f"contains a {type(content).__name__}")
     for name, value in content.items():
         if not isinstance(name, str) or type(value) not in (Tensor, torch.nn.Parameter):
-            raise refused(f"holds {name!r}, which is a {type(value).__name__}")
+            raise refusal(f"contains {name!r}, which is a {type(value).__name__}")
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in content.values())
     if size_bytes > _SHARED * path.stat().st_size:
-        raise refused(f"unfolds to {format_bytes(size_bytes)} of tensors that share their content")
+        raise refusal(f"expands to {format_bytes(size_bytes)} of tensors that share their content")
     return cast(Mapping[str, Tensor], content)
 
 
 def _as_weight(name: str, tensor: Tensor, source: str) -> Tensor:
-    """Return a tensor in fp32. Raises CheckpointError for what cannot be a weight."""
-    seen = ""
+    """Return a tensor in fp32. Raises CheckpointError if it cannot be a weight."""
+    problem = ""
     if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_cpu:
-        seen = f"{tensor.layout} on {tensor.device.type}{', quantised' if tensor.is_quantized else ''}"
+        problem = f"{tensor.layout} on {tensor.device.type}{', quantized' if tensor.is_quantized else ''}"
     elif tensor.dtype not in _DTYPES:
-        seen = str(tensor.dtype)
+        problem = str(tensor.dtype)
     elif tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        seen = f"shape {list(tensor.shape)} over {tensor.untyped_storage().nbytes()} bytes"
+        problem = f"shape {list(tensor.shape)} over {tensor.untyped_storage().nbytes()} bytes"
     elif not bool(torch.isfinite(tensor.to(torch.float32)).all()):
-        seen = "NaN or infinite values"
-    if seen:
+        problem = "NaN or infinite values"
+    if problem:
         raise CheckpointError(
-            f"{source}: {name}: {seen}",
-            expected="finite numbers in fp32, fp16 or bf16, all of them stored",
-            next_command="save it in fp32 where it was made: model.float().save_pretrained(DIR)",
+            f"{source}: {name}: {problem}",
+            expected="finite values in fp32, fp16 or bf16, all of them stored",
+            next_command="save the original model in fp32: model.float().save_pretrained(DIR)",
         )
     return tensor.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
 
 
-# The model a run from scratch starts with: random, or with the encoder of a Hugging Face folder.
+# The initial model of a run from scratch: random, or with the encoder of a Hugging Face folder.
 
 
 def digest_of_initial(folder: str, scratch: Path) -> tuple[str, str]:
-    """Return URI and SHA-256 of the weights of `model.init_from`, which `initial_model` has read."""
+    """Return the URI and SHA-256 of the weights of `model.init_from`, after `initial_model` has read them."""
     storage = open_storage(folder)
     name = find_weights(storage)
     with (storage.local_path(name) or scratch / f"init-{name}").open("rb") as file:
@@ -166,12 +164,10 @@ def digest_of_initial(folder: str, scratch: Path) -> tuple[str, str]:
 def initial_model(
     config: ModelConfig, spec: InputSpec, seed: int, scratch: Path, *, same_vocabulary: bool = False
 ) -> RelevanceModel:
-    """Make a model on CPU, the same on every rank. `config.init_from` names a folder with model.safetensors.
+    """Build a model on the CPU, the same on every rank, with the encoder weights of the folder `config.init_from`.
 
-    `same_vocabulary`: its tokenizer is that of `spec`.
-
-    Raises CheckpointError for weights that do not fit, ConfigError for an architecture that is not computed here, or is
-    not that of the settings.
+    `same_vocabulary`: whether its tokenizer is that of `spec`. Raises CheckpointError if the weights do not fit, and
+    ConfigError if the architecture is not supported or differs from the settings.
     """
     if config.init_from is None:
         return build_model(config, spec, seed)
@@ -182,12 +178,12 @@ def initial_model(
         local = scratch / f"init-{name}"
         storage.download(name, local)
     model_type: str = config.architecture
-    if config.factory is None and storage.stat(CONFIG) is not None:  # without it, weights are of that architecture
-        described = read_config(storage.read_bytes(CONFIG), storage.uri(CONFIG))
-        described.check(config, source=storage.uri(CONFIG))
-        model_type = described.model_type
+    if config.factory is None and storage.stat(CONFIG) is not None:  # default: the architecture of the settings
+        encoder_json = read_config(storage.read_bytes(CONFIG), storage.uri(CONFIG))
+        encoder_json.check(config, source=storage.uri(CONFIG))
+        model_type = encoder_json.model_type
     source = storage.uri(name)
-    # A file for a factory may hold masks and other buffers beside the weights that are taken.
+    # A file for a factory may contain masks and other buffers, so only the tensors of its module are checked.
     weights = load_tensors(local, source) if config.factory is None else _read_tensors(local, source)
     return with_encoder(weights, source, config, spec, seed, model_type=model_type, same_vocabulary=same_vocabulary)
 
@@ -202,14 +198,14 @@ def with_encoder(
     model_type: str,
     same_vocabulary: bool = False,
 ) -> RelevanceModel:
-    """Make a model with the encoder in a file of a family, or of the module of a factory; the rest is from `seed`.
+    """Build a model with the encoder `weights` of a family or of a factory's module, initializing the rest by `seed`.
 
-    Raises CheckpointError for weights that do not fit; they are held against the settings before memory is taken.
+    Raises CheckpointError if the weights do not fit the settings, before memory is allocated.
     """
     if config.factory is not None:
         model = build_model(config, spec, seed)
-        found = module_weights(weights, model.state_dict(), factory=config.factory, source=source)
-        encoder = {name: _as_weight(name, tensor, source) for name, tensor in found.items()}
+        tensors = module_weights(weights, model.state_dict(), factory=config.factory, source=source)
+        encoder = {name: _as_weight(name, tensor, source) for name, tensor in tensors.items()}
     else:
         named = as_bert(without_wrappers(weights), model_type, spec.pad_id, source=source)
         encoder = encoder_from_hf(named, template_of(config, spec), source=source, same_vocabulary=same_vocabulary)
@@ -219,13 +215,13 @@ def with_encoder(
 
 
 def template_of(config: ModelConfig, spec: InputSpec) -> dict[str, Tensor]:
-    """Return names and shapes of a model without content. Raises CheckpointError for sizes that no tensor can have."""
+    """Return a model's state dict on the meta device. Raises CheckpointError if a size is too large for a tensor."""
     try:
         with torch.device("meta"):
             return RelevanceModel(config, spec).state_dict()
-    except RuntimeError as error:  # more bytes than can be counted
+    except RuntimeError as error:  # the number of bytes overflows
         raise CheckpointError(
             f"a model of width {config.encoder.hidden_size} and {spec.vocab_size} words: {error}",
-            expected="the sizes of the weights beside it",
+            expected="the sizes of the weights in the same folder",
             next_command="export the model again",
         ) from error

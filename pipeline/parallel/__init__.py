@@ -1,1 +1,1 @@
-"""Ranks, and how a model is spread over them."""
+"""Ranks, process groups, and models sharded over them."""

@@ -1,8 +1,8 @@
-"""What is kept of a unit (layer) for backward: everything, its inputs alone, or its inputs in host memory.
+"""Activation checkpointing of units (layers), with optional offloading of their inputs to host memory.
 
-Twice, for two kinds of program. A module's units are run by torch's non-reentrant checkpoint. Where weights are views
-of flat vectors, put into the model for one call, that would run again without them, and on a device that traces the
-compiler would find both computations equal and keep the first: there it is a function of inputs and weights.
+`recompute_units` wraps modules with torch's non-reentrant checkpoint. `checkpointed_call` is for weights that exist in
+the model for one call only, as views of flat vectors. Torch's checkpoint would recompute without them, and on a tracing
+device the compiler would merge both computations, so it is an autograd function of inputs and weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,43 +19,44 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.backends import Backend
 
 _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
-"""Arguments of transformers' layers: a cache of keys and values would be written twice (its modeling_layers.py)."""
+"""Arguments of transformers' layers. Recomputing would write the key/value cache twice (its modeling_layers.py)."""
 
 
 def recompute_units(units: Sequence[nn.Module], *, offload: bool = False, pin_memory: bool = False) -> None:
-    """Keep only the inputs of each unit for backward, and with `offload` keep these in (pinned) host memory.
+    """Keep only the inputs of each unit for backward, in (pinned) host memory with `offload`.
 
-    In place, before fully_shard; names of parameters and modules stay. `forward` is run again and not the call: hooks
-    of a unit, such as those that gather its parameters, run once.
+    Changes units in place and must run before fully_shard. Names of parameters and modules do not change. Only
+    `forward` is recomputed, not `__call__`, so the hooks of a unit, such as those that gather its parameters, run once.
     """
     for unit in units:
         unit.forward = partial(
-            _checkpointed, unit.forward, partial(save_on_cpu, pin_memory) if offload else nullcontext
+            _checkpointed_forward, unit.forward, partial(save_on_cpu, pin_memory) if offload else nullcontext
         )
 
 
-def _checkpointed(forward: Callable[..., Any], saving: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed_forward(forward: Callable[..., Any], saving: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    kwargs |= {name: absent for name, absent in _CACHES.items() if name in kwargs}
+    kwargs |= {name: disabled for name, disabled in _CACHES.items() if name in kwargs}
     with saving():
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def recomputed(backend: Backend, layer: nn.Module, *inputs: Tensor) -> Tensor:
-    """Return layer(*inputs), with the weights it has at this moment, as functional_call put them there.
+def checkpointed_call(backend: Backend, layer: nn.Module, *inputs: Tensor) -> Tensor:
+    """Return layer(*inputs), using its current weights, and recompute it in backward.
 
-    The weights are kept as they are, so they must not change before backward. To the bit what it is without.
+    Weights are saved by reference and must not change before backward. Results are bit-identical to a plain call.
     """
-    if not torch.is_grad_enabled():
-        plain: Tensor = layer(*inputs)
-        return plain
-    weights = dict(layer.named_parameters())
-    found: Tensor = _Recomputed.apply(backend, layer, tuple(weights), *inputs, *weights.values())  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor
+    if torch.is_grad_enabled():
+        weights = dict(layer.named_parameters())
+        output = _CheckpointedCall.apply(backend, layer, tuple(weights), *inputs, *weights.values())  # type: ignore[no-untyped-call]
+    else:
+        output = layer(*inputs)
+    return output
 
 
-class _Recomputed(torch.autograd.Function):
+class _CheckpointedCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, backend: Backend, layer: nn.Module, names: tuple[str, ...], *tensors: Tensor) -> Tensor:
         ctx.backend, ctx.layer, ctx.names = backend, layer, names

@@ -1,6 +1,6 @@
-"""A spread model and its optimizer in plain files: the same tensors from any mesh, read by any other.
+"""Save and load a sharded model and its optimizer as plain files that do not depend on the mesh.
 
-Rank 0 holds the whole state in host memory while it is written or read.
+Rank 0 keeps the full state in host memory while saving and loading.
 """
 
 import json
@@ -33,28 +33,28 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, open_parent, os_errors
 from pipeline.parallel.mesh import raise_on_all_ranks, run_without_timeout
 from pipeline.parallel.process_group import collective_errors
-from pipeline.parallel.tensors import fused_parts, interleaved
+from pipeline.parallel.tensors import fused_parts, interleave_rows
 
 KIND = "weights"
 _GROUPS = "optimizer"
-"""Metadata of the optimizer's file: groups and numbers as JSON."""
+"""Metadata key of the optimizer's file: parameter groups and scalars as JSON."""
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 State = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write model.safetensors, and optimizer.safetensors, to a folder or an s3:// URI; complete or not at all.
+    """Write model.safetensors, and optimizer.safetensors if given, to a folder or an s3:// URI, atomically.
 
-    A tied tensor is written once, under its first name. Every rank calls it; rank 0 writes. Raises ConfigError,
-    TransientError, on every rank.
+    All ranks must call it. Rank 0 writes. A tied tensor is written once, under its first name. Raises, on every rank,
+    ConfigError if the optimizer has parameters of another model, and TransientError if writing or a collective fails.
     """
     with raise_on_all_ranks("opening the folder"):
         storage, name = _location(folder)
         if optimizer is not None:
             _group_names(model, optimizer)
     tied = _tied(model)
-    with collective_errors("gathering what is saved", mixed=True):
+    with collective_errors("gathering the state to save", mixed=True):
         state = get_model_state_dict(model, options=_GATHER)
         weights: State = {key: value for key, value in state.items() if key not in tied}
         files: dict[str, tuple[Tensors, dict[str, str]]] = {WEIGHTS: (weights, {"format": "pt"})}
@@ -64,12 +64,12 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     def write() -> None:
         target = storage.local_path(name)
         with os_errors("writing", storage.uri(name)):
-            if target is not None:  # beside the target, so that publishing is a rename
+            if target is not None:  # stage in the target's folder, so that publishing is a rename
                 atomic.make_dirs(target.parent)
-            where = TemporaryDirectory(dir=temporary_folder()) if target is None else atomic.temp_dir(target)
-            with where as staging:
+            temporary = TemporaryDirectory(dir=temporary_folder()) if target is None else atomic.temp_dir(target)
+            with temporary as staging:
                 for file, (tensors, metadata) in files.items():
-                    _write(Path(staging) / file, _arranged(model, tensors, for_file=True), metadata)
+                    _write(Path(staging) / file, _reorder_fused(model, tensors, for_file=True), metadata)
                 commit_dir(storage, Path(staging), name, kind=KIND, fields={})
 
     run_without_timeout(write if _is_main() else lambda: None, "saving")
@@ -79,14 +79,14 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
     except SafetensorError as error:  # how safetensors reports a full disk
-        raise TransientError(f"{path.name} cannot be written: {error}", expected="room on the disk") from error
-    path.chmod(0o644)  # safetensors lets nobody else read it
+        raise TransientError(f"{path.name} cannot be written: {error}", expected="free disk space") from error
+    path.chmod(0o644)  # safetensors makes it readable by the owner only
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Read what `save` wrote, from any mesh.
+    """Load a folder that `save` wrote, from any mesh, into a model and its optimizer.
 
-    Raises CheckpointError, on every rank, where nothing is saved, or that of another model or optimizer.
+    Raises CheckpointError, on every rank, if the folder is missing, damaged, or of another model or optimizer.
     """
     with raise_on_all_ranks("opening the folder"):
         storage, name = _location(folder)
@@ -97,62 +97,62 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         if not _is_main():
             return {}, {}
         try:
-            found = fetch_dir(storage, name, cache_folder(os.environ) / KIND, deep=True)
-            weights = load_file(found / WEIGHTS)
+            local = fetch_dir(storage, name, cache_folder(os.environ) / KIND, deep=True)
+            weights = load_file(local / WEIGHTS)
             weights |= {key: weights[first] for key, first in _tied(model).items() if first in weights}
             check_shapes(uri, tensor_shapes(model.state_dict()), tensor_shapes(weights))
-            state = {} if optimizer is None else _from_tensors(found / OPTIMIZER, model)
+            state = {} if optimizer is None else _read_optimizer(local / OPTIMIZER, model)
         except (DataError, SafetensorError, OSError, json.JSONDecodeError, KeyError) as error:
-            seen = error.seen if isinstance(error, DataError) else f"{uri}: {error}"
-            raise CheckpointError(seen, expected="a folder that save wrote") from error
+            problem = error.seen if isinstance(error, DataError) else f"{uri}: {error}"
+            raise CheckpointError(problem, expected="a folder written by trnpipe.save") from error
         if optimizer is not None and [group["params"] for group in state["param_groups"]] != names:
             raise CheckpointError(
-                f"{uri} has the state of {len(state['param_groups'])} groups of other parameters",
-                expected=f"{len(names)} groups as the optimizer has them",
-                next_command="make the optimizer as where it was saved",
+                f"{uri} has {len(state['param_groups'])} parameter groups that differ from the optimizer's",
+                expected=f"the optimizer's {len(names)} groups, with the same parameters",
+                next_command="build the optimizer with the same parameter groups as when it was saved",
             )
-        return _arranged(model, weights, for_file=False), state
+        return _reorder_fused(model, weights, for_file=False), state
 
     weights, state = run_without_timeout(read, "loading")
-    grouped = dist.is_initialized()
-    options = StateDictOptions(full_state_dict=grouped, broadcast_from_rank0=grouped)
+    is_distributed = dist.is_initialized()
+    options = StateDictOptions(full_state_dict=is_distributed, broadcast_from_rank0=is_distributed)
     with collective_errors("loading", mixed=True):
         set_model_state_dict(model, weights, options=options)
         if optimizer is not None:
             set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
-def _arranged(model: nn.Module, tensors: Mapping[str, Tensor], *, for_file: bool) -> Tensors:
-    """Put the rows of fused parameters, and of their moments, in the order that files have, or a rank's part has."""
-    parts, found = fused_parts(model), dict(tensors)
+def _reorder_fused(model: nn.Module, tensors: Mapping[str, Tensor], *, for_file: bool) -> Tensors:
+    """Reorder the rows of fused parameters and of their moments: consecutive in files, interleaved on ranks."""
+    num_fused, result = fused_parts(model), dict(tensors)
     for name, tensor in tensors.items():
-        number = parts.get(name) or parts.get(name.partition(".")[2], 1)  # of a moment: key.name
-        if number > 1 and tensor.ndim:
-            found[name] = interleaved(tensor, len(tensor) // number if for_file else number)
-    return found
+        parts = num_fused.get(name) or num_fused.get(name.partition(".")[2], 1)  # a moment is named key.name
+        if parts > 1 and tensor.ndim:
+            result[name] = interleave_rows(tensor, len(tensor) // parts if for_file else parts)
+    return result
 
 
 def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of the parameters of each group. Raises ConfigError for parameters that are not the model's."""
+    """Return the parameter names of each group. Raises ConfigError if a parameter does not belong to the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if unknown := [parameter for parameter in parameters if id(parameter) not in names]:
         raise ConfigError(
-            f"the optimizer has {len(unknown)} parameters that are not the model's",
-            expected="an optimizer of model.parameters() as they are after transform",
-            next_command="model = transform(model) first, then the optimizer",
+            f"the optimizer has {len(unknown)} parameters that do not belong to the model",
+            expected="an optimizer of model.parameters() after transform",
+            next_command="call model = transform(model) first, then build the optimizer",
         )
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def check_shapes(source: str, expected: Mapping[str, list[int]], shapes: Mapping[str, list[int]]) -> None:
-    """Raise CheckpointError if the tensors of a source have other names or shapes than those of a model."""
+    """Raise CheckpointError if tensor names or shapes in `source` differ from those of the model."""
     for name in sorted(expected.keys() | shapes.keys()):
         if expected.get(name) != shapes.get(name):
             raise CheckpointError(
-                f"{source}: {name!r} is {shapes.get(name, 'not there')}",
-                expected=f"{expected.get(name, 'nothing of that name')}, as the model has it",
-                next_command="build the model, and its optimizer, as where they were saved",
+                f"{source}: the shape of {name!r} is {shapes.get(name, 'missing')}",
+                expected=f"{expected.get(name, 'no such tensor')}, as in the model",
+                next_command="build the model and its optimizer as when they were saved",
             )
 
 
@@ -170,15 +170,15 @@ def _location(folder: str | Path) -> tuple[Storage, str]:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Return the further names of tied tensors, each with the first one."""
-    first: dict[int, str] = {}
+    """Return the first name of each tied tensor, by its other names."""
+    names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
-    return {name: known for name, value in state.items() if (known := first.setdefault(id(value), name)) != name}
+    return {name: first for name, value in state.items() if (first := names.setdefault(id(value), name)) != name}
 
 
 def _as_tensors(state: State) -> tuple[Tensors, dict[str, str]]:
-    """Return an optimizer's state as tensors by `key.name`, and its numbers and options as JSON."""
-    values = {f"{key}.{name}": value for name, held in state.get("state", {}).items() for key, value in held.items()}
+    """Return an optimizer's state as tensors by `key.name`, and its scalars and options as JSON metadata."""
+    values = {f"{key}.{name}": value for name, slots in state.get("state", {}).items() for key, value in slots.items()}
     numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     groups = []
     for group in state.get("param_groups", ()):
@@ -188,12 +188,12 @@ def _as_tensors(state: State) -> tuple[Tensors, dict[str, str]]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}, metadata
 
 
-def _from_tensors(path: Path, model: nn.Module) -> State:
+def _read_optimizer(path: Path, model: nn.Module) -> State:
     with safe_open(path, "pt") as file:
         saved = json.loads(file.metadata()[_GROUPS])
     state: State = {}
-    for whole_name, value in {**_arranged(model, load_file(path), for_file=False), **saved["numbers"]}.items():
-        key, _, name = whole_name.partition(".")
+    for full_name, value in {**_reorder_fused(model, load_file(path), for_file=False), **saved["numbers"]}.items():
+        key, _, name = full_name.partition(".")
         state.setdefault(name, {})[key] = value
     groups = []
     for group in saved["groups"]:

@@ -1,4 +1,4 @@
-"""A plan: how a model is spread over devices, in one frozen value."""
+"""Parallelism settings: how a model is sharded over devices."""
 
 import json
 import os
@@ -12,31 +12,31 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.record import Record
 
 PLAN_VARIABLE = "TRNPIPE_PARALLEL"
-"""Environment: a plan as JSON, or the path of a file that holds one."""
+"""Environment variable with a plan as JSON, or the path of a JSON file."""
 
 
 class Spread(Record):
-    """How a model is spread over the ranks of a run."""
+    """Settings for sharding a model over the ranks of a run."""
 
     retired: ClassVar[Mapping[str, Any]] = {"collectives": "default", "offload_horizon": 0}
 
     shard_degree: int = Field(
-        0, ge=0, description="Ranks that share one copy of what `shard` names; 0: all data-parallel ranks, 1: none"
+        0, ge=0, description="Ranks that one copy is sharded over; 0: all data-parallel ranks, 1: no sharding"
     )
     shard: Literal["all", "state"] = Field(
         "all",
-        description="all: parameters, gradients and optimizer state (FSDP); state: the optimizer's state (ZeRO-1)",
+        description="all: shard parameters, gradients and optimizer state (FSDP); state: optimizer state only (ZeRO-1)",
     )
-    tensor_degree: int = Field(1, ge=1, description="Ranks that share each layer's matrices (tensor parallel)")
+    tensor_degree: int = Field(1, ge=1, description="Tensor parallel degree: ranks that split each layer's matrices")
     recompute: Literal["none", "units"] = Field(
-        "none", description="units: keep only the inputs of each unit (layer), compute the rest again in backward"
+        "none", description="units: activation checkpointing, which keeps only the inputs of each unit (layer)"
     )
     offload: bool = Field(False, description="Keep the inputs of recomputed units in host memory until backward")
     process_group: str = Field(
         "",
         pattern=r"^$|^[\w.]+:\w+$",
-        description="MODULE:NAME: the backend that MODULE registers with torch.distributed, for the groups that hold"
-        " shards; empty: the device's own",
+        description="Backend of the shard groups as MODULE:NAME, registered with torch.distributed by MODULE;"
+        " empty: the device's default",
     )
 
     @model_validator(mode="after")
@@ -49,29 +49,29 @@ class Spread(Record):
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether FSDP is asked for."""
+        """Return whether FSDP shards the parameters."""
         return self.shard == "all" and self.shard_degree != 1
 
     def as_plan(self, precision: Literal["fp32", "bf16"] = "fp32") -> "Plan":
-        """Return the plan of a run whose precision is this."""
+        """Return these settings as a plan with the given precision."""
         return Plan(**self.model_dump(), precision=precision)
 
 
 class Plan(Spread):
-    """How the model of a user's script is spread, with what a run of ours has among its other settings."""
+    """Parallelism settings of a user's script, including the precision and seed that `trnpipe train` sets elsewhere."""
 
     precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Of parameters and activations in a unit; weights and their gradients are kept in fp32"
+        "fp32", description="Precision of the computation in units; weights and their gradients are kept in fp32"
     )
     seed: int | None = Field(
-        None, ge=0, description="Seeds torch: weights alike on all ranks, then dropout by data rank"
+        None, ge=0, description="Seed of torch: initial weights are equal on all ranks, dropout differs by data rank"
     )
 
     @staticmethod
     def read(source: "Plan | Mapping[str, Any] | str | Path | None", env: Mapping[str, str] = os.environ) -> "Plan":
-        """Return a plan given as it is, as a mapping, as JSON, or as the path of a JSON file; None: PLAN_VARIABLE.
+        """Read a plan from a Plan, a mapping, JSON or the path of a JSON file; None: PLAN_VARIABLE.
 
-        Raises ConfigError.
+        Raises ConfigError if it cannot be read or is invalid.
         """
         if isinstance(source, Plan):
             return source
@@ -87,9 +87,10 @@ class Plan(Spread):
             first = error.errors()[0]
             raise ConfigError(
                 f"{origin}: {'.'.join(map(str, first['loc']))} {first['input']!r}: {first['msg']}",
-                expected=f"a plan of {', '.join(Plan.model_fields)}: see docs/parallel.md",
+                expected=f"a plan with keys among {', '.join(Plan.model_fields)}; see docs/parallel.md",
             ) from error
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{origin} cannot be read: {error}", expected='a plan as JSON, such as {"shard_degree": 8}, or its file'
+                f"{origin} cannot be read: {error}",
+                expected='JSON such as {"shard_degree": 8}, or a path of a JSON file',
             ) from error

@@ -1,7 +1,7 @@
-"""Ranks of this node under torchrun: one exit code for all of them, that of the rank that says most.
+"""Start the ranks of this node with torchrun and combine their exit codes into one.
 
-`launch` starts `python -m pipeline.parallel.launch torchrun ...`, whose ranks are processes of a module of ours, or
-`python -m pipeline.parallel.launch rank script.py ...`, one rank of a script that knows nothing of us. Without torch.
+`launch` runs `python -m pipeline.parallel.launch torchrun ...`, whose ranks are `python -m pipeline ...` or, for a
+user's script, `python -m pipeline.parallel.launch rank script.py ...`. The launcher itself does not import torch.
 """
 
 import atexit
@@ -35,7 +35,7 @@ from pipeline.core.errors import (
 from pipeline.core.interpreter import OWN_MODULE
 from pipeline.core.stop import StopSignal
 from pipeline.io.paths import temporary_folder
-from pipeline.parallel.world import NUM_NODES, is_lost_peer, torchrun_arguments
+from pipeline.parallel.world import NUM_NODES, is_lost_rank, torchrun_arguments
 from pipeline.proc.children import RANK_S
 from pipeline.proc.signals import enable_stack_dumps, limit_shutdown_time
 
@@ -44,70 +44,70 @@ MODULE = "pipeline.parallel.launch"
 OWN_PACKAGES = ("pipeline", "jobs", "trnpipe")
 _STANDARD_OUTPUT = 1
 _LINE_BUFFERED = 1  # stdio.h: _IOLBF
-_LINE_BUFFER = ctypes.create_string_buffer(4096)  # the C library's as long as the process lives
-_OUTPUT_S = 5.0  # for the last lines; a process that a rank left behind may hold the pipe open for ever
+_LINE_BUFFER = ctypes.create_string_buffer(4096)  # used by the C library until the process exits
+_OUTPUT_S = 5.0  # wait for the last lines: an orphaned child of a rank may keep the pipe open forever
 _GLOO = b"[Gloo] Rank "
-"""Begins a line that gloo writes for each group it makes (torch 2.9)."""
+"""Prefix of the line that gloo prints for each new process group (torch 2.9)."""
 
 
 def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
-    """Return whether ranks must be started: several processes or a node of several, and torchrun has not done it."""
+    """Return whether ranks must be started: more than one process or node is configured and torchrun is not running."""
     return "WORLD_SIZE" not in env and (processes > 1 or NUM_NODES in env)
 
 
-def launch(words: Sequence[str], processes: int, stop: StopSignal, *, module: str = "pipeline") -> int:
-    """Run `python -m <module> <words>` in `processes` ranks on this node and return one exit code for all of them."""
+def launch(arguments: Sequence[str], processes: int, stop: StopSignal, *, module: str = "pipeline") -> int:
+    """Run `python -m <module> <arguments>` in `processes` ranks on this node and return one exit code for all."""
     with tempfile.TemporaryDirectory(prefix="trnpipe-exit-", dir=temporary_folder()) as folder:
         command = [*OWN_MODULE, MODULE, "torchrun", *torchrun_arguments(processes, os.environ), "--no-python"]
-        command += [*OWN_MODULE, module, *words]
+        command += [*OWN_MODULE, module, *arguments]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         env = {"OMP_NUM_THREADS": threads, **os.environ, EXIT_DIR_VARIABLE: folder}
-        # A session of its own: Ctrl-C reaches us alone, and we pass it on once.
+        # A new session: Ctrl-C reaches only this process, which forwards it once.
         readable, writable = os.pipe()
         torchrun = subprocess.Popen(command, env=env, start_new_session=True, stdout=writable)  # noqa: S603 - no shell
         os.close(writable)
-        output = threading.Thread(target=pass_on, args=(readable, _STANDARD_OUTPUT), daemon=True)
+        output = threading.Thread(target=forward_output, args=(readable, _STANDARD_OUTPUT), daemon=True)
         output.start()
         while torchrun.poll() is None and not stop.wait(0.2):
             continue
         if torchrun.poll() is None:
-            torchrun.terminate()  # torchrun passes it on to every rank and waits for them
+            torchrun.terminate()  # torchrun forwards the signal to every rank and waits for them
         code = torchrun.wait()
         output.join(_OUTPUT_S)
         if code == EXIT_OK:
-            return EXIT_OK  # of ranks that end by os._exit, too
+            return EXIT_OK  # also for ranks that ended by os._exit and recorded no code
         codes = [_exit_code(Path(folder), rank) for rank in range(processes)]
     return ranks_exit_code(codes, stopped=stop.is_set())
 
 
-def launch_script(words: Sequence[str], processes: int, stop: StopSignal) -> int:
-    """Run `script.py ...` or `-m module ...` in ranks, as `launch` does."""
-    return launch(["rank", *words], processes, stop, module=MODULE)
+def launch_script(arguments: Sequence[str], processes: int, stop: StopSignal) -> int:
+    """Run `script.py ...` or `-m module ...` in ranks and return one exit code, as `launch` does."""
+    return launch(["rank", *arguments], processes, stop, module=MODULE)
 
 
-def pass_on(source: int, target: int) -> None:
-    """Copy the output of ranks from one file descriptor to another, without gloo's lines, until its end."""
-    held = b""  # the beginning of a line that may be gloo's
-    with suppress(BrokenPipeError):  # nobody reads on: so the ranks will hear of it
+def forward_output(source: int, target: int) -> None:
+    """Copy the output of ranks from one file descriptor to another until its end, dropping gloo's lines."""
+    pending = b""  # the beginning of a line that may be gloo's
+    with suppress(BrokenPipeError):  # the reader is gone: closing the source lets the ranks see that too
         while chunk := os.read(source, 2**16):
-            *lines, held = (held + chunk).split(b"\n")
-            passed = b"".join(line + b"\n" for line in lines if not line.startswith(_GLOO))
-            if not _GLOO.startswith(held[: len(_GLOO)]):
-                passed, held = passed + held, b""
-            while passed:
-                passed = passed[os.write(target, passed) :]
+            *lines, pending = (pending + chunk).split(b"\n")
+            output = b"".join(line + b"\n" for line in lines if not line.startswith(_GLOO))
+            if not _GLOO.startswith(pending[: len(_GLOO)]):
+                output, pending = output + pending, b""
+            while output:
+                output = output[os.write(target, output) :]
     os.close(source)
 
 
-def note_exit_code(code: int, env: Mapping[str, str] = os.environ, *, name: str = "") -> None:
-    """Leave this rank's exit code for the launcher, which torchrun would otherwise turn into 1."""
+def record_exit_code(code: int, env: Mapping[str, str] = os.environ, *, name: str = "") -> None:
+    """Write this rank's exit code to a file for the launcher, because torchrun itself exits with 1."""
     folder = env.get(EXIT_DIR_VARIABLE)
     if folder and Path(folder).is_dir():
         (Path(folder) / (name or f"local-rank-{env.get('LOCAL_RANK', '0')}")).write_text(str(code))
 
 
 def _exit_code(folder: Path, local_rank: int) -> int | None:
-    """Return what the rank left itself, else how its process ended: minus a signal."""
+    """Return the code that the rank recorded, else the one torchrun saw: minus the signal if it was killed."""
     for name in (f"local-rank-{local_rank}", f"local-rank-{local_rank}.ended"):
         with suppress(OSError, ValueError):
             return int((folder / name).read_text())
@@ -115,11 +115,11 @@ def _exit_code(folder: Path, local_rank: int) -> int | None:
 
 
 def ranks_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
-    """Return one code for all ranks (None: the rank died without one; below 0: of a signal; 128 and above: a shell's).
+    """Return one exit code for all ranks.
 
-    A rank's own fault says more than its peers' lost connections: codes that must not be retried come first, then a
-    bug or another code of its own, then (unless all were stopped) a transient failure. Where a rank was killed, what
-    its peers say comes of that.
+    A code is None if the rank died without one, negative for a signal, and at least 128 for a signal seen by a shell.
+    Codes that must not be retried take precedence, then bugs and other codes, then (unless all ranks were stopped)
+    transient failures, which include lost connections. After SIGKILL of one rank, bugs of the others are ignored.
     """
     if all(code == EXIT_OK for code in codes):
         return EXIT_OK
@@ -132,10 +132,10 @@ def ranks_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
     return Preempted.exit_code if stopped else TransientError.exit_code
 
 
-def run_torchrun(words: Sequence[str]) -> int:
-    """Run torchrun, with a line, not tracebacks of its own, on how ranks have ended; LOGLEVEL brings its messages back.
+def run_torchrun(arguments: Sequence[str]) -> int:
+    """Run torchrun and return 0 if all ranks of this node exited with 0.
 
-    Return 0 when all ranks of this node ended with 0.
+    Prints one line for each failed rank in place of torchrun's tracebacks. Set LOGLEVEL to see torchrun's own messages.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -144,28 +144,28 @@ def run_torchrun(words: Sequence[str]) -> int:
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
     try:
-        run(parse_args(list(words)))  # type: ignore[no-untyped-call]
+        run(parse_args(list(arguments)))  # type: ignore[no-untyped-call]
     except SignalException:
         return Preempted.exit_code
-    except ChildFailedError as error:  # it holds those that failed first; the others were told to stop
+    except ChildFailedError as error:  # only the ranks that failed first: torchrun stopped the others
         for rank, failure in sorted(error.failures.items()):
-            note_exit_code(failure.exitcode, name=f"local-rank-{failure.local_rank}.ended")
+            record_exit_code(failure.exitcode, name=f"local-rank-{failure.local_rank}.ended")
             ended = f"exited with {failure.exitcode}"
             if failure.exitcode < 0:
-                ended = f"was ended by {signal.Signals(-failure.exitcode).name}"
+                ended = f"was killed by {signal.Signals(-failure.exitcode).name}"
             print(f"trnpipe: rank {rank} (process {failure.pid}) {ended}", file=sys.stderr, flush=True)
         return EXIT_BUG
     return EXIT_OK
 
 
-# One rank of a script. It sees what it would see of `python script.py`, its exit code is left for the launcher, and an
-# error of trnpipe is a message without a traceback. Of several ranks each line begins with the number of its rank.
+# One rank of a script. The script runs as under `python script.py`, its exit code is recorded for the launcher, and an
+# error of trnpipe is printed without a traceback. With several ranks, each line begins with the rank.
 
 
-def write_whole_lines(env: Mapping[str, str] = os.environ) -> None:
-    """In a rank, make C write whole lines to standard output, as pieces of gloo's would mix with those of other ranks.
+def line_buffer_c_stdout(env: Mapping[str, str] = os.environ) -> None:
+    """Make the C library of a rank line-buffer standard output, so that gloo's lines do not mix with other ranks'.
 
-    Python makes it unbuffered, as torchrun and PYTHONUNBUFFERED ask it to.
+    Python makes it unbuffered because torchrun sets PYTHONUNBUFFERED.
     """
     if sys.platform == "linux" and "LOCAL_RANK" in env:
         libc = ctypes.CDLL(None)
@@ -173,36 +173,36 @@ def write_whole_lines(env: Mapping[str, str] = os.environ) -> None:
         libc.setvbuf(stdout, _LINE_BUFFER, _LINE_BUFFERED, ctypes.c_size_t(len(_LINE_BUFFER)))
 
 
-def run_rank(words: Sequence[str]) -> None:
-    """Run the script to its end. Raises SystemExit where it ends with anything but 0."""
-    write_whole_lines()
+def run_rank(arguments: Sequence[str]) -> None:
+    """Run the script to its end. Raises SystemExit if its exit code is not 0."""
+    line_buffer_c_stdout()
     enable_stack_dumps()
     limit_shutdown_time()
-    # torchrun starts Python unbuffered, where the parts of a line come one by one, among those of other ranks.
+    # torchrun starts Python unbuffered, which would mix fragments of one line with those of other ranks.
     prefix = f"[{os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     for name in ("stdout", "stderr"):
         stream = RankLines(getattr(sys, name), prefix)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     codes = [EXIT_OK]
-    atexit.register(lambda: note_exit_code(codes[0]))  # the first is the last to be called
+    atexit.register(lambda: record_exit_code(codes[0]))  # registered first, so called last
     try:
-        run_script(words)
+        run_script(arguments)
     except SystemExit as ended:
-        code = ended.code  # as the interpreter has it: nothing is 0, a text (which it prints) is 1
+        code = ended.code  # like the interpreter: None is 0, text (which it prints) is 1
         codes[0] = EXIT_OK if code is None else code & 0xFF if isinstance(code, int) else EXIT_BUG
         raise
     except BaseException as error:
         codes[0] = exit_code(error)
-        _show(error)
-        note_exit_code(codes[0])
-        # Threads that still wait for a peer must not keep a rank that has failed. A thread of C: it needs no GIL.
+        _print_error(error)
+        record_exit_code(codes[0])
+        # Threads that wait for other ranks must not keep a failed rank alive. faulthandler's thread needs no GIL.
         faulthandler.dump_traceback_later(RANK_S, exit=True)
         sys.exit(codes[0])
 
 
 class RankLines(io.TextIOWrapper):
-    """A text stream, written line by line, whose lines begin with `prefix`. Takes the given stream's place."""
+    """A line-buffered text stream that replaces `stream` and begins each line with `prefix`."""
 
     def __init__(self, stream: io.TextIOWrapper, prefix: str) -> None:
         encoding, errors = stream.encoding, stream.errors
@@ -210,53 +210,53 @@ class RankLines(io.TextIOWrapper):
         self._prefix, self._begins_line = prefix, True
 
     def write(self, text: str) -> int:
-        """Write the text; a carriage return begins a line too, as progress bars have it."""
+        """Write the text. A carriage return begins a new line too, as in progress bars."""
         marked = re.sub(r"(?<=[\r\n])(?=[^\r\n])", lambda _: self._prefix, text)
         if self._begins_line and text[:1] not in ("", "\r", "\n"):
             marked = self._prefix + marked
         if text:
             self._begins_line = text[-1] in "\r\n"
-        whole, newline, begun = marked.rpartition("\n")
-        for part in (whole + newline, begun):  # the first is flushed: `begun` waits for its end
+        lines, newline, rest = marked.rpartition("\n")
+        for part in (lines + newline, rest):  # the complete lines are flushed, the rest is buffered
             super().write(part)
         return len(text)
 
 
-def run_script(words: Sequence[str]) -> None:
-    """Run it as __main__, with the sys.argv and sys.path of `python script.py ...` or `python -m module ...`."""
-    folder = str(Path.cwd() if words[0] == "-m" else Path(words[0]).resolve().parent)
-    if "PYTHONSAFEPATH" not in os.environ:  # which keeps a script from finding what lies beside it
+def run_script(arguments: Sequence[str]) -> None:
+    """Run a script as __main__, with sys.argv and sys.path of `python script.py ...` or `python -m module ...`."""
+    folder = str(Path.cwd() if arguments[0] == "-m" else Path(arguments[0]).resolve().parent)
+    if "PYTHONSAFEPATH" not in os.environ:  # it forbids imports from the script's folder
         sys.path.insert(0, folder)
-        if any(_is_other_module(name, folder) for name in OWN_PACKAGES):  # the script's own, by our names
-            for name in [one for one in sys.modules if one.partition(".")[0] in OWN_PACKAGES]:
+        if any(_is_other_module(name, folder) for name in OWN_PACKAGES):  # the script's package has one of our names
+            for name in [module for module in sys.modules if module.partition(".")[0] in OWN_PACKAGES]:
                 del sys.modules[name]
-    if words[0] == "-m":
-        sys.argv = list(words[1:])
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
-    path = Path(words[0])
-    sys.argv = list(words)
-    # Not runpy.run_path: its module is gone before threads and exit handlers, and has no absolute __file__.
+    path = Path(arguments[0])
+    sys.argv = list(arguments)
+    # Not runpy.run_path, whose module is gone before threads and exit handlers end and has no absolute __file__.
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__file__ = str(path.absolute())
     exec(compile(path.read_bytes(), module.__file__, "exec", dont_inherit=True), module.__dict__)  # noqa: S102
 
 
 def _is_other_module(name: str, folder: str) -> bool:
-    """Return whether a folder has a module or package of that name which is not the imported one."""
-    found, imported = PathFinder.find_spec(name, [folder]), sys.modules.get(name)
-    return found is not None and found.origin not in (None, imported and imported.__file__)
+    """Return whether a folder has a module or package of that name other than the imported one."""
+    spec, imported = PathFinder.find_spec(name, [folder]), sys.modules.get(name)
+    return spec is not None and spec.origin not in (None, imported and imported.__file__)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return that of a script that ended with `error`: a command's of ours, and a lost peer is a transient failure."""
+    """Return the exit code of a script that raised `error`. A lost rank is a transient failure."""
     if isinstance(error, TrnpipeError) or not isinstance(error, RuntimeError):
         return exit_code_of(error)
-    return TransientError.exit_code if is_lost_peer(error) else EXIT_BUG
+    return TransientError.exit_code if is_lost_rank(error) else EXIT_BUG
 
 
-def _show(error: BaseException) -> None:
-    """Print it in one write, so that ranks do not mix; a traceback is that of the script alone."""
+def _print_error(error: BaseException) -> None:
+    """Print an error in one write, so that ranks do not mix. Tracebacks begin in the script."""
     if isinstance(error, TrnpipeError):
         sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}\n")
         return

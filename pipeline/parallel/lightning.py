@@ -1,8 +1,8 @@
-"""PyTorch Lightning: `Trainer(strategy=Strategy(plan))`, and the ranks of a launcher as a cluster environment.
+"""PyTorch Lightning integration: `Trainer(strategy=Strategy(plan))` and a cluster environment for launched ranks.
 
 The only importer of lightning, which is optional: without it, importing this module raises ModuleNotFoundError. A
-LightningModule is spread as `transform` spreads a model; its checkpoints are those of a plain Trainer, plain tensors
-under plain names, and are continued by either.
+LightningModule is sharded as by `transform`. Its checkpoints are those of a plain Trainer (plain tensors under plain
+names), and a plain Trainer or this strategy can continue from them.
 """
 
 import os
@@ -31,11 +31,11 @@ from pipeline.parallel.parallelize import UnitRule, find_units, parallelize
 from pipeline.parallel.tensors import LIMITS, TensorPlan, clip_grad_norm, fused_parts
 from pipeline.parallel.world import world_from_env
 
-_OF_WHOLE_WEIGHTS = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging, callbacks.ModelPruning)
+_UNSUPPORTED_CALLBACKS = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging, callbacks.ModelPruning)
 
 
 class Environment(TorchElasticEnvironment):
-    """The ranks that torchrun or `trnpipe launch` started, here or on each node of a multi-node job; else one."""
+    """The ranks started by torchrun or `trnpipe launch` on one or more nodes, or a single rank without a launcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,30 +55,30 @@ class Environment(TorchElasticEnvironment):
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raise ConfigError if the Trainer counts ranks differently."""
-        each, size = self._world.local_world_size, self._world.world_size
-        if (num_devices, num_nodes * num_devices) != (each, size):
-            launched = f"Trainer(devices={each}, num_nodes={size // each})"
+        local_size, size = self._world.local_world_size, self._world.world_size
+        if (num_devices, num_nodes * num_devices) != (local_size, size):
+            trainer = f"Trainer(devices={local_size}, num_nodes={size // local_size})"
             launch = f"trnpipe launch --launch.processes {num_devices} -- your_script.py"
             raise ConfigError(
-                f"Trainer(devices={num_devices}, num_nodes={num_nodes}) in a run of {size} ranks, {each} on each node",
-                expected="as many devices as there are ranks on a node",
-                next_command=launched if size > 1 else launch,
+                f"Trainer(devices={num_devices}, num_nodes={num_nodes}) for {size} ranks, {local_size} per node",
+                expected="as many devices as ranks per node",
+                next_command=trainer if size > 1 else launch,
             )
 
 
 class ClippedPrecision(Precision):
-    """fp32 for Lightning: what is less is in the plan. Norms of gradients are over all ranks' parts."""
+    """fp32 precision plugin (the plan sets lower precision) that clips gradients by their norm over all ranks."""
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_norm(self.main_params(optimizer), float(clip_val))
 
 
 class Strategy(ModelParallelStrategy):
-    """A LightningModule over devices as a plan says: `Trainer(strategy=trnpipe.Strategy({"shard_degree": 8}))`.
+    """Strategy that shards a LightningModule by a plan: `Trainer(strategy=trnpipe.Strategy({"shard_degree": 8}))`.
 
-    `plan` as for `init`, and that of `init` where it was called; `units`, `tensor_plan` as for `transform`. The module
-    is as it was for one process: no configure_model is needed, and its optimizers are made of the parameters that it
-    has then. Raises ConfigError for a plan that cannot be, and on Neuron devices, for which Lightning has no
+    `plan`: see `init`, default: the plan of `init` if it was called. `units`, `tensor_plan`: see `transform`. A module
+    written for one process needs no change: configure_model is not required, and configure_optimizers is called with
+    sharded parameters. Raises ConfigError for an invalid plan, and on Neuron devices, for which Lightning has no
     accelerator (Lightning-AI/pytorch-lightning issue 15172).
     """
 
@@ -93,8 +93,8 @@ class Strategy(ModelParallelStrategy):
         super().__init__(save_distributed_checkpoint=False)
         if on_neuron("auto", os.environ):
             raise ConfigError(
-                "Lightning beside Neuron devices: it has no accelerator for them and would train on the host",
-                expected="GPUs, or PJRT_DEVICE=CPU to train on the host on purpose",
+                "Lightning has no accelerator for Neuron devices and would train on the host",
+                expected="GPUs, or PJRT_DEVICE=CPU to train on the host deliberately",
                 next_command="trnpipe train, which runs on Neuron devices",
             )
         self._environment = self.cluster_environment = Environment()
@@ -109,8 +109,8 @@ class Strategy(ModelParallelStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None and plugin.precision != "32-true":
             raise ConfigError(
-                f"Trainer(precision={plugin.precision!r}) with a plan, which says itself what is computed in bf16",
-                expected="Trainer(precision='32-true'), its default",
+                f"Trainer(precision={plugin.precision!r}) conflicts with the precision of the plan",
+                expected="Trainer(precision='32-true'), the default",
                 next_command='Strategy({"precision": "bf16", ...})',
             )
 
@@ -121,22 +121,21 @@ class Strategy(ModelParallelStrategy):
 
     @property
     def _module(self) -> Any:
-        """The LightningModule: the same object when it is spread, then an FSDPModule too."""
+        """The LightningModule. Sharding makes the same object an FSDPModule too."""
         return self.lightning_module
 
     def setup_environment(self) -> None:
         """Join the other ranks.
 
-        Raises ConfigError for a Trainer that does not fit them, or that has a callback of whole weights.
+        Raises ConfigError if the Trainer counts ranks differently or has a callback that requires unsharded weights.
         """
         trainer = self._module.trainer
         for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else ():
-            if isinstance(callback, _OF_WHOLE_WEIGHTS):
+            if isinstance(callback, _UNSUPPORTED_CALLBACKS):
                 raise ConfigError(
-                    f"callback {type(callback).__name__} with a model that is spread over ranks: it takes weights to be"
-                    " whole",
-                    expected="none that averages or prunes weights; DDPStrategy can have them",
-                    next_command=f"an average kept by name in on_train_batch_end: {LIMITS}, shows one",
+                    f"callback {type(callback).__name__} requires unsharded weights, but the model is sharded",
+                    expected="no callback that averages or prunes weights (DDPStrategy supports them)",
+                    next_command=f"average weights by name in on_train_batch_end, as shown in {LIMITS}",
                 )
         self._environment.validate_settings(self.num_processes, self.num_nodes)
         reset_seed()
@@ -150,37 +149,37 @@ class Strategy(ModelParallelStrategy):
             parallelize(self._module, current_mesh(), units=self._units, tensor_plan=self._tensor_plan)
         if fused_parts(self._module):
             raise ConfigError(
-                "FusedColwise of several parts: a checkpoint of Lightning would have its rows interleaved",
-                expected="q, k and v, or gate and up, as layers of their own",
-                next_command="trn.transform and a loop of your own, whose trn.save puts them in order",
+                "FusedColwise with several parts would interleave rows in Lightning's checkpoints",
+                expected="q, k and v, or gate and up, as separate layers",
+                next_command="use trn.transform and your own training loop with trn.save, which restores the order",
             )
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint. Raises CheckpointError for other shapes than the module's, which torch would cut."""
-        whole = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
-        saved, own = tensor_shapes(whole["state_dict"]), tensor_shapes(self._module.state_dict())
-        both = saved.keys() & own.keys()
-        check_shapes(str(checkpoint_path), *({name: shapes[name] for name in both} for shapes in (own, saved)))
-        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        return found
+        """Load a checkpoint. Raises CheckpointError if shapes differ from the module's, which torch would truncate."""
+        content = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
+        saved, expected = tensor_shapes(content["state_dict"]), tensor_shapes(self._module.state_dict())
+        common = saved.keys() & expected.keys()
+        check_shapes(str(checkpoint_path), *({name: shapes[name] for name in common} for shapes in (expected, saved)))
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        return checkpoint
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Exchange no gradients in micro-steps but the last of an accumulated batch."""
+        """Skip the gradient reduction inside the block, for all but the last micro-step of an accumulated batch."""
         self._module.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             self._module.set_requires_gradient_sync(True)
 
-    def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a step as a call of the module: that is when FSDP gathers the parameters that are in no unit."""
+    def _call_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step through the module's forward, in which FSDP gathers the parameters outside of units."""
         return self._forward_redirection(self._module, self._module, name, *args, **kwargs)
 
-    training_step = partialmethod(_called, "training_step")
-    validation_step = partialmethod(_called, "validation_step")
-    test_step = partialmethod(_called, "test_step")
-    predict_step = partialmethod(_called, "predict_step")
+    training_step = partialmethod(_call_step, "training_step")
+    validation_step = partialmethod(_call_step, "validation_step")
+    test_step = partialmethod(_call_step, "test_step")
+    predict_step = partialmethod(_call_step, "predict_step")

@@ -1,4 +1,4 @@
-"""The ranks of a run as a grid: replicate x shard x tensor, with groups that time out as the run itself does."""
+"""The device mesh of a run: replicate x shard x tensor, whose process groups have the run's timeout."""
 
 import os
 import time
@@ -39,37 +39,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where a model is spread, and how."""
+    """The device mesh a model is sharded over, with its plan."""
 
     plan: Plan
     layout: Layout
     backend: Backend
     devices: DeviceMesh
-    """Of three axes, whatever their sizes."""
+    """Always three axes, some of which may have size 1."""
 
     @property
     def data_axes(self) -> DeviceMesh:
-        """What fully_shard takes: one axis of shards, or replicas of them."""
+        """The mesh for fully_shard: the shard axis, or replicate x shard (HSDP)."""
         return self.devices[REPLICATE, SHARD] if self.layout.replicate_size > 1 else self.devices[SHARD]
 
     def ranks(self, axis: Axis) -> RankGroup:
-        """Return those that this rank exchanges with along an axis."""
+        """Return the group of ranks along an axis that this rank belongs to."""
         return RankGroup(self.layout.rank, self.layout.groups(axis), self.devices.get_group(axis))
 
 
 def check_plan(plan: Spread, backend: Backend) -> None:
-    """Raise ConfigError for what this device cannot do. Before anything is traced or allocated."""
-    asked = {
+    """Raise ConfigError if this device cannot run the plan. Call it before anything is traced or allocated."""
+    requested = {
         "parameters": plan.shards_parameters or (backend.compiles_steps and plan.shard_degree != 1),
         "tensor": plan.tensor_degree > 1,
         "offload": plan.offload,
         "process_group": plan.process_group != "",
     }
-    for feature, described in _FEATURES.items():
-        if asked[feature] and feature not in backend.parallelism:
+    for feature, description in _FEATURES.items():
+        if requested[feature] and feature not in backend.parallelism:
             raise ConfigError(
-                f"the plan asks for {described}, which {backend.device_name()} cannot do here",
-                expected=f"a plan that the device supports: {', '.join(sorted(backend.parallelism)) or 'shard state'}",
+                f"the plan requires {description}, which {backend.device_name()} does not support here",
+                expected=f"only features of this device: {', '.join(sorted(backend.parallelism)) or 'shard state'}",
                 next_command="docs/parallel.md, What each device allows",
             )
 
@@ -77,56 +77,56 @@ def check_plan(plan: Spread, backend: Backend) -> None:
 _FEATURES = {
     "parameters": "sharded parameters (shard all)",
     "tensor": "tensor parallelism",
-    "offload": "activations offloaded to the host",
-    "process_group": "a process group of its own",
+    "offload": "activation offloading to the host",
+    "process_group": "a custom process group",
 }
-"""Of Backend.parallelism."""
+"""Descriptions of the features in Backend.parallelism."""
 
 
 def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
-    """Make the grid of all ranks of the process group; of one process if there is no group (one is made).
+    """Build the mesh of all ranks, creating a process group of one rank if none is initialized.
 
-    Raises ConfigError, on every rank the same, for a plan that does not fit the ranks or the device.
+    Raises ConfigError, the same on every rank, if the plan does not fit the number of ranks or the device.
     """
     if not dist.is_initialized():
-        # fully_shard reduces over groups of one as well (torch 2.9): by gloo, gradients on a GPU would go through the
-        # host. Devices that compile their steps meet nobody when they are alone.
-        eager = not (backend.is_lazy or backend.compiles_steps)
-        kind = (process_group(backend.name) if eager else None) or "gloo"
+        # fully_shard also reduces over groups of one rank (torch 2.9), and gloo would move gradients of a GPU through
+        # the host. Devices that compile their steps run no collectives on a single rank.
+        is_eager = not (backend.is_lazy or backend.compiles_steps)
+        kind = (process_group(backend.name) if is_eager else None) or "gloo"
         dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     check_plan(plan, backend)
     layout = layout_of(
         dist.get_rank(), dist.get_world_size(), shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree
     )
     sizes = (layout.replicate_size, layout.shard_size, layout.tensor_size)
-    # What lazy devices exchange outside their graphs goes through the host.
+    # Collectives of lazy devices outside of graphs run on the host.
     device_type = "cpu" if backend.is_lazy else backend.device.type
-    chosen: dict[int | str, Any] = {SHARD: _registered(plan.process_group)} if plan.process_group else {}
-    with collective_errors("making the groups of the plan"):
-        devices = init_device_mesh(device_type, sizes, mesh_dim_names=AXES, backend_override=chosen)
+    override: dict[int | str, Any] = {SHARD: _import_process_group(plan.process_group)} if plan.process_group else {}
+    with collective_errors("creating the process groups of the plan"):
+        devices = init_device_mesh(device_type, sizes, mesh_dim_names=AXES, backend_override=override)
         for mesh in (devices, devices[REPLICATE, SHARD]):
             set_timeouts(mesh, timeout_s)
     return Mesh(plan, layout, backend, devices)
 
 
-def _registered(text: str) -> str:
-    """Import MODULE of MODULE:NAME and return NAME. Raises ConfigError if that registers no such process group."""
+def _import_process_group(text: str) -> str:
+    """Import MODULE of MODULE:NAME and return NAME. Raises ConfigError if MODULE does not register NAME."""
     module, _, name = text.partition(":")
     try:
         import_module(module)
     except ImportError as error:
-        raise ConfigError(f"process_group {text}: {error}", expected="a module that can be imported") from error
+        raise ConfigError(f"process_group {text}: {error}", expected="an importable module") from error
     if name not in dist.Backend.backend_list:
         raise ConfigError(
-            f"process_group {text}: {module} registers no {name!r}",
-            expected="torch.distributed.Backend.register_backend in it, as in examples/process_group.py",
+            f"process_group {text}: module {module} does not register {name!r}",
+            expected="a call of torch.distributed.Backend.register_backend, as in examples/process_group.py",
         )
     return name
 
 
 def set_timeouts(mesh: DeviceMesh, timeout_s: float) -> None:
-    """Set that of every group of a mesh: sub-groups come with 30 minutes, whatever the world was given."""
-    # Public since torch 2.14; tests/parallel/test_mesh.py fails when neither is there.
+    """Set the timeout of every group of a mesh, because torch gives sub-groups 30 minutes regardless of the world's."""
+    # Public since torch 2.14. tests/parallel/test_mesh.py fails if neither name exists.
     set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in mesh.get_all_groups():
         set_timeout(timedelta(seconds=timeout_s), group)
@@ -134,23 +134,23 @@ def set_timeouts(mesh: DeviceMesh, timeout_s: float) -> None:
 
 @contextmanager
 def raise_on_all_ranks(doing: str) -> Iterator[None]:
-    """Run what each rank does by itself, without collectives: if it fails on one of them, all raise its error."""
-    own: TrnpipeError | None = None
+    """Raise the first rank's error on all ranks if the block, which must not use collectives, fails on any rank."""
+    local_error: TrnpipeError | None = None
     try:
         yield
     except TrnpipeError as error:
-        own = error
-    errors = all_gather_objects(own, doing)
+        local_error = error
+    errors = all_gather_objects(local_error, doing)
     rank, first = next(((rank, error) for rank, error in enumerate(errors) if error is not None), (0, None))
     if first is None:
         return
-    alike = all(error is not None and error.seen == first.seen for error in errors)
-    seen = first.seen if alike else f"rank {rank}: {first.seen}"
-    raise type(first)(seen, expected=first.expected, next_command=first.next_command) from own
+    is_same = all(error is not None and error.seen == first.seen for error in errors)
+    message = first.seen if is_same else f"rank {rank}: {first.seen}"
+    raise type(first)(message, expected=first.expected, next_command=first.next_command) from local_error
 
 
 def run_without_timeout(work: Callable[[], T], doing: str) -> T:
-    """Run `work` of each rank, which may take longer than a collective may: all wait in short exchanges."""
+    """Run `work` on each rank, polling with short collectives because it may take longer than their timeout."""
     pause_s = 0.001
     with ThreadPoolExecutor(1) as thread:
         future = thread.submit(work)
@@ -162,16 +162,16 @@ def run_without_timeout(work: Callable[[], T], doing: str) -> T:
 
 
 def check_same(value: object, what: str) -> None:
-    """Raise ConfigError, on every rank the same, if ranks were given different things."""
+    """Raise ConfigError, the same on every rank, if ranks have different values. `what` names the value."""
     values = all_gather_objects(value, f"comparing the {what}s of all ranks")
     for rank, value in enumerate(values):
         if value != values[0]:
             raise ConfigError(
-                f"rank 0 was given {what} {values[0]}, rank {rank} {value}", expected=f"the same {what} on every rank"
+                f"rank 0 has {what} {values[0]}, but rank {rank} has {value}", expected=f"the same {what} on every rank"
             )
 
 
-# The mesh of a user's script: one a process.
+# The mesh of a user's script, one per process.
 
 _mesh: Mesh | None = None
 
@@ -179,15 +179,15 @@ _mesh: Mesh | None = None
 def init(
     plan: Plan | Mapping[str, Any] | str | Path | None = None, *, device: str = "auto", timeout_s: float = TIMEOUT_S
 ) -> Layout:
-    """Join the ranks that torchrun or `trnpipe launch` describe, in the groups of `plan`; alone without them.
+    """Join the ranks started by torchrun or `trnpipe launch`, if any, and build the mesh of `plan`.
 
-    `plan`: a Plan, its keys, JSON, or the path of a JSON file; None: what TRNPIPE_PARALLEL holds, else full sharding.
-    `device`: auto (a GPU where there is one, else the host), or the name of a backend. `timeout_s`: of a collective.
-    A process group that is there is used as it is. Raises ConfigError, on every rank, for a plan that cannot be.
+    `plan`: a Plan, a mapping, JSON, or the path of a JSON file; None: TRNPIPE_PARALLEL if set, else full sharding.
+    `device`: "auto" (a GPU if available, else the host), or the name of a backend. `timeout_s`: timeout of collectives.
+    An initialized process group is used as it is. Raises ConfigError, on every rank, for an invalid plan.
     """
     global _mesh
     if _mesh is not None:
-        raise ConfigError("init was called twice", expected="one plan a process")
+        raise ConfigError("init was called twice", expected="one plan per process")
     name = module_device() if device == "auto" else device
     world = world_from_env()
     if world.world_size > 1 and not dist.is_initialized():
@@ -195,34 +195,34 @@ def init(
     elif dist.is_initialized():
         with collective_errors("joining the other ranks"):
             host_group(timeout_s)
-    chosen = Plan()
+    resolved = Plan()
     with raise_on_all_ranks("reading the plan"):
-        chosen = Plan.read(plan, os.environ)
-    check_same(chosen.model_dump_json(), "plan")
-    _mesh = open_mesh(chosen, open_device(name, world), timeout_s=timeout_s)
-    if chosen.seed is not None:
-        torch.manual_seed(chosen.seed)
+        resolved = Plan.read(plan, os.environ)
+    check_same(resolved.model_dump_json(), "plan")
+    _mesh = open_mesh(resolved, open_device(name, world), timeout_s=timeout_s)
+    if resolved.seed is not None:
+        torch.manual_seed(resolved.seed)
     return _mesh.layout
 
 
 def current_mesh() -> Mesh:
-    """Return the mesh of `init`. Raises ConfigError before it."""
+    """Return the mesh of `init`. Raises ConfigError if `init` was not called."""
     if _mesh is None:
-        raise ConfigError("no plan is in force", expected="trnpipe.init(...) before this")
+        raise ConfigError("no plan is set", expected="a call of trnpipe.init(...) before this one")
     return _mesh
 
 
 def mesh_of(plan: Plan | Mapping[str, Any] | str | Path | None, *, device: str, timeout_s: float) -> Mesh:
-    """Return the mesh of `init`, which is called if it was not. Raises ConfigError if it had another plan or device."""
+    """Return the mesh of `init`, calling it if necessary. Raises ConfigError if it had another plan or device."""
     if _mesh is None:
         init(plan, device=device, timeout_s=timeout_s)
     mesh = current_mesh()
-    wanted = mesh.plan if plan is None else Plan.read(plan)
-    if (wanted, device) != (mesh.plan, mesh.backend.name):
+    requested = mesh.plan if plan is None else Plan.read(plan)
+    if (requested, device) != (mesh.plan, mesh.backend.name):
         raise ConfigError(
-            f"a plan of {wanted.model_dump_json(exclude_defaults=True)} on {device}, and init had"
+            f"plan {requested.model_dump_json(exclude_defaults=True)} on {device} differs from that of init,"
             f" {mesh.plan.model_dump_json(exclude_defaults=True)} on {mesh.backend.name}",
-            expected="one plan a process",
+            expected="one plan per process",
         )
     return mesh
 
@@ -233,5 +233,5 @@ def has_mesh() -> bool:
 
 
 def layout() -> Layout:
-    """Return this rank's place: data_rank and data_size are what a sampler needs. Raises ConfigError before `init`."""
+    """Return this rank's layout, with data_rank and data_size for a sampler. Raises ConfigError before `init`."""
     return current_mesh().layout

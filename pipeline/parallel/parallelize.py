@@ -1,7 +1,7 @@
-"""A model spread over the ranks of a mesh, in place: its layers' matrices, then what is kept of layers, then shards.
+"""Apply tensor parallelism, activation checkpointing and FSDP to a model, in place and in this order.
 
-The order is torchtitan's (torchtitan/models/llama3/infra/parallelize.py). A degree of 1 is no special case: the same
-calls over groups of one rank.
+The order is torchtitan's (torchtitan/models/llama3/infra/parallelize.py). A degree of 1 is not a special case. It makes
+the same calls over groups of one rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,15 +26,15 @@ from pipeline.parallel.tensors import TensorPlan, fused_parts, load_shard, split
 
 Model = TypeVar("Model", bound=nn.Module)
 Unit = tuple[str, nn.Module]
-"""A part of a model that is gathered and computed again by itself, as its layers are: its name, and itself."""
+"""The name and module of an FSDP unit, whose parameters are gathered and activations recomputed together: a layer."""
 UnitRule = Callable[[nn.Module], Sequence[Unit]]
-_DROPOUT, _INITIAL_VALUES = 1, 2  # purposes of streams
+_DROPOUT, _INITIAL_VALUES = 1, 2  # purposes of random streams
 
 
 def find_units(model: nn.Module) -> list[Unit]:
     """Return the members of each ModuleList or Sequential that has two or more with parameters, all of one class.
 
-    Of such lists within each other the outermost counts. What is in no unit stands with the model itself.
+    Of nested lists only the outermost counts. All other parameters belong to the root module.
     """
     return list(_units(model, ""))
 
@@ -42,11 +42,11 @@ def find_units(model: nn.Module) -> list[Unit]:
 def _units(module: nn.Module, prefix: str) -> Iterator[Unit]:
     members = [(f"{prefix}{name}", child) for name, child in module.named_children()]
     if isinstance(module, nn.ModuleList | nn.Sequential):
-        weighty = [(name, child) for name, child in members if next(child.parameters(), None) is not None]
-        # A list of lists is never called itself: its members' members are.
-        is_called = not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for _, child in weighty)
-        if len(weighty) > 1 and len({type(child) for _, child in weighty}) == 1 and is_called:
-            yield from weighty
+        layers = [(name, child) for name, child in members if next(child.parameters(), None) is not None]
+        # A list of lists is never called itself, only the members of its members are.
+        is_called = not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for _, child in layers)
+        if len(layers) > 1 and len({type(child) for _, child in layers}) == 1 and is_called:
+            yield from layers
             return
     for name, child in members:
         yield from _units(child, f"{name}.")
@@ -59,16 +59,16 @@ def transform(
     tensor_plan: TensorPlan | None = None,
     weights: str | Path | None = None,
 ) -> Model:
-    """Spread a model as the plan of `init` says, in place; then make the optimizer, of its parameters as they are now.
+    """Shard a model in place by the plan of `init`. Build the optimizer from its parameters afterwards.
 
-    Without `init` before it the plan is that of TRNPIPE_PARALLEL, else full sharding, and the device the parameters'.
-    `units`: which parts are gathered and computed again one at a time; by default the members of its lists of layers.
-    `tensor_plan`: how layers are split where tensor_degree is above 1; by default that of a Hugging Face model's
-    configuration. `weights`: a folder that `save` wrote, for a model that was built under `delayed_init`. All ranks get
-    the weights of rank 0, and gradients are means over data-parallel ranks. A loop that accumulates gradients saves
-    traffic by `model.set_requires_gradient_sync(is_last)` before each forward pass. `shard` "state" shards gradients as
-    well: parameters are whole from a unit's forward pass to the end of its backward pass.
-    Raises ConfigError, on every rank, for a model that cannot be spread so.
+    If `init` was not called, the plan is that of TRNPIPE_PARALLEL, else full sharding, on the parameters' device.
+    `units`: function that returns the FSDP units, by default the members of the model's lists of layers.
+    `tensor_plan`: styles of layers for tensor_degree above 1, by default those of a Hugging Face model's configuration.
+    `weights`: a folder that `save` wrote, for a model built under `delayed_init`. All ranks get the weights of rank 0,
+    and gradients are averaged over data-parallel ranks. With gradient accumulation, call
+    `model.set_requires_gradient_sync(is_last)` before each forward pass to save traffic. `shard` "state" shards
+    gradients too, but keeps a unit's parameters gathered from its forward to the end of its backward pass.
+    Raises ConfigError, on every rank, if the plan cannot be applied to the model.
     """
     if not has_mesh():
         kinds = {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}
@@ -84,99 +84,98 @@ def parallelize(
     tensor_plan: TensorPlan | None = None,
     weights: str | Path | None = None,
 ) -> Model:
-    """Return the model itself, on the mesh's device, its parameters DTensors of fp32 (or of the type that they had)."""
+    """Shard a model over a mesh in place, as `transform` does, and return it. Parameters become DTensors."""
     plan, layout = mesh.plan, mesh.layout
-    found: list[Unit] = []
+    fsdp_units: list[Unit] = []
     delayed: list[tuple[str, nn.Module]] = []
     with raise_on_all_ranks("checking the model"):
         if mesh.backend.is_lazy:
             raise ConfigError(
-                f"a module to be spread on {mesh.backend.device_name()}",
-                expected="a device that runs each operation as it comes: cpu, cuda",
-                next_command="init(..., device='cpu'); our own training has a program for this device (trnpipe train)",
+                f"transform does not support {mesh.backend.device_name()}, which traces operations",
+                expected="a device that runs operations eagerly: cpu, cuda",
+                next_command="init(..., device='cpu'), or trnpipe train, which supports this device",
             )
-        found = list(units(model))
-        check_units(model, found)
-        if plan.recompute == "units" and not found:
+        fsdp_units = list(units(model))
+        check_units(model, fsdp_units)
+        if plan.recompute == "units" and not fsdp_units:
             raise ConfigError(
-                f"recompute units of {type(model).__name__}, in which there are none",
+                f"recompute units is set, but {type(model).__name__} has no units",
                 expected="a ModuleList or Sequential of layers of one class",
                 next_command="transform(..., units=...), or recompute none",
             )
-        delayed = _delayed(model, is_loaded=weights is not None)
+        delayed = _delayed_modules(model, is_loaded=weights is not None)
         styles = tensor_styles(model, tensor_plan, layout) if layout.tensor_size > 1 else []
-    check_same(_described(model), "model")
+    check_same(_description(model), "model")
     seed = all_gather_objects(torch.initial_seed(), "agreeing on a seed")[0] if plan.seed is None else plan.seed
-    with collective_errors("spreading the model", mixed=True), torch.no_grad():
+    with collective_errors("sharding the model", mixed=True), torch.no_grad():
         if layout.world_size > 1:
-            _take_from_rank_0(model, mesh.backend.device)
-        arrange(model, [unit for _, unit in found], styles, mesh)
-        if delayed:  # as to_empty, which would take the buffers' values as well
+            _broadcast_from_rank_0(model, mesh.backend.device)
+        apply_plan(model, [unit for _, unit in fsdp_units], styles, mesh)
+        if delayed:  # like to_empty, which would discard the values of buffers as well
             device = mesh.backend.device
-            model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one)  # type: ignore[no-untyped-call]
+            model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
         if weights is not None:
             load(weights, model)
         elif delayed:
-            _draw(model, delayed, stream_key(seed, _INITIAL_VALUES, 0))
+            _initialize(model, delayed, stream_key(seed, _INITIAL_VALUES, 0))
     watch_tensors()
     if plan.seed is not None or layout.tensor_size > 1:
         mesh.backend.seed(stream_key(seed, _DROPOUT, layout.data_rank))
     return model
 
 
-def arrange(model: nn.Module, units: list[nn.Module], styles: list[tuple[str, ParallelStyle]], mesh: Mesh) -> None:
-    """Do in place what `parallelize` does once ranks agree; bench/scaling does it without peers."""
+def apply_plan(model: nn.Module, units: list[nn.Module], styles: list[tuple[str, ParallelStyle]], mesh: Mesh) -> None:
+    """Apply tensor parallelism, recomputation and FSDP in place. bench/scaling calls it with a fake process group."""
     split(model, styles, mesh.devices[TENSOR])
     if mesh.plan.recompute == "units":
         recompute_units(units, offload=mesh.plan.offload, pin_memory=not mesh.backend.shares_host_memory)
-    reduced = torch.bfloat16 if mesh.plan.precision == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32 if reduced else None)
-    outermost = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32 if reduced else None)
-    whole = mesh.plan.shard == "state"
+    param_dtype = torch.bfloat16 if mesh.plan.precision == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None)
+    root_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32 if param_dtype else None)
     for unit in units:
         _move(unit, mesh.backend.device)
-        fully_shard(unit, mesh=mesh.data_axes, reshard_after_forward=not whole, mp_policy=policy)
+        fully_shard(unit, mesh=mesh.data_axes, reshard_after_forward=mesh.plan.shard != "state", mp_policy=policy)
     _move(model, mesh.backend.device)
-    fully_shard(model, mesh=mesh.data_axes, mp_policy=outermost)  # its own parameters stay whole after forward
+    fully_shard(model, mesh=mesh.data_axes, mp_policy=root_policy)  # root parameters stay gathered after forward
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Move in place, keeping what is tied. fully_shard sets `.data`, which not every device takes of the host's."""
+    """Move a module in place, keeping tied tensors tied. fully_shard would set `.data`, which some devices reject."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type not in ("meta", device.type):
-            there = tensor.detach().to(device)
+            moved = tensor.detach().to(device)
             if isinstance(tensor, nn.Parameter):
-                there = nn.Parameter(there, requires_grad=tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, there)  # type: ignore[no-untyped-call]
+                moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
 
 
-def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Copy every parameter and buffer: ranks may have been seeded differently, and shards of two models are none."""
+def _broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
+    """Broadcast every parameter and buffer, because ranks may have been seeded differently."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and tensor.numel():
-            whole: Tensor = tensor.detach().to(device).contiguous()
-            if whole.dtype in _SENT_AS_THEY_ARE:
-                dist.broadcast(whole, 0)
+            full: Tensor = tensor.detach().to(device).contiguous()
+            if full.dtype in _BROADCAST_DTYPES:
+                dist.broadcast(full, 0)
             else:
-                whole = whole.cpu()
-                dist.broadcast(whole.view(-1).view(torch.uint8), 0, group=host_group())
-            tensor.detach().copy_(whole)
+                full = full.cpu()
+                dist.broadcast(full.view(-1).view(torch.uint8), 0, group=host_group())
+            tensor.detach().copy_(full)
 
 
-_SENT_AS_THEY_ARE = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
-"""Types that every library knows: AWS's tests of a broadcast have these alone. Others are sent by hosts, as bytes."""
+_BROADCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+"""Types that every collective library supports (AWS tests broadcast with these only). Hosts send others as bytes."""
 
 
-# Delayed initialisation: a model is built without its parameters' memory, and filled after it is spread.
+# Delayed initialization: a model is built without memory for its parameters, and initialized after sharding.
 
 
 @contextmanager
 def delayed_init() -> Iterator[None]:
-    """Build modules whose parameters are on the meta device; `transform` fills them, a part on each rank.
+    """Build modules with parameters on the meta device, so that `transform` can initialize each rank's shards later.
 
-    With the values of `transform(..., weights=FOLDER)`, else by `reset_parameters` of each module that has parameters,
-    under the plan's seed or rank 0's: other values than without delay, the same on any mesh. Buffers are real from the
-    start: most are computed once, in the constructor.
+    Values are read from `transform(..., weights=FOLDER)`, else drawn by `reset_parameters` of each module that has
+    parameters, with the seed of the plan or of rank 0. They differ from those without delay but are the same on any
+    mesh. Buffers are created at once, since most are computed in the constructor.
     """
     register = nn.Module.register_parameter
 
@@ -192,61 +191,61 @@ def delayed_init() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _delayed(model: nn.Module, *, is_loaded: bool) -> list[tuple[str, nn.Module]]:
-    """Return modules with parameters on meta, by name. Raises ConfigError for one that nothing will fill."""
-    found = []
+def _delayed_modules(model: nn.Module, *, is_loaded: bool) -> list[tuple[str, nn.Module]]:
+    """Return modules with parameters on meta, by name. Raises ConfigError if one cannot be initialized."""
+    delayed = []
     for name, module in model.named_modules():
         own = [key for key, parameter in module.named_parameters(recurse=False) if parameter.is_meta]
         if own and not is_loaded and not hasattr(module, "reset_parameters"):
             raise ConfigError(
-                f"delayed_init: nothing gives {name + '.' if name else ''}{own[0]} its values:"
+                f"delayed_init: {name + '.' if name else ''}{own[0]} cannot be initialized because"
                 f" {type(module).__name__} has no reset_parameters",
                 expected="a method reset_parameters that sets all parameters of the module itself",
-                next_command="transform(..., weights=FOLDER) with what save wrote, or build the module outside of it",
+                next_command="transform(..., weights=FOLDER), or build the module outside of delayed_init",
             )
-        found += [(name, module)] if own else []
-    return found
+        delayed += [(name, module)] if own else []
+    return delayed
 
 
-def _draw(model: nn.Module, modules: Sequence[tuple[str, nn.Module]], seed: int) -> None:
-    """Fill this rank's part of each module: the whole of one at a time is drawn in host memory, on every rank alike."""
+def _initialize(model: nn.Module, modules: Sequence[tuple[str, nn.Module]], seed: int) -> None:
+    """Initialize this rank's shards, drawing one full module at a time in host memory, the same on every rank."""
     parts = fused_parts(model)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for name, module in modules:
-            spread = dict(module.named_parameters(recurse=False))
-            for key, parameter in spread.items():
-                whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-                setattr(module, key, nn.Parameter(whole, parameter.requires_grad))
+            sharded = dict(module.named_parameters(recurse=False))
+            for key, parameter in sharded.items():
+                full = torch.empty(parameter.shape, dtype=parameter.dtype)
+                setattr(module, key, nn.Parameter(full, parameter.requires_grad))
             module.reset_parameters()  # type: ignore[operator]
-            for key, parameter in spread.items():
+            for key, parameter in sharded.items():
                 load_shard(parameter, getattr(module, key).detach(), parts.get(f"{name}.{key}".lstrip("."), 1))
                 setattr(module, key, parameter)
 
 
-# What has to be right before ranks meet.
+# Checks before the first collective.
 
 
-def _described(model: nn.Module) -> str:
-    """Return what has to be the same on all ranks, so that their collectives meet."""
+def _description(model: nn.Module) -> str:
+    """Return a description of the model, which must be the same on all ranks for their collectives to match."""
     entries = [*model.named_parameters(), *model.named_buffers()]
-    listed: list[Json] = [
+    tensors: list[Json] = [
         [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in entries
     ]
     size = sum(parameter.numel() for parameter in model.parameters())
-    return f"{type(model).__name__} of {size} parameters ({fingerprint(listed)[:8]})"
+    return f"{type(model).__name__} of {size} parameters ({fingerprint(tensors)[:8]})"
 
 
 def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise ConfigError for parameters that sharding would untie without a word."""
+    """Raise ConfigError for tied parameters that sharding would silently untie."""
     owners: dict[int, tuple[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = max((f"unit {unit!r}" for unit, _ in units if name.startswith(f"{unit}.")), key=len, default="no unit")
         first_name, first_owner = owners.setdefault(id(parameter), (name, owner))
         if first_owner != owner:
             raise ConfigError(
-                f"{first_name!r} (in {first_owner}) and {name!r} (in {owner}) are one parameter: it would be two after"
-                " sharding, with different gradients",
-                expected="parameters shared only within one unit, or by what is in no unit",
-                next_command="transform(..., units=...) with one unit that holds both, or without these units",
+                f"{first_name!r} (in {first_owner}) and {name!r} (in {owner}) are one tied parameter, which sharding"
+                " would split into two with different gradients",
+                expected="parameters tied only within one unit, or outside of all units",
+                next_command="transform(..., units=...) with one unit that contains both, or without these units",
             )

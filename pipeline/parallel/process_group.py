@@ -1,6 +1,6 @@
-"""What ranks agree on through the host: stop flags, gathered values, barriers. Gloo over CPU tensors everywhere.
+"""Host-side collectives between ranks: stop flags, gathered values, barriers, with gloo over CPU tensors.
 
-A device's own process group may refuse CPU tensors, as that of Neuron does. So none of these exchanges uses it.
+A device's process group may reject CPU tensors, as Neuron's does, so none of these collectives uses it.
 """
 
 import os
@@ -17,18 +17,18 @@ from torch import Tensor
 from pipeline.backends import Backend, open_backend, process_group
 from pipeline.core.errors import ConfigError, TransientError, first_line
 from pipeline.core.layout import Layout
-from pipeline.parallel.world import World, check_world, is_lost_peer
+from pipeline.parallel.world import World, check_world, is_lost_rank
 
 
 class ProcessGroup:
-    """The ranks of one run. Alone, every call returns at once."""
+    """The ranks of one run. With one rank, every call returns immediately."""
 
     def __init__(
         self, world: World, *, timeout_s: float, device_backend: str | None = None, layout: Layout | None = None
     ) -> None:
-        """Join the others. `device_backend`: see open_world_group.
+        """Join the other ranks. `device_backend`: see open_world_group.
 
-        `layout`: this rank's place in a plan; without one every rank has rows of its own.
+        `layout`: this rank's position in a plan's mesh, by default pure data parallelism.
         """
         self.world, self.layout = world, layout or Layout(world.rank, world.world_size)
         self._pending: tuple[Tensor, Any] | None = None
@@ -36,9 +36,9 @@ class ProcessGroup:
             open_world_group(device_backend, timeout_s)
 
     def agree(self, flag: bool) -> bool:
-        """Return, on every rank, whether the flag of any rank was up one call earlier.
+        """Return, on every rank, whether any rank had set the flag in the previous call.
 
-        The exchange runs behind the step: each call starts one and returns the result of the one before.
+        The all-reduce is asynchronous and overlaps the step. Each call starts one and returns the previous result.
         """
         if self.world.world_size == 1:
             return flag
@@ -49,14 +49,14 @@ class ProcessGroup:
         return result
 
     def agree_now(self, flag: bool) -> bool:
-        """Return, on every rank, whether the flag of any rank is up. Waits for all.
+        """Return, on every rank, whether any rank has set the flag, waiting for all ranks.
 
-        The exchange that `agree` has under way is about something else and stays pending.
+        The pending all-reduce of `agree` is not affected.
         """
         return any(all_gather_objects(flag, "agreeing to stop")) if self.world.world_size > 1 else flag
 
     def mean(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Take the element-wise mean over ranks of CPU tensors, in place."""
+        """Average CPU tensors over ranks, in place."""
         if self.world.world_size > 1:
             with collective_errors("reducing gradients"):
                 for tensor in tensors:
@@ -65,15 +65,15 @@ class ProcessGroup:
         return tensors
 
     def gather_rows(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Concatenate CPU tensors, of the same shapes on all ranks, in rank order along their first dimension."""
+        """Gather CPU tensors, of equal shapes on all ranks, along their first dimension in rank order."""
         if self.world.world_size == 1:
             return tensors
         result = []
         with collective_errors("gathering embeddings"):
             for tensor in tensors:
-                parts = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
-                dist.all_gather(parts, tensor.contiguous(), group=host_group())
-                result.append(torch.cat(parts))
+                gathered = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
+                dist.all_gather(gathered, tensor.contiguous(), group=host_group())
+                result.append(torch.cat(gathered))
         return result
 
     def gather(self, value: Any) -> list[Any]:
@@ -86,7 +86,7 @@ class ProcessGroup:
                 dist.barrier(group=host_group())
 
     def close(self) -> None:
-        """Leave. Pending exchanges are finished first, so that no peer is left waiting."""
+        """Leave the group, after finishing the pending all-reduce so that no other rank is left waiting."""
         if self.world.world_size > 1:
             with collective_errors("leaving"):
                 self._finish()
@@ -103,32 +103,32 @@ class ProcessGroup:
 
 @contextmanager
 def collective_errors(doing: str, *, mixed: bool = False) -> Iterator[None]:
-    """Turn the collective library's RuntimeError into a TransientError that says what was going on.
+    """Convert a RuntimeError of a collective into a TransientError that names the operation, `doing`.
 
-    `mixed`: there is work of this rank alone within, whose errors pass as they are.
+    `mixed`: the block also does rank-local work, whose errors are not converted.
     """
     try:
         yield
     except RuntimeError as error:
-        if mixed and not is_lost_peer(error):
+        if mixed and not is_lost_rank(error):
             raise
         raise TransientError(
-            f"a peer failed while {doing}: {first_line(error)}",
+            f"another rank failed while {doing}: {first_line(error)}",
             expected="all ranks alive",
-            next_command="see the other ranks' last lines; the same command continues from the last checkpoint",
+            next_command="check the logs of the other ranks, then rerun the command to resume from the last checkpoint",
         ) from error
 
 
 def open_world_group(device_backend: str | None, timeout_s: float) -> None:
-    """Open the process group of all ranks, by torchrun's variables, and that of their hosts.
+    """Initialize the process group of all ranks from torchrun's variables, and its gloo group for the host.
 
-    `device_backend`: as backends.process_group names it; None: gloo.
+    `device_backend`: see backends.process_group, None: gloo. Raises ConfigError if a variable is missing.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"{', '.join(missing)} not set: the other ranks cannot be found",
-            expected="the environment of a launcher",
+            f"{', '.join(missing)} not set: cannot find the other ranks",
+            expected="the environment variables of a launcher",
             next_command="trnpipe launch -- script.py, or torchrun",
         )
     with collective_errors("joining the other ranks"):
@@ -137,18 +137,18 @@ def open_world_group(device_backend: str | None, timeout_s: float) -> None:
 
 
 _host_groups: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
-"""By the process group of all ranks, which may end and be made again."""
+"""Gloo groups by the process group of all ranks, which may be destroyed and created again."""
 
 
 def host_group(timeout_s: float | None = None) -> dist.ProcessGroup:
-    """Return the group of all ranks for CPU tensors and objects: gloo.
+    """Return the gloo group of all ranks for CPU tensors and objects.
 
-    The process group of all ranks where that is gloo. Otherwise one beside it, made at the first call, which all ranks
-    make together; `timeout_s`: of its collectives.
+    This is the default process group if that is gloo. Otherwise the first call, which all ranks must make together,
+    creates a second group. `timeout_s`: the timeout of its collectives.
     """
     world = dist.group.WORLD
     if world is None:
-        raise RuntimeError("no process group is open")
+        raise RuntimeError("no process group is initialized")
     if dist.get_backend() == dist.Backend.GLOO:
         return world
     if world not in _host_groups:
@@ -158,7 +158,7 @@ def host_group(timeout_s: float | None = None) -> dist.ProcessGroup:
 
 
 def all_gather_objects(value: Any, doing: str) -> list[Any]:
-    """Return plain values of all ranks, in rank order, on every rank; of this process where there is no group."""
+    """Return the value of each rank in rank order, on every rank, or [value] without a process group."""
     values = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:
         values = [None] * dist.get_world_size()
@@ -167,13 +167,13 @@ def all_gather_objects(value: Any, doing: str) -> list[Any]:
     return values
 
 
-# The ranks of a run and the device of this one, in the order that all devices need: process group, then device.
+# Setup of a rank, in the order that all devices require: process group, then device.
 
 
 def join_ranks(
     name: str, world: World, *, timeout_s: float, layout: Layout | None = None
 ) -> AbstractContextManager[ProcessGroup]:
-    """Join the ranks of a run on devices of backend `name`, and leave them at the end. Raises TransientError."""
+    """Join the ranks of a run on devices of backend `name`, and leave at exit. Raises TransientError if one fails."""
     return closing(ProcessGroup(world, timeout_s=timeout_s, device_backend=process_group(name), layout=layout))
 
 
@@ -181,18 +181,18 @@ def join_ranks(
 def open_ranks(
     name: str, world: World, *, timeout_s: float, layout: Layout | None = None
 ) -> Iterator[tuple[ProcessGroup, Backend]]:
-    """Join the other ranks, then open backend `name` (see open_backend); at the end leave them.
+    """Join the other ranks, open backend `name` (see open_backend), and leave the ranks at exit.
 
-    Raises ConfigError when torchrun and the device's runtime count ranks differently, TransientError without a peer.
+    Raises ConfigError if torchrun and the device runtime count ranks differently, TransientError if a rank fails.
     """
     with join_ranks(name, world, timeout_s=timeout_s, layout=layout) as process_group:
         yield process_group, open_device(name, world)
 
 
 def open_device(name: str, world: World) -> Backend:
-    """Open backend `name` where this process is alone or its process group is up. Raises ConfigError as open_ranks."""
+    """Open backend `name` after the process group, if any, is initialized. Raises ConfigError as open_ranks does."""
     if world.world_size > 1 and not dist.is_initialized():
-        raise RuntimeError("a device was to be opened before this rank had joined the others")
+        raise RuntimeError("the device must be opened after this rank has joined the process group")
     backend = open_backend(
         name,
         local_rank=world.local_rank,

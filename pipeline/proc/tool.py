@@ -42,7 +42,7 @@ class ProcessTree:
     def __init__(
         self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], out: IO[bytes], err: IO[bytes]
     ) -> None:
-        """Start the program. Raises OSError."""
+        """Start the program. Raises OSError if it cannot be started."""
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self._process = subprocess.Popen(  # noqa: S603 - a list, no shell
             list(command),

@@ -1,1 +1,1 @@
-"""Which checkpoint is in production, how it came there, and what it descends from."""
+"""The registry of models: the checkpoint in production, its history and lineage, and the deployed pair."""

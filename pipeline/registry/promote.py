@@ -1,8 +1,8 @@
-"""Changing what is in production: promote, roll back, and the record of a refusal.
+"""Promote a checkpoint, roll back to an earlier one, or record a refusal.
 
-One order of writes for every change: the checkpoint is verified, the outgoing pointer is logged first,
-the pointer is replaced if it is still that one, its own entry follows into the log. Killed anywhere, the pointer is
-the old one or the new one, and the history (see records.py) tells every change that the pointer went through.
+Every change writes in the same order: verify the checkpoint, append the entry of the current pointer to the history,
+replace the pointer if it is still the same, append the new entry. After an interruption at any point the pointer is the
+old or the new one, and the history (see records.py) contains every value that the pointer has had.
 """
 
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ from pipeline.registry.records import (
     Pointer,
     Production,
     append,
-    changes_of,
     check_prefix,
     one_line,
     pointer_key,
+    production_changes,
     read_pointer,
 )
 
@@ -29,39 +29,40 @@ from pipeline.registry.records import (
 def promote(
     workspace: Storage, model: str, prefix: str, *, expected: Pointer | None, decision: Decision, author: Author
 ) -> Pointer:
-    """Put the checkpoint at `prefix` into production of `model`, in place of `expected`.
+    """Replace the production checkpoint `expected` of `model` by the checkpoint at `prefix`.
 
-    `expected` is the pointer that the decision was made against (None: nothing was in production).
-    Every byte of the checkpoint is verified first. What is in production already is returned as it is.
-    Raises GateRefused, with an entry in the history, when the decision has neither passed nor is forced, is of another
-    content, or the checkpoint was rolled back from; CheckpointError when it does not verify; TransientError when
-    production is not `expected` any more: judge again, against the new one.
+    `expected`: the pointer that the decision was made against (None: nothing was in production). Every byte of the
+    checkpoint is verified first. A checkpoint that is already in production is returned unchanged.
+
+    Raises GateRefused, after recording the refusal, if the decision neither passed nor is forced, if it is about other
+    content, or if production was rolled back from this checkpoint. Raises CheckpointError if the checkpoint is damaged,
+    and TransientError if production is no longer `expected`.
     """
-    found = read_pointer(workspace, model)
-    current, etag = found or (None, "")
+    stored = read_pointer(workspace, model)
+    current, etag = stored or (None, "")
     candidate = read_checkpoint(workspace, prefix, every_byte=True)
-    past = append(workspace, model, current)  # whoever wrote the pointer may have died before its entry
-    if current is not None and candidate.place == current.place:
+    past = append(workspace, model, current)  # the writer of the pointer may have died before appending its entry
+    if current is not None and candidate.ref == current.ref:
         return current
     if current != expected:
         raise _stale(workspace, model)
     if refusal := _refusal(decision, candidate, past):
         record_refusal(workspace, model, prefix, decision.model_copy(update={"reasons": refusal}), author)
-        which = f"--cycle {candidate.state.cycle}"
-        if candidate.state.origin is not None:  # the name of an import is no cycle, and has no data
-            which = f"--evaluate.candidate {prefix}"
-        wanted = "a passing verdict of this very checkpoint against the one in production"
-        again = f"trnpipe evaluate {which}; or, to overrule the gate on record, "
+        option = f"--cycle {candidate.state.cycle}"
+        if candidate.state.origin is not None:  # an imported checkpoint belongs to no cycle
+            option = f"--evaluate.candidate {prefix}"
+        requirement = "a passing verdict of exactly this checkpoint against the one in production"
+        evaluate = f"trnpipe evaluate {option}, or to overrule the gate on record: "
         if refusal == _ROLLED_BACK:
-            wanted, again = "a model that was not rolled back from, or a reason to put it there again", ""
+            requirement, evaluate = "a checkpoint that was not rolled back from, or a reason to promote it again", ""
         raise GateRefused(
             f"{workspace.uri(prefix)} is not promoted: {'; '.join(refusal)}",
-            expected=wanted,
-            next_command=f"{again}trnpipe registry promote {prefix} --force REASON",
+            expected=requirement,
+            next_command=f"{evaluate}trnpipe registry promote {prefix} --force REASON",
         )
     forced = one_line(decision.forced)
     entry = Pointer(
-        **_about(model, candidate, current, author),
+        **_checkpoint_fields(model, candidate, current, author),
         action="forced" if forced else "promoted",
         generation=_generation(current, past) + 1,
         previous=current.production if current else None,
@@ -69,29 +70,29 @@ def promote(
         figures=decision.figures,
         verdict=decision.verdict,
     )
-    return _put(workspace, current, etag, entry)
+    return _replace_pointer(workspace, current, etag, entry)
 
 
 def rollback_target(current: Pointer, past: Iterable[HistoryEntry], to: str) -> Production | None:
-    """Find the checkpoint at prefix `to`, or with '' the one before this, among those that were in production.
+    """Return the earlier production checkpoint at prefix `to`, or the previous one if `to` is empty.
 
-    None: it is there already. Raises ConfigError if there is none.
+    Returns None if `to` is already in production. Raises ConfigError if there is no such checkpoint.
     """
     if to and check_prefix(to) == current.checkpoint:
         return None
     if to:
-        changes = changes_of(past)
-        found = [entry.production for entry in changes if entry.checkpoint == to]
-        if not found:
+        changes = production_changes(past)
+        matches = [entry.production for entry in changes if entry.checkpoint == to]
+        if not matches:
             raise ConfigError(
                 f"{to} was never in production",
                 expected=f"one of {', '.join(sorted({entry.checkpoint for entry in changes}))}",
                 next_command=f"trnpipe registry promote {to}",
             )
-        return found[-1]
+        return matches[-1]
     if current.previous is None:
         raise ConfigError(
-            f"{current.checkpoint} has nothing before it to roll back to",
+            f"no checkpoint was in production before {current.checkpoint}",
             expected="an earlier production checkpoint",
             next_command="trnpipe registry rollback TO --reason TEXT, or trnpipe registry promote CHECKPOINT"
             " --force REASON",
@@ -99,55 +100,55 @@ def rollback_target(current: Pointer, past: Iterable[HistoryEntry], to: str) -> 
     return current.previous
 
 
-def put_back(
+def restore_production(
     workspace: Storage,
-    found: tuple[Pointer, str],
+    stored: tuple[Pointer, str],
     past: Iterable[HistoryEntry],
     target: Production | None,
     reason: str,
     author: Author,
 ) -> Pointer:
-    """Put the target of a rollback, None for what is there, into production in place of the pointer that was `found`.
+    """Replace the `stored` pointer (and etag) by the target of a rollback. Do nothing if the target is None.
 
-    What is rolled back from is promoted again only by force. Raises CheckpointError if the target does not verify or
-    is not what was promoted then, TransientError if production has changed meanwhile.
+    Afterwards the checkpoint that was rolled back from can only be promoted by force. Raises CheckpointError if the
+    target is damaged or has changed since it was in production, TransientError if production changes concurrently.
     """
-    current, etag = found
+    current, etag = stored
     if target is None:
         return current
-    restored = verified_target(workspace, target)
-    then = next((entry for entry in changes_of(past) if entry.generation == target.generation), None)
+    restored = verify_target(workspace, target)
+    original = next((entry for entry in production_changes(past) if entry.generation == target.generation), None)
     entry = Pointer(
-        **_about(current.model, restored, current, author),
+        **_checkpoint_fields(current.model, restored, current, author),
         action="rolled_back",
         generation=_generation(current, past) + 1,
-        previous=then.previous if then else None,
+        previous=original.previous if original else None,
         reasons=(reason,),
-        figures=then.figures if then else {},
-        verdict=then.verdict if then else "",
+        figures=original.figures if original else {},
+        verdict=original.verdict if original else "",
     )
-    return _put(workspace, current, etag, entry)
+    return _replace_pointer(workspace, current, etag, entry)
 
 
-def verified_target(workspace: Storage, target: Production) -> CommittedCheckpoint:
-    """Return the checkpoint that was in production, every byte verified. Raises CheckpointError."""
-    found = read_checkpoint(workspace, target.checkpoint, every_byte=True)
-    if found.digest != target.digest:
+def verify_target(workspace: Storage, target: Production) -> CommittedCheckpoint:
+    """Verify every byte of an earlier production checkpoint. Raises CheckpointError if it is damaged or has changed."""
+    checkpoint = read_checkpoint(workspace, target.checkpoint, every_byte=True)
+    if checkpoint.digest != target.digest:
         raise CheckpointError(
-            f"{workspace.uri(target.checkpoint)} has the digest {found.digest}",
+            f"{workspace.uri(target.checkpoint)} has the digest {checkpoint.digest}",
             expected=f"{target.digest}, as when it was in production",
-            next_command="trnpipe registry rollback TO --reason TEXT, with another TO that trnpipe registry show lists",
+            next_command="trnpipe registry rollback TO --reason TEXT, with another TO listed by trnpipe registry show",
         )
-    return found
+    return checkpoint
 
 
 def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decision, author: Author) -> HistoryEntry:
-    """Write a refusal into the history; the same refusal twice is one entry. Raises CheckpointError."""
-    found = read_pointer(workspace, model)
-    current = found[0] if found else None
+    """Append a refusal to the history, unless it is already recorded. Raises CheckpointError if a record is damaged."""
+    stored = read_pointer(workspace, model)
+    current = stored[0] if stored else None
     candidate = read_checkpoint(workspace, prefix)
     entry = HistoryEntry(
-        **_about(model, candidate, current, author),
+        **_checkpoint_fields(model, candidate, current, author),
         action="refused",
         generation=current.generation if current else 0,
         previous=current.previous if current else None,
@@ -159,52 +160,54 @@ def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decisi
     return entry
 
 
-def _about(model: str, known: CommittedCheckpoint, current: Pointer | None, author: Author) -> dict[str, Any]:
-    """Return the fields of an entry that name a checkpoint."""
+def _checkpoint_fields(
+    model: str, checkpoint: CommittedCheckpoint, current: Pointer | None, author: Author
+) -> dict[str, Any]:
+    """Return the fields of a history entry that are common to all actions."""
     return {
         "model": model,
-        "checkpoint": known.prefix,
-        "digest": known.digest,
-        "cycle": known.state.cycle,
-        "step": known.state.step,
+        "checkpoint": checkpoint.prefix,
+        "digest": checkpoint.digest,
+        "cycle": checkpoint.state.cycle,
+        "step": checkpoint.state.step,
         "replaced": current.production if current else None,
         "author": author,
     }
 
 
 def rolled_back_digests(entries: Iterable[HistoryEntry]) -> frozenset[str]:
-    """Return digests that production was rolled back from and that were not put there again since."""
-    gone: set[str] = set()
-    for change in changes_of(entries):
+    """Return the digests that production was rolled back from and that were not promoted again since."""
+    rolled_back: set[str] = set()
+    for change in production_changes(entries):
         if change.action == "rolled_back" and change.replaced is not None:
-            gone.add(change.replaced.digest)
-        gone.discard(change.digest)
-    return frozenset(gone)
+            rolled_back.add(change.replaced.digest)
+        rolled_back.discard(change.digest)
+    return frozenset(rolled_back)
 
 
 _ROLLED_BACK = ("production was rolled back from it",)
 
 
 def _refusal(decision: Decision, candidate: CommittedCheckpoint, past: Iterable[HistoryEntry]) -> tuple[str, ...]:
-    """Return why the decision does not promote the candidate; empty if it does."""
+    """Return the reasons why the decision does not promote the candidate, or an empty tuple if it does."""
     forced = bool(one_line(decision.forced))
     if not decision.passed and not forced:
-        return decision.reasons or ("the gate did not let it through",)
+        return decision.reasons or ("the gate did not pass",)
     if decision.digest != candidate.digest and (decision.digest or not forced):
-        return (f"the verdict is of content {decision.digest[:12]}, the checkpoint has {candidate.digest[:12]}",)
+        return (f"the verdict is for digest {decision.digest[:12]}, but the checkpoint has {candidate.digest[:12]}",)
     if candidate.digest in rolled_back_digests(past) and not forced:
         return _ROLLED_BACK
     return ()
 
 
 def _generation(current: Pointer | None, past: Iterable[HistoryEntry]) -> int:
-    """Return that of the last change; of the history if the pointer was removed by hand."""
+    """Return the generation of the last change, from the history if the pointer was removed by hand."""
     return max([current.generation if current else 0, *(entry.generation for entry in past)])
 
 
-def _put(workspace: Storage, current: Pointer | None, etag: str, entry: Pointer) -> Pointer:
-    """Replace the pointer, whose own entry is in the log, and append the new entry."""
-    # Verifying took its time; a training run may have let the checkpoint go meanwhile.
+def _replace_pointer(workspace: Storage, current: Pointer | None, etag: str, entry: Pointer) -> Pointer:
+    """Replace the pointer, whose entry is already in the history, and append the new entry."""
+    # While the checkpoint was being verified, a training run may have deleted it.
     check_present(workspace, entry.checkpoint)
     key, data = pointer_key(entry.model), entry.line()
     written = workspace.write_if_match(key, data, etag) if current else workspace.write_if_absent(key, data)
@@ -215,10 +218,10 @@ def _put(workspace: Storage, current: Pointer | None, etag: str, entry: Pointer)
 
 
 def _stale(workspace: Storage, model: str) -> TransientError:
-    found = read_pointer(workspace, model)
-    seen = f"{found[0].checkpoint} (generation {found[0].generation})" if found else "nothing"
+    stored = read_pointer(workspace, model)
+    current = f"{stored[0].checkpoint} (generation {stored[0].generation})" if stored else "nothing"
     return TransientError(
-        f"another has changed production of {model} meanwhile: it is {seen} now",
-        expected="the checkpoint that this decision was made against",
-        next_command="run the same command again; it is judged against the new one",
+        f"another process has changed the production checkpoint of {model} to {current}",
+        expected="the production checkpoint that this decision was made against",
+        next_command="run the same command again to compare with the new production checkpoint",
     )

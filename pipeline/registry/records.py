@@ -1,8 +1,8 @@
-"""`registry/<model>/history.jsonl`: every change of production and every refusal, oldest first.
+"""Read and write `registry/<model>/history.jsonl`: every change of production and every refusal, oldest first.
 
-The log is replaced whole by a conditional write, so it is never torn and of racing writers none loses a line. The
-pointer is the entry of the last change itself, and is written first. A writer that dies before its entry is in the log
-leaves it there: readers count it in, and the next writer appends it before it does anything else.
+The whole log is replaced by a conditional write, so it is never truncated and concurrent writers do not lose lines. The
+pointer (production.json) is a copy of the entry of the last change, and is written first. If a writer dies before its
+entry is in the log, readers add the pointer to the history, and the next writer appends it first.
 """
 
 import getpass
@@ -23,32 +23,32 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.io.storage import KeyNotFound, Storage, check_key, read_record
 
-# What the registry writes down. One entry tells one decision; the pointer is the entry that is in force.
+# Records. An entry describes one decision, and the pointer is the entry that is in effect.
 
 Action = Literal["promoted", "forced", "rolled_back", "refused"]
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def check_model(name: str) -> str:
-    """Return the name itself, which becomes part of a key. Raises ConfigError if it is invalid."""
+    """Return the name of a model, which becomes part of a key. Raises ConfigError if it is invalid."""
     if _MODEL.fullmatch(name):
         return name
     raise ConfigError(
-        f"model name {name!r}",
-        expected="letters, digits, '_', '.' and '-', the first one a letter or digit",
+        f"invalid model name {name!r}",
+        expected="letters, digits, '_', '.' and '-', beginning with a letter or digit",
         next_command="correct --model-name",
     )
 
 
 def check_prefix(prefix: str) -> str:
-    """Return the prefix itself. Raises ConfigError if it is absolute, leaves the workspace, or cannot be printed."""
+    """Return the prefix. Raises ConfigError if it is absolute, outside the workspace, or not printable."""
     if not prefix.isprintable() or "\\" in prefix:
-        raise ConfigError(f"checkpoint {prefix!r}", expected="checkpoints/<cycle>/step-<n>")
+        raise ConfigError(f"invalid checkpoint {prefix!r}", expected="checkpoints/<cycle>/step-<n>")
     return check_key(prefix)
 
 
 def one_line(text: str) -> str:
-    """Return what a person typed, without line ends and control characters."""
+    """Replace line breaks and control characters in a text by single spaces."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
@@ -63,7 +63,7 @@ def _valid(check: Callable[[str], str]) -> AfterValidator:
 
 
 def _finite(values: Any) -> Any:
-    """JSON has no NaN; a candidate is refused for one, and that must be on record."""
+    """Replace NaN and infinity, which JSON lacks, by None, so that refusals because of them can be recorded."""
     if not isinstance(values, dict):
         return values
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
@@ -81,76 +81,76 @@ Reasons = Annotated[tuple[str, ...], BeforeValidator(_lines)]
 
 
 class CheckpointRef(Record):
-    """A checkpoint by its place and content."""
+    """A reference to a checkpoint by its prefix and content."""
 
     checkpoint: Prefix = Field(description="Prefix in the workspace")
     digest: Digest = Field(description="Digest of its manifest")
 
 
 class Production(CheckpointRef):
-    """A checkpoint at the time it was in production."""
+    """A reference to a checkpoint that is or was in production."""
 
-    generation: int = Field(ge=1, description="Which change of production brought it there")
+    generation: int = Field(ge=1, description="Number of the change that put it into production")
 
 
-class OfModel(Record):
-    """A record of one model."""
+class ModelRecord(Record):
+    """A record that belongs to one model."""
 
     model: ModelName
 
 
-R = TypeVar("R", bound=OfModel)
+R = TypeVar("R", bound=ModelRecord)
 
 
 class Author(Record):
-    """Who decides, when, and with what settings and code."""
+    """The user or job that made a decision, with its time, settings and code version."""
 
-    by: str = Field(description="user@host, and the Batch job where there is one")
-    cycle: str = Field("", description="The cycle that decides; empty for a person")
+    by: str = Field(description="user@host, and the id of the Batch job, if any")
+    cycle: str = Field("", description="The cycle that decided (empty for a person)")
     settings_hash: str = ""
     code_version: str = ""
     at: datetime = Field(default_factory=lambda: datetime.now(UTC), description="UTC")
 
 
 class Decision(Record):
-    """Why a checkpoint is promoted or refused."""
+    """A decision to promote or refuse a checkpoint, with its reasons."""
 
-    passed: bool = Field(description="The gate let it through")
-    digest: str = Field("", description="Digest of the checkpoint that was judged; empty when none was (forced)")
-    reasons: Reasons = Field((), description="The verdict in plain lines")
-    figures: Figures = Field({}, description="Metrics of the candidate; null for one that is not finite")
+    passed: bool = Field(description="Whether the gate passed")
+    digest: str = Field("", description="Digest of the evaluated checkpoint (empty if forced without evaluation)")
+    reasons: Reasons = Field((), description="The verdict as lines of text")
+    figures: Figures = Field({}, description="Metrics of the candidate, null if not finite")
     verdict: str = Field("", description="Key of the stored verdict in the workspace")
-    forced: str = Field("", description="Why a person overrules the gate")
+    forced: str = Field("", description="Reason to overrule the gate")
 
 
-class HistoryEntry(OfModel):
+class HistoryEntry(ModelRecord):
     """One line of the history."""
 
     schema_version: Literal[1] = 1
-    id: str = Field("", description="Hash of all but who and when: the same decision told twice is one entry")
+    id: str = Field("", description="Hash of all fields except user and time, so that a decision is stored once")
     action: Action
     checkpoint: Prefix = Field(description="Prefix in the workspace")
-    digest: Digest = Field(description="Digest of its manifest, every byte verified for a change of production")
+    digest: Digest = Field(description="Digest of its manifest, verified against all files for a change of production")
     cycle: str = Field(description="The cycle that trained it")
     step: int = Field(ge=0)
-    generation: int = Field(ge=0, description="Changes of production so far, this one included")
-    replaced: Production | None = Field(description="In production until then; stays there after a refusal")
-    previous: Production | None = Field(description="Where a rollback leads that names nothing")
+    generation: int = Field(ge=0, description="Number of changes of production, including this one")
+    replaced: Production | None = Field(description="The checkpoint in production before (still there after a refusal)")
+    previous: Production | None = Field(description="The default target of a rollback")
     reasons: Reasons
     figures: Figures
     verdict: str
     author: Author
 
     @model_validator(mode="after")
-    def _name_it(self) -> Self:
-        """`id` may be left out when an entry is made, and must fit when one is read."""
-        # Without defaults, so that a field added later leaves the names of older entries as they are.
+    def _set_or_check_id(self) -> Self:
+        """Set `id` in a new entry, or check the `id` of an entry that is read."""
+        # Defaults are excluded, so that new fields do not change the ids of older entries.
         body = self.model_dump(mode="json", exclude={"id": True, "author": {"by", "at"}}, exclude_defaults=True)
-        name = fingerprint(body)
+        entry_id = fingerprint(body)
         if not self.id:
-            object.__setattr__(self, "id", name)
-        elif self.id != name:
-            raise ValueError("its id does not fit its content")
+            object.__setattr__(self, "id", entry_id)
+        elif self.id != entry_id:
+            raise ValueError("its id does not match its content")
         return self
 
     def line(self) -> bytes:
@@ -158,13 +158,13 @@ class HistoryEntry(OfModel):
 
 
 class Pointer(HistoryEntry):
-    """The entry that put a checkpoint into production: all of production.json."""
+    """The entry that put a checkpoint into production, the content of production.json."""
 
     action: Literal["promoted", "forced", "rolled_back"]
     generation: int = Field(ge=1)
 
     @property
-    def place(self) -> CheckpointRef:
+    def ref(self) -> CheckpointRef:
         return CheckpointRef(checkpoint=self.checkpoint, digest=self.digest)
 
     @property
@@ -173,37 +173,37 @@ class Pointer(HistoryEntry):
 
 
 def parse_entry(data: bytes | str) -> HistoryEntry:
-    """Parse a line of the history. Raises ValidationError."""
+    """Parse a line of the history. Raises ValidationError if it is invalid."""
     entry = HistoryEntry.model_validate_json(data)
     return entry if entry.action == "refused" else Pointer.model_validate_json(data)
 
 
-def changes_of(entries: Iterable[HistoryEntry]) -> tuple[Pointer, ...]:
-    """Return the entries without the refusals."""
+def production_changes(entries: Iterable[HistoryEntry]) -> tuple[Pointer, ...]:
+    """Return the entries that changed production, without the refusals."""
     return tuple(entry for entry in entries if isinstance(entry, Pointer))
 
 
-# `cycles/<cycle>/evaluate/verdict.json`: what the gate said of one candidate against one incumbent.
+# `cycles/<cycle>/evaluate/verdict.json`: the verdict of the gate on a candidate compared with production.
 
 
 class StoredVerdict(Record):
-    """Written by evaluate before anything is promoted or refused by it."""
+    """The verdict of the gate, stored before the candidate is promoted or refused."""
 
     schema_version: Literal[1] = 1
     model: ModelName
     cycle: str = Field(description="The cycle that evaluated")
     candidate: CheckpointRef
-    incumbent: CheckpointRef | None = Field(description="None: nothing was in production")
+    incumbent: CheckpointRef | None = Field(description="The checkpoint in production, if any")
     promote: bool
-    reasons: Reasons = Field(description="The verdict in plain lines")
+    reasons: Reasons = Field(description="The verdict as lines of text")
     figures: Figures = Field({}, description="Metrics of the candidate")
-    checks: tuple[dict[str, JsonValue], ...] = Field((), description="Every check of the gate")
+    checks: tuple[dict[str, JsonValue], ...] = Field((), description="All checks of the gate")
     settings_hash: str
     code_version: str
     at: datetime = Field(description="UTC")
 
     def decision(self) -> Decision:
-        """Return it for promote() and record_refusal()."""
+        """Convert the verdict to a decision for promote() and record_refusal()."""
         return Decision(
             passed=self.promote,
             digest=self.candidate.digest,
@@ -218,23 +218,23 @@ def verdict_key(cycle: str) -> str:
 
 
 def store_verdict(workspace: Storage, verdict: StoredVerdict) -> str:
-    """Publish it (atomic) and return its key."""
+    """Store the verdict atomically and return its key."""
     key = verdict_key(verdict.cycle)
     workspace.write_bytes(key, verdict.model_dump_json(indent=1).encode() + b"\n")
     return key
 
 
 def load_verdict(workspace: Storage, cycle: str) -> StoredVerdict | None:
-    """Return the stored verdict; None if the cycle has none. Raises DataError if it cannot be read."""
+    """Return the stored verdict of a cycle, or None. Raises DataError if it cannot be read."""
     return read_record(workspace, verdict_key(cycle), StoredVerdict, "a verdict", f"trnpipe evaluate --cycle {cycle}")
 
 
 def stored_decision(
     workspace: Storage, model: str, candidate: CheckpointRef, incumbent: CheckpointRef | None, cycles: Iterable[str]
 ) -> Decision:
-    """Return the decision of the first of these cycles that judged this content; not passed if none did.
+    """Return the decision of the first of these cycles with a verdict on this content, or a decision not to pass.
 
-    A verdict counts only for the model and the incumbent that it was made against.
+    A verdict is valid only for the model and the production checkpoint that it was made against.
     """
     reasons = []
     for cycle in dict.fromkeys(cycles):
@@ -244,56 +244,56 @@ def stored_decision(
             reasons.append(error.seen)
             continue
         if verdict is not None and verdict.candidate.digest == candidate.digest:
-            reason = ""  # why the verdict does not count here
+            reason = ""  # why the verdict is not valid
             if verdict.model != model:
-                reason = f"it was judged as a model {verdict.model}, not {model}"
+                reason = f"it was evaluated as model {verdict.model}, not {model}"
             elif verdict.incumbent != incumbent:
-                judged, now = (place.checkpoint if place else "nothing" for place in (verdict.incumbent, incumbent))
-                same = " (other content)" if judged == now else ""
-                reason = f"it was judged against {judged} in production, which is {now} now{same}"
+                old, new = (ref.checkpoint if ref else "nothing" for ref in (verdict.incumbent, incumbent))
+                suffix = " with other content" if old == new else ""
+                reason = f"it was evaluated when {old} was in production, but now it is {new}{suffix}"
             decision = verdict.decision()
             return decision.model_copy(update={"passed": False, "reasons": (reason,)}) if reason else decision
-    return Decision(passed=False, reasons=(*reasons, f"no verdict of {candidate.checkpoint} is stored"))
+    return Decision(passed=False, reasons=(*reasons, f"no verdict on {candidate.checkpoint} is stored"))
 
 
-# Who is at work, for the record.
+# The author of a change.
 
 
-def who(env: Mapping[str, str] = os.environ) -> str:
-    """Return `user@host`, with the id of the job if there is one."""
+def current_user(env: Mapping[str, str] = os.environ) -> str:
+    """Return `user@host`, with the id of the job, if any."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container whose user id has no name
+    except (KeyError, OSError):  # in a container, the user id may have no name
         user = str(os.getuid())
     job = env.get("TRNJOBS_JOB_ID", "")
     return f"{user}@{socket.gethostname()}{f' (job {job})' if job else ''}"
 
 
-# `registry/<model>/production.json`: which checkpoint is in production.
+# `registry/<model>/production.json`: the pointer to the checkpoint in production.
 
 FOLDER = "registry"
 
 
 def pointer_key(model: str) -> str:
-    """Return the key. Raises ConfigError for an invalid name."""
+    """Return the key of production.json. Raises ConfigError for an invalid name."""
     return f"{FOLDER}/{check_model(model)}/production.json"
 
 
 def read_pointer(workspace: Storage, model: str) -> tuple[Pointer, str] | None:
-    """Return the pointer and its etag; None if nothing is in production. Raises CheckpointError if it is damaged."""
+    """Return the pointer and its etag, or None. Raises CheckpointError if it is damaged."""
     repair = (
-        f"put back the last line of {FOLDER}/{model}/history.jsonl that is no refusal, or delete the file and promote a"
-        " checkpoint with trnpipe registry promote CHECKPOINT --force REASON"
+        f"restore the last line of {FOLDER}/{model}/history.jsonl that is not a refusal, or delete the file and promote"
+        " a checkpoint with trnpipe registry promote CHECKPOINT --force REASON"
     )
     return read_current(workspace, pointer_key(model), Pointer, model, "pointer to a checkpoint", repair)
 
 
 def read_current(
-    workspace: Storage, key: str, kind: type[R], model: str, what: str, repair: str
+    workspace: Storage, key: str, kind: type[R], model: str, name: str, repair: str
 ) -> tuple[R, str] | None:
-    """Return a record of a model and its etag; None if there is none. Raises CheckpointError if it is damaged.
+    """Return a record of a model and its etag, or None. Raises CheckpointError if it is damaged.
 
-    The etag is at most older than the content: a conditional write with it never overwrites what was not read.
+    The etag is read before the content, so that a conditional write with it never overwrites content that was not read.
     """
     stat = workspace.stat(key)
     if stat is None:
@@ -301,14 +301,13 @@ def read_current(
     try:
         record = kind.model_validate_json(workspace.read_bytes(key))
         if record.model != model:
-            raise ValueError(f"it is of model {record.model}")
-    except KeyNotFound:  # removed by hand just now
+            raise ValueError(f"it belongs to model {record.model}")
+    except KeyNotFound:  # deleted since the stat
         return None
     except ValueError as error:
         reason = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise CheckpointError(
-            f"{workspace.uri(key)} is no {what}: {reason}", expected="what trnpipe wrote there", next_command=repair
-        ) from error
+        message = f"{workspace.uri(key)} is not a valid {name}: {reason}"
+        raise CheckpointError(message, expected="the content that trnpipe wrote", next_command=repair) from error
     return record, stat.etag
 
 
@@ -321,38 +320,38 @@ def history_key(model: str) -> str:
 
 
 def list_models(workspace: Storage) -> list[str]:
-    """Names of the models that the registry knows, sorted."""
+    """Return the names of all models in the registry, sorted."""
     return [name for name in workspace.list_dirs(FOLDER) if _MODEL.fullmatch(name)]
 
 
 def read_history(workspace: Storage, model: str) -> tuple[HistoryEntry, ...]:
-    """Return every entry, including the pointer's. Raises DataError or CheckpointError if either is damaged."""
-    found = read_pointer(workspace, model)  # first: whatever came before this pointer is in the log by now
+    """Return all entries, including the pointer's. Raises DataError or CheckpointError if a file is damaged."""
+    stored = read_pointer(workspace, model)  # before the log, which then contains all entries before this pointer
     _, log = _read_log(workspace, history_key(model))
-    return log if found is None or found[0].id in {entry.id for entry in log} else (*log, found[0])
+    return log if stored is None or stored[0].id in {entry.id for entry in log} else (*log, stored[0])
 
 
 def append(workspace: Storage, model: str, *entries: HistoryEntry | None) -> tuple[HistoryEntry, ...]:
-    """Add those entries that the log lacks (None: nothing), and return all of it.
+    """Append entries that are not in the log yet, ignoring None, and return all entries.
 
-    Raises DataError for a damaged log, TransientError, Preempted.
+    Raises DataError if the log is damaged, TransientError if concurrent writers prevent the append for 60 s.
     """
     key, deadline, wait_s = history_key(model), time.monotonic() + APPEND_DEADLINE_S, 0.01
     while True:
-        stat = workspace.stat(key)  # before the content: then an etag that still fits is of no older content
+        stat = workspace.stat(key)  # before the content, so that a conditional write fails if the content has changed
         data, log = _read_log(workspace, key)
-        known = {entry.id for entry in log}
-        missing = tuple(entry for entry in entries if entry is not None and entry.id not in known)
+        existing_ids = {entry.id for entry in log}
+        missing = tuple(entry for entry in entries if entry is not None and entry.id not in existing_ids)
         if not missing:
             return log
-        gap = b"" if not data or data.endswith(b"\n") else b"\n"
-        whole = b"".join([data, gap, *(entry.line() for entry in missing)])
-        if workspace.write_if_absent(key, whole) if stat is None else workspace.write_if_match(key, whole, stat.etag):
+        separator = b"" if not data or data.endswith(b"\n") else b"\n"
+        content = b"".join([data, separator, *(entry.line() for entry in missing)])
+        if workspace.write_if_match(key, content, stat.etag) if stat else workspace.write_if_absent(key, content):
             return log + missing
         if time.monotonic() > deadline:
             raise TransientError(
-                f"{workspace.uri(key)} changes all the time",
-                expected=f"a moment to append to it within {APPEND_DEADLINE_S:.0f} s",
+                f"cannot append to {workspace.uri(key)}, which other processes keep changing",
+                expected=f"an append within {APPEND_DEADLINE_S:.0f} s",
                 next_command="run the same command again",
             )
         workspace.stop.wait(random.uniform(0, wait_s))
@@ -361,7 +360,7 @@ def append(workspace: Storage, model: str, *entries: HistoryEntry | None) -> tup
 
 
 def _read_log(workspace: Storage, key: str) -> tuple[bytes, tuple[HistoryEntry, ...]]:
-    """Read all of it, and the entries it holds. Raises DataError if it is damaged."""
+    """Return the bytes and the entries of the log. Raises DataError if it is damaged."""
     try:
         data = workspace.read_bytes(key)
     except KeyNotFound:
@@ -374,21 +373,20 @@ def _read_log(workspace: Storage, key: str) -> tuple[bytes, tuple[HistoryEntry, 
             entries.append(parse_entry(line))
         except ValidationError as error:
             raise DataError(
-                f"line {number} of {workspace.uri(key)} is no entry: {error.errors(include_url=False)[0]['msg']}",
-                expected="one JSON object a line, as trnpipe wrote it",
-                next_command="put the file back as it was, or take that line out",
+                f"invalid entry in line {number} of {workspace.uri(key)}: {error.errors(include_url=False)[0]['msg']}",
+                expected="one JSON object per line, as written by trnpipe",
+                next_command="restore the file, or delete that line",
             ) from error
     return data, tuple(entries)
 
 
-# Checkpoints that retention must leave alone.
+# Checkpoints that retention must not delete.
 
 
-def in_use(workspace: Storage) -> frozenset[str]:
-    """Return prefixes of the checkpoints that are or were in production of any model: they may be rolled back to.
+def checkpoints_in_use(workspace: Storage) -> frozenset[str]:
+    """Return the prefixes of all checkpoints that are or were in production of any model, and can be rolled back to.
 
-    Raises DataError and CheckpointError for a damaged registry: then nothing may be deleted.
+    Raises DataError or CheckpointError if the registry is damaged, in which case nothing may be deleted.
     """
-    return frozenset(
-        entry.checkpoint for model in list_models(workspace) for entry in changes_of(read_history(workspace, model))
-    )
+    histories = (read_history(workspace, model) for model in list_models(workspace))
+    return frozenset(entry.checkpoint for history in histories for entry in production_changes(history))

@@ -1,1 +1,1 @@
-"""Exact search in a catalogue, with vectors and with words: what evaluation and mining are built on."""
+"""Exact search in a catalogue by vectors and by words, used by evaluation, mining and inference."""

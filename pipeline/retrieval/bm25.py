@@ -1,11 +1,12 @@
-"""Search with words (BM25). Pure.
+"""Search by words with BM25.
 
-Words are scored by bm25s, in the form of Lucene (Kamphuis et al. 2020, "Which BM25 do you mean?"): idf = ln(1 + (N - n
-+ 0.5) / (n + 0.5)), which is never negative, and no factor k1 + 1; k1 and b as in Anserini. Words are those of
-data/lexical.py, without stemming or stop words. The best items are chosen here, because bm25s takes any of equal ones.
+Scores are computed by bm25s in Lucene's variant (Kamphuis et al. 2020, "Which BM25 do you mean?"): idf = ln(1 + (N - n
++ 0.5) / (n + 0.5)), which is never negative, without the factor k1 + 1, and with k1 and b as in Anserini. Words are
+those of data/lexical.py, without stemming or stop words. The best items are selected here, because bm25s breaks ties
+arbitrarily.
 
-Memory: about 60 bytes for each different word of an item (200 while the index is built), and 8 bytes an item for the
-query at hand.
+Memory: about 60 bytes for each distinct word of an item (200 while the index is built), and 8 bytes per item for the
+current query.
 """
 
 import logging
@@ -18,8 +19,8 @@ import numpy as np
 from pipeline.core.arrays import Float64s, Int64s
 from pipeline.data.lexical import words_of
 
-# bm25s calls JAX on import, where it is installed, and JAX takes three quarters of a GPU's memory at its first call, in
-# each process that runs. What is used here is NumPy's. None: as if it were not installed.
+# bm25s calls JAX on import if it is installed, and JAX allocates three quarters of a GPU's memory at its first call, in
+# every process. Only the NumPy backend is used here, so hide JAX during the import.
 _uses_jax = "jax" in sys.modules
 if not _uses_jax:
     sys.modules["jax"] = None  # type: ignore[assignment]
@@ -31,19 +32,17 @@ if not _uses_jax:
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import sets DEBUG
 
 K1, B = 0.9, 0.4
-WORDS = 2
-"""Version of what a word is; 1 was `\\w+`, which tears vowel signs and takes a Japanese title for one word."""
+WORDS_VERSION = 2  # version 1 was `\w+`, which split off vowel signs and took a Japanese title for one word
 _COUNT, _PARAMETERS = "items", "params.index.json"
-"""Files of a saved index: the number of items; the second, of bm25s, is missing where no item has a word."""
-MANY_EMPTY = 0.5
-"""Share of the queries: a search by words that finds nothing for more of them is no comparison."""
+"""Files of a saved index: the number of items, and a file of bm25s, which is missing if no item has a word."""
+MAX_UNMATCHED = 0.5  # search by words is no fair baseline if it finds nothing for a larger share of queries
 
 
 class Bm25:
     """An index of N item texts, numbered in their order."""
 
     def __init__(self, texts: Iterable[str] = (), *, saved: Path | None = None) -> None:
-        """Index texts, or open an index that `save` wrote, its numbers memory-mapped."""
+        """Index texts, or open a memory-mapped index written by `save`."""
         self._words: dict[str, int] = {}
         self._index = bm25s.BM25(k1=K1, b=B, method="lucene", dtype="float64", backend="numpy")
         if saved is not None:
@@ -60,7 +59,7 @@ class Bm25:
             self._index.index((items, self._words), create_empty_token=False, show_progress=False)
 
     def save(self, folder: Path) -> None:
-        """Write the index into an existing folder."""
+        """Write the index to an existing folder."""
         (folder / _COUNT).write_text(str(self.num_items))
         if self._words:
             self._index.save(str(folder), show_progress=False)
@@ -70,22 +69,25 @@ class Bm25:
     ) -> tuple[Float64s, Int64s]:
         """Return scores and item numbers [Q, k] of the best items of each query, best first, ties by number.
 
-        An item is found if it shares a word with the query; after the last one the score is 0 and the item -1.
-        `each` is called with the number of every query and its scores of all items [N].
+        An item matches if it shares a word with the query. Lists are padded with score 0 and item -1. `each` is called
+        with the index of every query and its scores for all items [N].
         """
         scores, items = np.zeros((len(queries), k)), np.full((len(queries), k), -1, dtype=np.int64)
         for row, query in enumerate(queries):
-            words = [self._words[word] for word in words_of(query) if word in self._words]
-            every: Float64s = self._index.get_scores_from_ids(words) if words else np.zeros(self.num_items)
-            each(row, every)
-            found = np.flatnonzero(every)
-            if len(found) > k:  # those as good as the k-th best, ties by number
-                found = found[every[found] >= np.partition(every[found], len(found) - k)[len(found) - k]]
-            found = found[np.argsort(-every[found], kind="stable")[:k]]
-            scores[row, : len(found)], items[row, : len(found)] = every[found], found
+            word_ids = [self._words[word] for word in words_of(query) if word in self._words]
+            all_scores: Float64s = self._index.get_scores_from_ids(word_ids) if word_ids else np.zeros(self.num_items)
+            each(row, all_scores)
+            matches = np.flatnonzero(all_scores)
+            if len(matches) > k:  # keep all items that score at least as high as the k-th best
+                threshold = np.partition(all_scores[matches], len(matches) - k)[len(matches) - k]
+                matches = matches[all_scores[matches] >= threshold]
+            matches = matches[np.argsort(-all_scores[matches], kind="stable")[:k]]
+            scores[row, : len(matches)], items[row, : len(matches)] = all_scores[matches], matches
         return scores, items
 
 
-def nothing_found(empty: int, queries: int, items: str) -> str:
-    """Return `12 of 20 queries share no word with any item` if it is more than half of the queries, else nothing."""
-    return f"{empty:,} of {queries:,} queries share no word with any {items}" if empty > MANY_EMPTY * queries else ""
+def unmatched_warning(unmatched: int, queries: int, item: str) -> str:
+    """Return a warning if more than half of the queries share no word with any item, else an empty string."""
+    if unmatched <= MAX_UNMATCHED * queries:
+        return ""
+    return f"{unmatched:,} of {queries:,} queries share no word with any {item}"

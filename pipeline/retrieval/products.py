@@ -1,6 +1,6 @@
-"""The distinct products of prepared data, each known by its tokens: a catalogue without a catalogue file.
+"""The distinct products of prepared data, identified by their tokens: a catalogue without a catalogue file.
 
-Memory: 20 bytes for each row of the data while it is looked through, then 32 for each distinct product.
+Memory: 20 bytes for each row of the data while reading, then 32 for each distinct product.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,39 +19,38 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.tokenizer import Tokens, take
 
-# Texts by their token ids: equal ones are found by hash, whatever shape they are padded to; and as words again.
+# Texts as token ids: hashes that do not depend on padding, and conversion to strings.
 
-_PLACE = np.uint64(32)
+_POSITION_SHIFT = np.uint64(32)
 
 
 def text_hashes(padded: npt.NDArray[np.integer], pad_id: int) -> UInt64s:
-    """Token ids [N, T] padded on the right -> hashes [N], the same for any T. 64 bits: two texts in 10^19 collide."""
+    """Return the hashes [N] of token ids [N, T] padded on the right, which do not depend on T."""
     tokens = padded.astype(np.uint64)
-    places = np.arange(padded.shape[1], dtype=np.uint64) << _PLACE
-    terms = np.where(padded == pad_id, np.uint64(0), mix64(tokens | places))
+    positions = np.arange(padded.shape[1], dtype=np.uint64) << _POSITION_SHIFT
+    terms = np.where(padded == pad_id, np.uint64(0), mix64(tokens | positions))
     return mix64(terms.sum(axis=1, dtype=np.uint64))
 
 
 def to_tokens(padded: npt.NDArray[np.integer], pad_id: int) -> Tokens:
-    """Token ids [N, T] padded on the right, back to back."""
-    inside = padded != pad_id
-    offsets = np.concatenate([[0], np.cumsum(inside.sum(axis=1))]).astype(np.int64)
-    return Tokens(padded[inside].astype(np.int32), offsets)
+    """Remove the padding of token ids [N, T]."""
+    is_token = padded != pad_id
+    offsets = np.concatenate([[0], np.cumsum(is_token.sum(axis=1))]).astype(np.int64)
+    return Tokens(padded[is_token].astype(np.int32), offsets)
 
 
 def join_tokens(parts: Sequence[Tokens], order: Int64s | None = None) -> Tokens:
-    """Join the texts of all parts, or those of `order` [M] (by their number)."""
+    """Concatenate the texts of all parts. `order` [M]: numbers of the texts to return (default: all)."""
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *(part.lengths for part in parts)])
     ids = np.concatenate([np.zeros(0, dtype=np.int32), *(part.ids for part in parts)])
     joined = Tokens(ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     return joined if order is None else take(joined, order)
 
 
-def decoded(tokens: Tokens, tokenizer: bytes) -> list[str]:
-    """Texts [N] of token ids, by a tokenizer.json: pieces of words are joined again.
+def decode_tokens(tokens: Tokens, tokenizer: bytes) -> list[str]:
+    """Convert token ids to texts [N] with a tokenizer.json.
 
-    Lost: what was cut off to fit the largest bucket, characters that are no token, and what the tokenizer's normaliser
-    takes away (case and accents of the one trained here). Punctuation stands between spaces.
+    Truncated text, characters outside the vocabulary, and everything removed by the normaliser (such as case) is lost.
     """
     ids = tokens.ids.tolist()
     lists = [ids[start:end] for start, end in pairwise(tokens.offsets.tolist())]
@@ -65,67 +64,69 @@ def _tokenizer(text: bytes) -> tokenizers.Tokenizer:
 
 @dataclass(frozen=True)
 class Products:
-    """N items, numbered by where they occur first. `hashes` [N] ascending with the `items` [N] they belong to."""
+    """N items, numbered by their first occurrence. `num_distinct`: number of distinct products before the limit.
+
+    `location` [N, 3]: source, bucket and row of each item. `hashes` [N]: ascending text hashes of the `items` [N].
+    """
 
     sources: Sequence[TokenRows]
-    where: Int64s
-    """[N, 3]: source, bucket and row of each item."""
+    location: Int64s
     hashes: UInt64s
     items: Int64s
     num_distinct: int
-    """Before the limit."""
 
     def __len__(self) -> int:
-        return len(self.where)
+        return len(self.location)
 
-    def numbers_of(self, hashes: UInt64s) -> Int64s:
-        """Item numbers [M] of text hashes [M], -1 for those that are no item."""
+    def item_numbers(self, hashes: UInt64s) -> Int64s:
+        """Return the item numbers [M] of text hashes [M], -1 for unknown texts."""
         if not len(self.hashes):
             return np.full(len(hashes), -1, dtype=np.int64)
-        places = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
-        return np.where(self.hashes[places] == hashes, self.items[places], -1)
+        indices = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
+        return np.where(self.hashes[indices] == hashes, self.items[indices], -1)
 
-    def windows(self, rows: int, mine: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
-        """Items in order, `rows` at a time: (number of the first, tokens); only windows whose number is `mine`."""
+    def windows(self, rows: int, select: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
+        """Yield (number of the first item, tokens) for the windows of `rows` items whose index `select` accepts."""
         for number, first in enumerate(range(0, len(self), rows)):
-            if mine(number):
+            if select(number):
                 yield first, self.tokens(first, first + rows)
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        where, parts = self.where[start:stop], []
-        starts = np.flatnonzero(np.any(np.diff(where[:, :2], axis=0, prepend=-1), axis=1))
-        for first, last in zip(starts, [*starts[1:], len(where)], strict=True):
-            source, bucket = self.sources[where[first, 0]], int(where[first, 1])
-            numbers = where[first:last, 2]
+        location, parts = self.location[start:stop], []
+        starts = np.flatnonzero(np.any(np.diff(location[:, :2], axis=0, prepend=-1), axis=1))
+        for first, last in zip(starts, [*starts[1:], len(location)], strict=True):
+            source, bucket = self.sources[location[first, 0]], int(location[first, 1])
+            numbers = location[first:last, 2]
             arrays = source.read(np.full(len(numbers), bucket), numbers, bucket, ("product",))
             parts.append(to_tokens(arrays["product"], source.pad_id))
         return join_tokens(parts)
 
 
-def distinct_products(sources: Sequence[TokenRows], wanted: UInt64s, max_items: int, stop: StopSignal) -> Products:
-    """Look through all rows. Above `max_items` the products `wanted` (hashes) stay, and an even sample of the rest."""
-    hashes: list[UInt64s] = [np.zeros(0, dtype=np.uint64)]
-    where: list[Int64s] = [np.zeros((0, 3), dtype=np.int64)]
+def distinct_products(sources: Sequence[TokenRows], required: UInt64s, max_items: int, stop: StopSignal) -> Products:
+    """Collect the distinct products of all rows. Above `max_items`, keep the `required` ones and an even sample."""
+    block_hashes: list[UInt64s] = [np.zeros(0, dtype=np.uint64)]
+    block_locations: list[Int64s] = [np.zeros((0, 3), dtype=np.int64)]
     total = sum(sum(rows.sizes) for rows in sources)
     with progress("looking for distinct products", total, "rows") as advance:
         for number, rows in enumerate(sources):
             for bucket, numbers in rows.blocks():
                 stop.raise_if_set("looking for distinct products")
                 arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("product",))
-                found, first = np.unique(text_hashes(arrays["product"], rows.pad_id), return_index=True)
-                hashes.append(found)
-                place = np.full((len(found), 3), (number, bucket, 0), dtype=np.int64)
-                place[:, 2] = numbers[first]
-                where.append(place)
+                unique, first = np.unique(text_hashes(arrays["product"], rows.pad_id), return_index=True)
+                block_hashes.append(unique)
+                location = np.full((len(unique), 3), (number, bucket, 0), dtype=np.int64)
+                location[:, 2] = numbers[first]
+                block_locations.append(location)
                 advance(len(numbers))
-    every, first = np.unique(np.concatenate(hashes), return_index=True)  # blocks come in order: the first place of each
-    places = np.concatenate(where)[first]
-    num_distinct = len(every)
+    # Blocks are in row order, so the first index of a hash is its first occurrence.
+    hashes, first = np.unique(np.concatenate(block_hashes), return_index=True)
+    locations = np.concatenate(block_locations)[first]
+    num_distinct = len(hashes)
     if num_distinct > max_items:
-        is_wanted = np.isin(every, wanted)
-        sampled = np.lexsort((mix64(every), ~is_wanted))[: max(max_items, int(is_wanted.sum()))]
-        every, places = every[np.sort(sampled)], places[np.sort(sampled)]
-    in_order = np.lexsort((places[:, 2], places[:, 1], places[:, 0]))
-    items = np.empty(len(every), dtype=np.int64)
-    items[in_order] = np.arange(len(every))
-    return Products(sources, places[in_order], every, items, num_distinct)
+        is_required = np.isin(hashes, required)
+        sampled = np.sort(np.lexsort((mix64(hashes), ~is_required))[: max(max_items, int(is_required.sum()))])
+        hashes, locations = hashes[sampled], locations[sampled]
+    order = np.lexsort((locations[:, 2], locations[:, 1], locations[:, 0]))
+    items = np.empty(len(hashes), dtype=np.int64)
+    items[order] = np.arange(len(hashes))
+    return Products(sources, locations[order], hashes, items, num_distinct)

@@ -69,7 +69,7 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
         if backend.is_lazy or backend.compiles_steps:
             trial = shapes.trial(settings, backend, process_group, recorder, ctx.stop, ctx.console)
             if not driven:
-                recorder.met = _progress(ctx, trial.num_graphs, started)
+                recorder.on_graph = _progress(ctx, trial.num_graphs, started)
             with use_display(no_display):  # what a trial scores is nobody's holdout
                 trial.score() if is_scoring else trial.run()
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
@@ -80,7 +80,7 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
         size = f"{graph.num_instructions:>6,} operations  {graph.hlo_bytes / 1e6:6.2f} MB"
         what = size if graph.hlo_bytes else f"{graph.compiles:>6} programs"
         ctx.console.info(f"  {graph.phase:<16} {shape:<12} {what}  {graph.compile_s:6.1f} s  {graph.key[:12]}")
-    for place in recorder.outside:
+    for place in recorder.extra_compiles:
         ctx.console.warn(f"more than one graph was compiled at {place}")
     findings = (*lint(*recorder.texts.values()), *lint_counters(backend.host_operators()))
     for finding in findings:
@@ -147,6 +147,6 @@ def _result(ctx: StageContext, manifest: GraphManifest, started: datetime) -> St
         NAME,
         started,
         inputs={"plan": manifest.plan_id},
-        outputs={"manifest": manifest.place},
+        outputs={"manifest": manifest.key},
         figures=figures,
     )

@@ -10,7 +10,15 @@ from pipeline.evaluate.models import Models, find_models
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
 from pipeline.evaluate.run import run_evaluation
 from pipeline.registry.promote import promote, record_refusal, rolled_back_digests
-from pipeline.registry.records import Author, Pointer, changes_of, read_history, store_verdict, verdict_key, who
+from pipeline.registry.records import (
+    Author,
+    Pointer,
+    current_user,
+    production_changes,
+    read_history,
+    store_verdict,
+    verdict_key,
+)
 from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared
 from pipeline.telemetry.events import EventName
@@ -33,7 +41,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         # Perhaps under another model_name, which is no part of the inputs.
         past = read_history(ctx.workspace, settings.model_name) if earlier.figures.get("promoted") else ()
         digest = models.candidate.digest
-        promoted = any(entry.digest == digest for entry in changes_of(past))
+        promoted = any(entry.digest == digest for entry in production_changes(past))
         # The same question was answered and acted on. What was promoted is the incumbent now, or has been.
         loose = {"code_version"} | ({"incumbent", "gate"} if promoted else set())
         before, now = ({k: v for k, v in one.items() if k not in loose} for one in (earlier.inputs, inputs))
@@ -85,7 +93,7 @@ def _conclude(
         store_verdict(ctx.workspace, stored)
     forced, candidate, reasons = settings.evaluate.force_reason.strip(), stored.candidate.checkpoint, stored.reasons
     decision = stored.decision().model_copy(update={"forced": forced})
-    author = Author(by=who(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version)
+    author = Author(by=current_user(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version)
     fields = {"promote": stored.promote, "forced": bool(forced), "candidate": candidate, "reasons": list(reasons)}
     ctx.events.emit(EventName.GATE_JUDGED, **fields)
     if not stored.promote and not forced:

@@ -53,7 +53,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
             os._exit(EXIT_OK)  # the verdict is in the report
         return _result(ctx, (report,), started)
     nodes = node_group(ctx, "health/nodes", timeout_s=math.inf)
-    with nodes.telling(), guarded_temp_folder() as temporary:
+    with nodes.report_failure(), guarded_temp_folder() as temporary:
         reports = _check(settings, ctx, nodes, temporary / "ranks")
     result = _result(ctx, reports, started)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result

@@ -17,7 +17,7 @@ from pipeline.data.token_sets import prefixes_of, read_token_sets, spec_of
 from pipeline.model.config import InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
-from pipeline.registry.checkpoints import incumbent_prefix, start_place
+from pipeline.registry.checkpoints import locate_start, production_prefix
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import batch_share
@@ -30,12 +30,12 @@ def find_parent(ctx: StageContext) -> Checkpoint | None:
     """The verified parent checkpoint; None for scratch, or when nothing was promoted. Raises CheckpointError."""
     settings, cache_dir = ctx.settings, ctx.scratch / "parent"
     if settings.train.start != "incumbent":
-        place = start_place(settings.train.start, settings, ctx.workspace)
+        place = locate_start(settings.train.start, settings, ctx.workspace)
         return None if place is None else open_checkpoint(*place, cache_dir)
     # The model that was promoted when this cycle first mined negatives or trained: a promotion in between, even of this
     # very cycle, must not change what a later attempt starts from. The first writer wins, so all ranks agree.
     key = f"cycles/{ctx.cycle}/train/parent.json"
-    pin = json.dumps({"checkpoint": incumbent_prefix(ctx.workspace, settings.model_name)})
+    pin = json.dumps({"checkpoint": production_prefix(ctx.workspace, settings.model_name)})
     ctx.workspace.write_if_absent(key, pin.encode())
     pinned = json.loads(ctx.workspace.read_bytes(key))["checkpoint"]
     return None if pinned is None else open_checkpoint(ctx.workspace, str(pinned), cache_dir)

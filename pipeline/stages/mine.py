@@ -19,8 +19,8 @@ from pipeline.mine.run import (
     Search,
     commit_all,
     make_task,
-    mine_share,
-    open_pieces,
+    mine_worker_slice,
+    open_parts,
     plan_mining,
     vector_search,
     vectors_of,
@@ -29,8 +29,8 @@ from pipeline.mine.run import (
 from pipeline.mine.store import NegativeSet, find_negatives
 from pipeline.parallel.process_group import join_ranks
 from pipeline.parallel.world import worker_of
-from pipeline.retrieval.bm25 import nothing_found
-from pipeline.retrieval.products import decoded
+from pipeline.retrieval.bm25 import unmatched_warning
+from pipeline.retrieval.products import decode_tokens
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_parent, load_prepared
 from pipeline.telemetry.console import Console
@@ -63,11 +63,9 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     rows = open_rows(ctx.workspace, mining.sets, "train", ctx.scratch / "tokens", ("partition",))
     gain = settings.train.loss.positive_gain
     task = make_task(rows, mining.new, positive_gain=gain, max_items=MAX_ITEMS, stop=ctx.stop)
-    work = f"cycles/{ctx.cycle}/mine/{fingerprint(mining.decides)[:16]}"
+    work = f"cycles/{ctx.cycle}/mine/{fingerprint(mining.identity)[:16]}"
     size = len(task.products), len(task.query_id)
-    vectors, negatives = open_pieces(
-        ctx.workspace_after_stop, work, ctx.scratch / "mine", size, config.queries_per_part
-    )
+    vectors, negatives = open_parts(ctx.workspace_after_stop, work, ctx.scratch / "mine", size, config.queries_per_part)
     by = "BM25" if mining.model is None else f"vectors of {mining.model.prefix}"
     ctx.console.info(
         f"mine: {len(task.query_id):,} queries with a positive against {len(task.products):,} products by {by} | "
@@ -88,10 +86,10 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
             return vector_search(vectors, items, queries, config.depth, ctx.stop, worker, workers)
         tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
         texts = task.item_texts(tokenizer, ctx.stop)
-        return word_search(texts, lambda *part: decoded(task.queries(*part), tokenizer), config.depth, ctx.stop)
+        return word_search(texts, lambda *part: decode_tokens(task.queries(*part), tokenizer), config.depth, ctx.stop)
 
     try:
-        missing = mine_share(
+        missing = mine_worker_slice(
             negatives, open_search, task.judged, task.rows_of, config, worker=worker, workers=workers, stop=ctx.stop
         )
         made = find_negatives(ctx.workspace, mining.prefix)
@@ -104,8 +102,8 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         if made is None:
             raise
         # Another worker was last, and deleted the parts that this one was reading.
-    for pieces in (vectors, negatives):
-        pieces.parts.delete()
+    for parts in (vectors, negatives):
+        parts.parts.delete()
     result = _result(ctx, mining, started, dict(made.info.figures), made)
     _tell_end(ctx, made, result)
     return store_result(ctx.workspace, result)
@@ -120,7 +118,7 @@ def _tell_end(ctx: StageContext, made: NegativeSet, result: StageResult) -> None
     )
     without, queries = int(figures["queries_without"]), int(figures["queries"])
     empty = int(figures.get("nothing_found", 0)) if made.info.source == BM25 else 0
-    if nothing := nothing_found(empty, queries, "product"):
+    if nothing := unmatched_warning(empty, queries, "product"):
         ctx.console.warn(f"mine: {nothing}: BM25 has no negatives for them; --mine.source CHECKPOINT ranks by a model")
     elif without:
         ctx.console.warn(
@@ -140,7 +138,7 @@ def _result(
     return ctx.finish(
         NAME,
         started,
-        inputs={"data": fingerprint(mining.decides["token_sets"]), "source": mining.source},
+        inputs={"data": fingerprint(mining.identity["token_sets"]), "source": mining.source},
         outputs={"negatives": made.prefix} if made is not None else {},
         figures=figures,
     )

@@ -30,7 +30,7 @@ from pipeline.model.hf import from_hf, hf_config, to_hf
 from pipeline.model.weights import digest_of_initial, initial_model
 from pipeline.parallel.mesh import check_plan, check_same
 from pipeline.parallel.process_group import ProcessGroup, open_ranks
-from pipeline.registry.records import in_use
+from pipeline.registry.records import checkpoints_in_use
 from pipeline.settings import LogConfig
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import CheckpointConfig, TrainConfig, batch_share, groups_of_batch, rows_of_batch, run_layout
@@ -194,7 +194,7 @@ def open_run(
             config.checkpoint,
             ctx.scratch / "saving",
             before_commit=lambda: ctx.events.flush(durable=True),  # on another machine there is no journal
-            in_use=lambda: in_use(ctx.workspace_after_stop),
+            in_use=lambda: checkpoints_in_use(ctx.workspace_after_stop),
         )
         base = TrainState(
             cycle=ctx.cycle,

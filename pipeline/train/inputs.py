@@ -150,7 +150,7 @@ def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: st
             expected="those of the parent",
             next_command="prepare the data with the parent's settings, or --train.start scratch",
         )
-    check_architecture(state.model, model, where=parent.prefix)
+    check_architecture(state.model, model, source=parent.prefix)
 
 
 # The identity of a run: a hash of all that decides its weights. A run continues only its own checkpoints.

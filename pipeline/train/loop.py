@@ -19,7 +19,7 @@ from pipeline.core.errors import CheckpointError, NumericError, Preempted, Trans
 from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
-from pipeline.data.training_groups import MOST_LINKED
+from pipeline.data.training_groups import MAX_LINKED
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.telemetry.console import Console, StepFigures, TensorBoardSink
@@ -92,16 +92,16 @@ def _announce(run: Run) -> None:
     linked = f" | {links.linked:,} of {links.queries:,} queries mean the same as another" if links else ""
     ctx.console.info(
         f"train: {parameters / 1e6:.1f}M parameters on {ctx.world.world_size} x {run.backend.name} | from {start} | "
-        f"{sum(pools.new.sizes):,} new and {sum(pools.kept):,} replayed groups of up to {pools.slots} "
+        f"{sum(pools.new.sizes):,} new and {sum(pools.num_replayed):,} replayed groups of up to {pools.slots} "
         f"samples{mined}{linked} | "
         f"{run.plan.batches_per_epoch:,} batches of {train.global_batch_size} an epoch, "
         f"{run.share.accumulation} micro-steps a step | steps {run.start.step:,} to {run.max_steps:,}"
     )
     for message in warnings_of(pools.new, train, [one.info for one in inputs.new_sets]):
         ctx.console.warn(message)
-    if links and links.loose:
+    if links and links.unlinked:
         ctx.console.warn(
-            f"{links.loose:,} of {links.queries:,} queries are not linked: more than {MOST_LINKED} hang together by"
+            f"{links.unlinked:,} of {links.queries:,} queries are not linked: more than {MAX_LINKED} hang together by"
             " texts that are both products and queries, too many to mean the same"
         )
     if late := [partition.name for partition in inputs.selection.late]:
@@ -201,7 +201,7 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
         holdouts,
         has_scores=run.config.train.loss.trains_head,
         groups_new=sum(run.pools.new.sizes),
-        groups_replayed=sum(run.pools.kept),
+        groups_replayed=sum(run.pools.num_replayed),
     )
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.model.config import LossConfig
-from pipeline.model.ops import unit
+from pipeline.model.ops import l2_normalize
 from pipeline.model.relevance import RelevanceOutputs
 from pipeline.train.config import TrainConfig
 
@@ -86,7 +86,7 @@ def contrastive_loss(query: Tensor, product: Tensor, targets: Targets, config: L
 def _info_nce(query: Tensor, product: Tensor, positive: Tensor, excluded: Tensor, temperature: float) -> Tensor:
     """Compute the loss of vectors of one width. positive [Q S] and excluded [Q, Q S] (no negative) are 1 or 0."""
     queries, slots = query.shape[0], product.shape[0] // query.shape[0]
-    similarity = torch.matmul(unit(query.float()), unit(product.float()).t())  # [Q, Q S]
+    similarity = torch.matmul(l2_normalize(query.float()), l2_normalize(product.float()).t())  # [Q, Q S]
     eye = torch.eye(queries, device=query.device, dtype=similarity.dtype)
     own = (similarity.reshape(queries, queries, slots) * eye[:, :, None]).sum(1)  # [Q, S], to a query's own products
     positive = positive.view(queries, slots)

@@ -78,13 +78,13 @@ def test_a_rank_that_has_not_initialised_its_replication_is_refused(monkeypatch:
         return backends.open_backend(name)
 
     monkeypatch.setattr("pipeline.parallel.process_group.open_backend", alone)
-    with pytest.raises(ConfigError, match="torchrun says world size 2, the xla runtime says 1"):
+    with pytest.raises(ConfigError, match="torchrun reports world size 2, but the xla runtime reports 1"):
         open_device("xla", RANKS)
 
 
 def test_a_rank_whose_runtime_was_asked_too_early_is_refused(_replicas: Any) -> None:
     assert _replicas.world_size() == 1  # and for good
-    with pytest.raises(ConfigError, match="was asked for its world size before its replication was initialised"):
+    with pytest.raises(ConfigError, match="its world size was queried before replication was initialized"):
         open_device("xla", RANKS)
 
 

@@ -82,7 +82,7 @@ def test_sync_from_a_machine_through_s3_to_an_empty_one(
     assert "pushed 2 " in ask(capsys, "sync", f"--workspace={root.parent}", url)[0]
     assert "pulled 2 " in ask(capsys, "sync", f"--workspace={there}", url)[0]
     assert content_of(there / "compile-cache") == content_of(root)
-    assert "in step 2" in ask(capsys, "sync", f"--workspace={there}", url)[0]
+    assert "in sync 2" in ask(capsys, "sync", f"--workspace={there}", url)[0]
 
 
 def test_sync_without_two_sides_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def judge(workspace: Storage, place: str, *, passes: bool = True, cycle: str = "
         model=MODEL,
         cycle=cycle or place.split("/")[1],
         candidate=CheckpointRef(checkpoint=place, digest=digest_of(workspace, place)),
-        incumbent=now.place if now else None,
+        incumbent=now.ref if now else None,
         promote=passes,
         reasons=("ndcg@10 +0.0120 [+0.0040, +0.0200]",) if passes else ("ndcg@10 -0.0300",),
         figures={"ndcg@10": 0.8},
@@ -186,7 +186,7 @@ def test_a_damaged_pointer_does_not_hide_other_models(ask: Ask, workspace: Stora
     out = ask("registry", "list", code=74)
     assert f"relevance | {family[0]}" in out and "second | damaged" in out
     assert json.loads(ask("registry", "list", "--json", code=74))[1]["model"] == "second"
-    assert "is no pointer to a checkpoint" in ask("registry", "show", "--model-name", "second", code=74)
+    assert "is not a valid pointer to a checkpoint" in ask("registry", "show", "--model-name", "second", code=74)
 
 
 @pytest.mark.fault

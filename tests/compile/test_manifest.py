@@ -58,12 +58,12 @@ class Backend:
 def recorded(*texts: str) -> GraphManifest:
     counters = Backend()
     met = list[int]()
-    recorder = Recorder(counters, PLAN, met=lambda number, place: met.append(number))
+    recorder = Recorder(counters, PLAN, on_graph=lambda number, position: met.append(number))
     for text in texts:
         recorder.before(STEP, traced(text))
         counters.count, counters.seconds = counters.count + 1, counters.seconds + 2.0
         recorder.after(STEP)
-    assert not recorder.outside
+    assert not recorder.extra_compiles
     assert met == list(range(1, len(set(texts)) + 1)), "once for every graph, before it is compiled"
     return GraphManifest(plan=PLAN, graphs=tuple(recorder.graphs.values()))
 
@@ -80,10 +80,10 @@ def test_more_compiled_than_was_looked_at_is_noted() -> None:
     recorder.before(STEP, traced(hlo()))
     counters.count += 2
     recorder.after(STEP)
-    assert recorder.outside == ["step of 4 x 16x16 tokens"]
+    assert recorder.extra_compiles == ["step of 4 x 16x16 tokens"]
     counters.count += 1  # between two cuts: a value was read, which ends a graph of its own
     recorder.before(STEP, traced(hlo()))
-    assert recorder.outside[1:] == ["step of 4 x 16x16 tokens, before its graph"]
+    assert recorder.extra_compiles[1:] == ["step of 4 x 16x16 tokens, before its graph"]
 
 
 def test_a_known_graph_passes_and_is_read_a_few_times_only() -> None:
@@ -158,4 +158,4 @@ def test_a_place_that_was_not_met_must_not_compile() -> None:
     counters, said = StepBackend(), list[str]()
     guard = Guard(counters, GraphManifest(plan={}, graphs=()), "warn", said.append)
     passed(counters, guard, {"64x64": 1})
-    assert guard.unknown == 1 and "was not met ahead of time" in said[0]
+    assert guard.unknown == 1 and "is not in the manifest" in said[0]

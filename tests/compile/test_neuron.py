@@ -106,7 +106,7 @@ def test_a_whole_run(prefix: str) -> None:
     log = parse_log(whole_run(prefix))
     folder = ROOT.rpartition("/")[2]
     one, two = entry_key(ONE), entry_key(TWO)
-    assert log.wanted == (one, two, f"{folder}/MODULE_5+3cc9a3cb", f"{folder}/MODULE_6+3cc9a3cb")
+    assert log.required == (one, two, f"{folder}/MODULE_5+3cc9a3cb", f"{folder}/MODULE_6+3cc9a3cb")
     assert {key: (graph.status, graph.compile_time) for key, graph in log.report.items()} == {
         one: (True, 9.5),
         two: (False, 192.75),
@@ -134,7 +134,7 @@ def test_any_text_and_a_log_that_is_cut_anywhere_can_be_read(text: str | int) ->
     whole = parse_log(whole_run(NEW))
     part = parse_log(whole_run(NEW)[:text] if isinstance(text, int) else text)
     if isinstance(text, int):
-        assert set(part.wanted) <= set(whole.wanted) and part.report in ({}, whole.report)
+        assert set(part.required) <= set(whole.required) and part.report in ({}, whole.report)
 
 
 SHOWN = f"Extracting graphs ({ONE}/model.hlo_module.pb)\n"

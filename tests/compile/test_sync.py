@@ -64,7 +64,7 @@ def test_a_second_machine_with_an_empty_disk_starts_warm(storage: Storage, here:
     assert moved(report) == ([ONE, TWO], [THREE]), "both ways at once"
     sync(here, storage)
     assert content_of(there) == content_of(here)
-    assert (report.in_step, report.left_out) == (0, ())
+    assert (report.in_sync, report.skipped) == (0, ())
     assert "pulled 2" in report.lines()[0] and "pushed 1" in report.lines()[0]
     for name in (ONE, TWO):
         verify_dir(storage, name, deep=True)
@@ -98,10 +98,10 @@ def test_a_pull_heals_what_is_not_finished_and_leaves_what_is_locked(
     before = content_of(there)
     report = sync(there, storage)
     if state is EntryState.LOCKED:
-        assert moved(report) == ([TWO], []) and [key for key, _ in report.left_out] == [ONE]
+        assert moved(report) == ([TWO], []) and [key for key, _ in report.skipped] == [ONE]
         assert content_of(there) == {**before, **entries_of(here, TWO)}
     else:
-        assert report.left_out == ()
+        assert report.skipped == ()
         assert content_of(there) == content_of(here), "finished, and without the log of the failure"
 
 
@@ -115,7 +115,7 @@ def test_a_compiler_that_starts_during_the_download_keeps_its_entry(storage: Sto
         write_entry(there, ONE, {LOCK: b""})
 
     setattr(storage, "download_dir", download_and_lock)  # noqa: B010
-    assert [key for key, _ in sync(there, storage).left_out] == [ONE]
+    assert [key for key, _ in sync(there, storage).skipped] == [ONE]
     assert set(entries_of(there, ONE)) == {f"{ONE}/{GRAPH}", f"{ONE}/{LOCK}"}
 
 
@@ -147,7 +147,7 @@ def test_two_nodes_that_compiled_the_same_graph_at_once_lose_nothing(
 
     setattr(storage, "upload_dir", upload_after_the_other)  # noqa: B010
     report = sync(here, storage)
-    assert moved(report)[1] == [TWO] and report.in_step == 1
+    assert moved(report)[1] == [TWO] and report.in_sync == 1
     verify_dir(storage, ONE, deep=True)
     assert len(keys_of(storage, ONE)) == NUM_FILES + 1, "what the loser sent is gone"
     for root in (here, there):
@@ -191,7 +191,7 @@ def test_any_order_of_syncs_ends_with_everything_everywhere(
 
 def test_a_storage_is_no_local_cache(tmp_path: Path, here: Path) -> None:
     sync(here, opened(str(tmp_path / "storage")))
-    with pytest.raises(ConfigError, match="is the storage"):
+    with pytest.raises(ConfigError, match="is itself a storage"):
         sync(tmp_path / "storage", opened(str(tmp_path / "another")))
 
 
@@ -207,7 +207,7 @@ def test_a_flipped_byte_in_the_storage_is_found_and_replaced(
     damage(storage, ONE, file)
     report = sync(there, storage)
     assert moved(report) == ([TWO], [])
-    ((key, reason),) = report.left_out
+    ((key, reason),) = report.skipped
     assert key == ONE and "withdrawn" in reason and file in reason
     assert entries_of(there, ONE) == {}, "so the compiler makes it"
     write_entry(there, ONE, done_files("compiled again"))
@@ -224,7 +224,7 @@ def test_a_node_that_has_the_bytes_heals_the_storage(storage: Storage, here: Pat
     sync(here, storage)
     damage(storage, ONE, NEFF)
     storage.delete(keys_of(storage, TWO, NEFF))
-    assert {key for key, _ in sync(there, storage).left_out} == {ONE, TWO}
+    assert {key for key, _ in sync(there, storage).skipped} == {ONE, TWO}
     with counted(storage) as sent:
         sync(here, storage)
     assert sent["put"] == 2 * (NUM_FILES + 1)
@@ -279,7 +279,7 @@ def test_kill_9_at_every_change_of_a_pull(tmp_path: Path, before: dict[str, byte
         assert is_usable(root, source)
         num_partly += (root / LOCK_DIR / "staging").exists()
         report = sync(root, storage)
-        assert report.left_out == () and content_of(root) == content_of(source)
+        assert report.skipped == () and content_of(root) == content_of(source)
         assert not (root / LOCK_DIR / "staging").exists(), "nothing is left of the dead one"
         assert verify_dir(storage, ONE, deep=True)
     assert num_partly > 5, "the kills reached the operations"
@@ -319,11 +319,11 @@ def test_kill_9_at_every_change_of_a_push(tmp_path: Path) -> None:
         storage = opened(str(base / "storage"))
         assert content_of(base / "here") == content_of(source)
         early = sync(base / "early", storage)
-        assert early.left_out == () and is_usable(base / "early", source)
+        assert early.skipped == () and is_usable(base / "early", source)
         num_unpublished += not early.pulled
         sync(base / "here", storage)
         verify_dir(storage, ONE, deep=True)
-        assert sync(base / "early", storage).left_out == ()
+        assert sync(base / "early", storage).skipped == ()
         assert content_of(base / "early") == content_of(source)
         assert len(keys_of(storage, ONE)) == NUM_FILES + 1
     assert num_unpublished > 10, "the kills reached the operations"
@@ -368,13 +368,13 @@ def test_kill_9_of_a_push_and_of_a_pull_on_s3(s3_uri: str, here: Path, there: Pa
     assert run_child(here, s3_uri, num_requests) == -signal.SIGKILL
     storage = opened(s3_uri)
     early = sync(there, storage)
-    assert early.left_out == () and len(early.pulled) < 2 and is_usable(there, here)
+    assert early.skipped == () and len(early.pulled) < 2 and is_usable(there, here)
     assert run_child(here, s3_uri, 10_000) == 0, "a child that is not killed"
     assert all(len(keys_of(storage, name)) == NUM_FILES + 1 for name in (ONE, TWO))
     third = there.parent / "third"
     assert run_child(third, s3_uri, num_requests - 1) == -signal.SIGKILL
     assert len(local(third)) < 2 and is_usable(third, here)
-    assert sync(third, storage).left_out == () and content_of(third) == content_of(here)
+    assert sync(third, storage).skipped == () and content_of(third) == content_of(here)
 
 
 def test_a_stop_while_it_uploads_ends_it(storage: Storage, stop: StopSignal, here: Path, storage_uri: str) -> None:

@@ -20,7 +20,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pack
 from pipeline.io.storage import open_storage
 from pipeline.model.hf import FAMILIES, from_hf
-from pipeline.model.ops import unit
+from pipeline.model.ops import l2_normalize
 from pipeline.model.relevance import build_model
 from tests.convert.conftest import given, source_of, tokenizer_bytes
 
@@ -99,7 +99,7 @@ def vectors_of(checkpoint: Checkpoint, texts: list[str]) -> Vectors:
     index: npt.NDArray[np.int64] = np.arange(len(texts))
     packed = pack(tokens, index, state.max_tokens, pad_id=tokenizer.pad_id, sep_id=tokenizer.sep_id, dtype=np.int32)
     with torch.no_grad():
-        result: Vectors = unit(model.eval().encoder(torch.from_numpy(packed))).numpy()
+        result: Vectors = l2_normalize(model.eval().encoder(torch.from_numpy(packed))).numpy()
     return result
 
 

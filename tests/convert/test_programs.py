@@ -11,7 +11,7 @@ import torch
 from pipeline.convert.exporting import ExportPlan, write_program
 from pipeline.core.batch_order import Bucket
 from pipeline.model.config import InputSpec
-from pipeline.model.ops import unit
+from pipeline.model.ops import l2_normalize
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel, build_model
 from tests.convert.conftest import MODEL
 
@@ -71,8 +71,8 @@ def test_a_fresh_process_without_trnpipe_gets_the_same_numbers(tmp_path: Path, n
     with torch.no_grad():
         expected = {
             "forward": model(RelevanceInputs(query, product, numeric, categorical)).logits,
-            "embed_query": unit(model.encoder(query)),
-            "embed_product": unit(model.encoder(product)),
+            "embed_query": l2_normalize(model.encoder(query)),
+            "embed_product": l2_normalize(model.encoder(product)),
         }
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 

@@ -79,7 +79,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path: Path, for
     else:
         saved(tmp_path, hostile, as_zip=form == "zip")
     error = refusal(path)
-    assert not mark.exists() and "nothing of it was run" in error.seen
+    assert not mark.exists() and "no code was run" in error.seen
     if form != "pickle":
         assert "would run posix.system" in error.seen
     assert "weights_only" not in str(error), "no advice to load it after all"
@@ -92,18 +92,18 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path: Path, for
 @pytest.mark.parametrize(
     ("content", "seen"),
     [
-        ([GOOD["a.bias"]], "holds a list"),
-        ({"state_dict": GOOD, "epoch": 3}, "holds 'state_dict', which is a dict"),
-        ({"a.weight": GOOD["a.weight"], "epoch": 3}, "holds 'epoch', which is a int"),
-        ({3: GOOD["a.bias"]}, "holds 3, which is a Tensor"),
-        ({}, "holds no tensor"),
+        ([GOOD["a.bias"]], "contains a list"),
+        ({"state_dict": GOOD, "epoch": 3}, "contains 'state_dict', which is a dict"),
+        ({"a.weight": GOOD["a.weight"], "epoch": 3}, "contains 'epoch', which is a int"),
+        ({3: GOOD["a.bias"]}, "contains 3, which is a Tensor"),
+        ({}, "contains no tensors"),
         ({"a": torch.tensor([1, 2])}, "a: torch.int64"),
         ({"a": torch.zeros(2, dtype=torch.complex64)}, "a: torch.complex64"),
         ({"a": torch.tensor([0.0, float("nan")])}, "a: NaN or infinite"),
         ({"a": torch.tensor([float("-inf")])}, "a: NaN or infinite"),
         ({"a": torch.eye(3).to_sparse()}, "a: torch.sparse_coo"),
         ({"a": torch.ones(4).to(torch.float8_e4m3fn)}, "float8_e4m3fn"),
-        ({"a": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}, "quantised"),
+        ({"a": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}, "quantized"),
         ({"a": torch.zeros(3, device="meta")}, "a: torch.strided on meta"),
         ({"a": torch.zeros(1).expand(10**12)}, "share their content"),
         ({"a": torch.zeros(1).expand(1000)}, "a: shape [1000] over 4 bytes"),
@@ -123,7 +123,7 @@ def test_a_small_file_that_fills_the_memory_is_refused(tmp_path: Path) -> None:
         for entry in source.infolist():
             target.writestr(entry.filename, source.read(entry))
     assert packed.stat().st_size < plain.stat().st_size / 100
-    assert "is compressed" in refusal(packed).seen
+    assert "compressed entry" in refusal(packed).seen
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

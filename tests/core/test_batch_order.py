@@ -217,7 +217,7 @@ def test_neighbours_ride_together_and_other_ones_in_the_next_epoch() -> None:
 
 
 def test_too_few_samples_for_one_batch_are_refused() -> None:
-    with pytest.raises(DataError, match=r"7 groups for a global batch of 8"):
+    with pytest.raises(DataError, match=r"7 groups do not fill a global batch of 8"):
         BatchPlan((3, 4), 8, seed=0)
     assert BatchPlan((3, 5), 8, seed=0).batches_by_bucket == (0, 1)
 

@@ -13,11 +13,11 @@ BRANDS = [{"column": "brand", "num_ids": num_ids} for num_ids in (8, 16)]
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"numeric": ["price", "clicks", "price"]}, "'price' more than once"),
-        ({"slices": ["market", "market"]}, "'market' more than once"),
-        ({"labels": ["no", "yes", "no"]}, "'no' more than once"),
-        ({"categorical": BRANDS}, "'brand' more than once"),
-        ({"labels": ["match"]}, "only 'match'; expected two classes or more"),
+        ({"numeric": ["price", "clicks", "price"]}, "duplicate names 'price'"),
+        ({"slices": ["market", "market"]}, "duplicate names 'market'"),
+        ({"labels": ["no", "yes", "no"]}, "duplicate names 'no'"),
+        ({"categorical": BRANDS}, "duplicate names 'brand'"),
+        ({"labels": ["match"]}, "only one class 'match'"),
     ],
 )
 def test_settings_nobody_means(settings: dict[str, Any], words: str) -> None:

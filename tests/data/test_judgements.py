@@ -119,12 +119,15 @@ def warnings(workplace: Callable[[str], Any], rows: list[Row]) -> list[str]:
     ("rows", "words"),
     [
         ([], None),
-        ([row(query, "yes", title=LONG) for query in range(100, 140)], "40 of 340 rows (12%) have a text longer"),
+        (
+            [row(query, "yes", title=LONG) for query in range(100, 140)],
+            "40 of 340 rows (12%) have a text that is truncated",
+        ),
         ([row(query, "some") for query in range(100, 190)], "90 of 170 queries have no row with a gain"),
         ([row(query, "yes") for query in range(100, 190)], "90 of 170 queries have no judged negative"),
         ([row(query, label, "valid") for query in (1, 2) for label in LABELS], "2 of 22 queries (9%) of split valid"),
         ([row(1, label, "valid") for label in LABELS], None),  # few
-        ([row(7, "no", gain=1.0) for _ in range(60)], "mean gains: no 0.429, some 0.1, yes 1; put data.labels in"),
+        ([row(7, "no", gain=1.0) for _ in range(60)], "mean gains are no 0.429, some 0.1, yes 1"),
     ],
 )
 def test_each_thing_that_costs_quality_is_a_warning_with_counts(
@@ -138,4 +141,4 @@ def test_each_thing_that_costs_quality_is_a_warning_with_counts(
 @pytest.mark.stage
 def test_no_positives_at_all(workplace: Callable[[str], Any]) -> None:
     (text,) = warnings(workplace, [dict(one, gain=0.5 * float(str(one["gain"]))) for one in good()])
-    assert text.startswith("no row has a gain of train.loss.positive_gain 0.99 or more")
+    assert text.startswith("no row has a gain of at least 0.99 (train.loss.positive_gain)")

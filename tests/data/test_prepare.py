@@ -59,7 +59,7 @@ def test_shards_say_what_their_manifest_says(workplace: Make) -> None:
     place, shown = workplace("one"), Shown()
     with use_display(shown.display):
         result = place.prepare(CONFIG)
-    assert {"looking at labels and texts", "tokenising"} <= {name for name, _ in shown.works}
+    assert {"reading labels and texts", "tokenising"} <= {name for name, _ in shown.works}
     shown.check_complete()
     assert (result.rows, result.labels) == (80 * 12, ("irrelevant", "complement", "substitute", "exact"))
     assert place.names() == [EventName.TOKENIZER_TRAINED, EventName.PARTITION_PREPARED, EventName.PARTITION_PREPARED]
@@ -245,8 +245,8 @@ def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) 
     [
         ({"path": "/no/such/folder"}, "does not exist"),
         ({"path": "empty"}, "no input file"),
-        ({"path": "mixed"}, "holds dt= folders and also"),
-        ({"path": "nodays"}, "holds dt=2026-13-01, which is no day"),
+        ({"path": "mixed"}, "has dt= folders, and also"),
+        ({"path": "nodays"}, "folder dt=2026-13-01, which is not a valid date"),
         ({"path": "norows", "numeric": (), "categorical": ()}, "no usable rows"),
         ({"filter": {"brand": "Nobody"}}, "no row of .* has brand=Nobody"),
         ({"numeric": ("weight",)}, "no column 'weight'"),
@@ -298,10 +298,10 @@ def test_a_file_changed_while_it_is_read_is_no_input(
         assert next(batches).num_rows == 100
         for content in (table_as(name, 301), b"PAR1"):
             storage.write_bytes(name, content)
-            with pytest.raises(TransientError, match=f"{name} was changed while it was read"):
+            with pytest.raises(TransientError, match=f"{name} changed while it was being read"):
                 list(batches if root == str(tmp_path) and content != b"PAR1" else source.read(file))
         storage.delete([name])
-        with pytest.raises(TransientError, match="is gone since it was listed"):
+        with pytest.raises(TransientError, match="was deleted after it was listed"):
             list(source.read(file))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.core.errors import DataError
 from pipeline.data import survey
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.survey import LabelCount, Survey, TextSample, decide_labels, known_order
+from pipeline.data.survey import LabelCount, Survey, TextSample, decide_labels, infer_gains
 
 
 @pytest.mark.parametrize(
@@ -31,14 +31,14 @@ from pipeline.data.survey import LabelCount, Survey, TextSample, decide_labels, 
     ],
 )
 def test_known_orders(labels: str, expected: dict[str, float]) -> None:
-    assert list((known_order(labels.split()) or {}).items()) == list(expected.items())
+    assert list((infer_gains(labels.split()) or {}).items()) == list(expected.items())
 
 
 @pytest.mark.parametrize(
     ("labels", "command"),
     [
-        ("hard|match|random negative", "--data.labels='hard,match,random negative', put in order"),
-        ("no, thanks|sure", """--data.labels='["no, thanks", "sure"]', put in order"""),
+        ("hard|match|random negative", "--data.labels='hard,match,random negative', in order: the least"),
+        ("no, thanks|sure", """--data.labels='["no, thanks", "sure"]', in order: the least relevant first"""),
     ],
 )
 def test_an_unknown_order_is_refused_with_the_labels_to_order(labels: str, command: str) -> None:
@@ -54,7 +54,7 @@ def test_rare_labels_that_look_like_mistakes_are_not_put_in_order() -> None:
     labels = {name: LabelCount(rows=rows) for name, rows in counts.items()}
     with pytest.raises(DataError) as caught:
         decide_labels(DataConfig(), {}, Survey(labels=labels, has_labels=True, has_rows=True))
-    assert caught.value.next_command.startswith("--data.labels=0,1,2, which makes")
+    assert caught.value.next_command.startswith("--data.labels=0,1,2 (rows with other labels")
 
 
 def rows(folder: Path, labels: str, gains: str = "") -> DataConfig:
@@ -98,7 +98,7 @@ def test_gains_in_some_files_only_are_refused_unless_labels_say_them(
     (tmp_path / "in" / "b.csv").write_text("query,title,label\n" + "".join(lines))
     (tmp_path / "in" / "c.csv").write_text("query,title,label\n")
     place = workplace("one")
-    with pytest.raises(DataError, match=r"^b\.csv has no column 'gain', and others have one"):
+    with pytest.raises(DataError, match=r"^b\.csv has no column 'gain', but other files have one"):
         place.prepare(config)
     result = place.prepare(config.model_copy(update={"labels": ("irrelevant", "exact")}))
     judged = result.infos[0].judged.values()
@@ -116,9 +116,9 @@ def test_sample_is_bounded_and_evenly_spread(sizes: list[int], limit: int) -> No
     for size in sizes:
         sample.add(batch(first, size), 100)
         first += size
-    assert len(sample.held) <= limit
+    assert len(sample.rows) <= limit
     assert list(sample.texts()) == [f"row {row}" for row in range(0, first, sample.stride)]
-    assert sample.stride == 1 or len(sample.held) * 2 >= limit - 1, "no sparser than it must be"
+    assert sample.stride == 1 or len(sample.rows) * 2 >= limit - 1, "no sparser than it must be"
 
 
 def test_sample_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,5 +126,5 @@ def test_sample_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = TextSample(10_000)
     for first in range(0, 500, 50):
         sample.add(batch(first, 50), 5)
-    assert sum(map(len, sample.texts())) == sample.held_bytes <= 100
+    assert sum(map(len, sample.texts())) == sample.num_bytes <= 100
     assert next(sample.texts()) == "row 0"

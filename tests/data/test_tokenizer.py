@@ -11,7 +11,7 @@ from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.rows import product_text
-from pipeline.data.tokenizer import TextTokenizer, Tokens, id_dtype, pack, place_pairs, take, train_tokenizer
+from pipeline.data.tokenizer import TextTokenizer, Tokens, fit_pairs, id_dtype, pack, take, train_tokenizer
 
 TEXTS = [f"{brand} kettle {size}l Größe {size * 7} café" for brand in ("acme", "bolt", "coro") for size in range(40)]
 CONFIG = TokenizerConfig(vocab_size=300)
@@ -137,7 +137,7 @@ def test_pack_equals_the_obvious_loop(texts: list[list[int]], length: int, data:
 def test_every_pair_fits_its_bucket_or_is_truncated(queries: list[list[int]], products: list[list[int]]) -> None:
     size = min(len(queries), len(products))
     buckets = (Bucket(6, 6), Bucket(6, 12), Bucket(12, 16))
-    bucket, truncated, num_tokens = place_pairs(tokens_of(queries[:size]), tokens_of(products[:size]), buckets)
+    bucket, truncated, num_tokens = fit_pairs(tokens_of(queries[:size]), tokens_of(products[:size]), buckets)
     for row in range(size):
         lengths = (len(queries[row]) + 2, len(products[row]) + 2)
         fitting = [i for i, b in enumerate(buckets) if lengths[0] <= b.query_tokens and lengths[1] <= b.product_tokens]

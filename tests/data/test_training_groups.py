@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.arrays import Int64s
 from pipeline.data.shards import Arrays, TokenRows
-from pipeline.data.training_groups import MOST_LINKED, NONE, GroupedRows, Links, MinedProducts, TrainingPools
+from pipeline.data.training_groups import MAX_LINKED, NONE, GroupedRows, Links, MinedProducts, TrainingPools
 from tests.train.rows import PAD, make_rows, mined_from
 
 SLOTS = 4
@@ -21,7 +21,7 @@ LENGTHS = (16, 21, 60)
 
 
 def group(rows: TokenRows, slots: int, mined: MinedProducts | None = None) -> GroupedRows:
-    return GroupedRows.of(rows, slots=slots, lengths=LENGTHS, positive_gain=0.99, seed=1, mined=mined)
+    return GroupedRows.build(rows, slots=slots, lengths=LENGTHS, positive_gain=0.99, seed=1, mined=mined)
 
 
 def build(new: TokenRows, old: TokenRows | None, replay_share: float, seed: int = 1) -> TrainingPools:
@@ -129,7 +129,7 @@ def test_mined_products_stand_behind_the_judged_ones(tmp_path: Path) -> None:
 def test_groups_of_like_queries_are_neighbours(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, [(90, 70)])
     by_topic, as_dealt = (
-        GroupedRows.of(rows, slots=2, lengths=(60,), positive_gain=0.99, seed=1, by_topic=ordered)
+        GroupedRows.build(rows, slots=2, lengths=(60,), positive_gain=0.99, seed=1, by_topic=ordered)
         for ordered in (True, False)
     )
     assert sorted(ids_of(by_topic)[0]) == sorted(ids_of(as_dealt)[0])
@@ -153,7 +153,7 @@ def test_replayed_groups_of_like_queries_stay_together(tmp_path: Path) -> None:
 def test_new_groups_first_then_a_share_of_the_old(tmp_path: Path) -> None:
     new, old = make_rows(tmp_path, [(28, 8), (8, 12)], first_id=4), make_rows(tmp_path, [(100, 200)], first_id=1004)
     pools = build(new, old, replay_share=0.25)
-    assert sum(pools.kept) / sum(pools.sizes) == pytest.approx(0.25, abs=0.05)
+    assert sum(pools.num_replayed) / sum(pools.sizes) == pytest.approx(0.25, abs=0.05)
     for bucket, own in zip(ids_of(pools), pools.new.sizes, strict=True):
         assert all(i < 1000 for group in bucket[:own] for i in group)
         assert all(i > 1000 for group in bucket[own:] for i in group)
@@ -216,7 +216,7 @@ def means_the_same(links: Links, texts: int) -> list[list[int]]:
     """Texts that have a meaning in common, by the lowest of them."""
     rows = Judged([(text, text, 0.0) for text in range(10, 10 + texts)])
     pools = TrainingPools(
-        GroupedRows.of(rows, slots=1, lengths=(16,), positive_gain=0.99, seed=1, links=links), None, (0,), 1
+        GroupedRows.build(rows, slots=1, lengths=(16,), positive_gain=0.99, seed=1, links=links), None, (0,), 1
     )
     arrays = pools.read(np.zeros(texts, dtype=np.int64), np.arange(texts), 0)
     keys = arrays["query_key"].tolist()
@@ -227,8 +227,8 @@ def means_the_same(links: Links, texts: int) -> list[list[int]]:
 
 def test_links_go_from_partition_to_partition() -> None:
     new, old = Judged([(10, 11, 1.0), (12, 13, 1.0)]), Judged([(11, 13, 1.0), (13, 90, 1.0)])
-    assert means_the_same(Links.of([new], 0.99), 4) == [[10], [11], [12], [13]]
-    assert means_the_same(Links.of([new, old], 0.99), 4) == [[10, 11, 12, 13]]
+    assert means_the_same(Links.build([new], 0.99), 4) == [[10], [11], [12], [13]]
+    assert means_the_same(Links.build([new, old], 0.99), 4) == [[10, 11, 12, 13]]
     build = [
         TrainingPools.build(new, old, 0.5, 1, slots=2, lengths=(16,), positive_gain=0.99, link_queries=linked)  # type: ignore[arg-type]
         for linked in (True, False)
@@ -257,27 +257,27 @@ def test_links_are_those_of_a_search_from_query_to_query(seed: int) -> None:
             met |= new
             ahead += new
         expected.add(tuple(sorted(met)))
-    links = Links.of([Judged(judged)], 0.99)
+    links = Links.build([Judged(judged)], 0.99)
     assert means_the_same(links, texts) == sorted(list(one) for one in expected)
     assert links.linked == sum(len(one) for one in expected if len(one) > 1)
 
 
 def test_queries_that_meet_at_a_product_of_many_kinds_are_left_as_they_are() -> None:
-    judged = [(10 + n, 9, 1.0) for n in range(MOST_LINKED)]
-    assert Links.of([Judged(judged)], 0.99).linked == 0  # nobody asks for it
-    links = Links.of([Judged([*judged, (9, 9, 1.0), (200, 201, 1.0), (201, 200, 1.0)])], 0.99)
-    assert (links.linked, links.loose, links.queries) == (2, MOST_LINKED + 1, MOST_LINKED + 3)
-    assert [len(one) for one in means_the_same(links, MOST_LINKED)] == [1] * MOST_LINKED
-    links = Links.of([Judged([*judged[1:], (9, 9, 1.0)])], 0.99)
-    assert (links.linked, links.loose) == (MOST_LINKED, 0)
+    judged = [(10 + n, 9, 1.0) for n in range(MAX_LINKED)]
+    assert Links.build([Judged(judged)], 0.99).linked == 0  # nobody asks for it
+    links = Links.build([Judged([*judged, (9, 9, 1.0), (200, 201, 1.0), (201, 200, 1.0)])], 0.99)
+    assert (links.linked, links.unlinked, links.queries) == (2, MAX_LINKED + 1, MAX_LINKED + 3)
+    assert [len(one) for one in means_the_same(links, MAX_LINKED)] == [1] * MAX_LINKED
+    links = Links.build([Judged([*judged[1:], (9, 9, 1.0)])], 0.99)
+    assert (links.linked, links.unlinked) == (MAX_LINKED, 0)
 
 
 def test_a_mined_product_that_means_the_same_leaves_its_slot_empty() -> None:
     rows = Judged([(10, 11, 1.0), (11, 12, 1.0), (13, 14, 1.0)])
     mined = MinedProducts(rows, rows.pad_id, np.array([10, 13]), np.array([[0, 2], [0, 1]]), slots=2, seed=1)
     found = {}
-    for links in (None, Links.of([rows], 0.99)):
-        groups = GroupedRows.of(rows, slots=1, lengths=(16,), positive_gain=0.99, seed=1, mined=mined, links=links)
+    for links in (None, Links.build([rows], 0.99)):
+        groups = GroupedRows.build(rows, slots=1, lengths=(16,), positive_gain=0.99, seed=1, mined=mined, links=links)
         arrays = groups.read(np.zeros(3, dtype=np.int64), np.arange(3), 0)
         texts = [[text_of(arrays, row, 3 + slot)[1:2] for slot in (0, 1)] for row in range(3)]
         assert arrays["is_mined"].reshape(3, 3)[:, 1:].tolist() == [[bool(text) for text in row] for row in texts]
@@ -317,20 +317,20 @@ def test_visits_take_each_product_equally_often(
 
 def test_a_query_that_nothing_was_mined_for(tmp_path: Path) -> None:
     mined = of_counts([2, 0, 3], 2, tmp_path)
-    places = mined.places(np.array([20, 5, 10, 99, 0]))
+    places = mined.indices(np.array([20, 5, 10, 99, 0]))
     assert places.tolist() == [2, NONE, 1, NONE, 0]
     chosen = mined.choose(places, np.zeros(5, dtype=np.int64))
     assert (chosen[1:4] == NONE).all() and (chosen[[0, 4]] != NONE).all()
     empty = of_counts([0], 2, tmp_path)
     assert empty.choose(np.array([0, NONE]), np.array([3, 4])).tolist() == [[NONE, NONE]] * 2
     nobody = MinedProducts(mined.rows, PAD, np.zeros(0, np.int64), np.zeros((0, 3), np.int64), 2, 1)
-    assert nobody.choose(nobody.places(np.array([4])), np.array([0])).tolist() == [[NONE, NONE]]
+    assert nobody.choose(nobody.indices(np.array([4])), np.array([0])).tolist() == [[NONE, NONE]]
 
 
 def test_there_is_room_for_whichever_are_chosen(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, [(5, 3)])  # 4 and 6 tokens
     product = np.array([[0, 6, 1], [7, 5, NONE], [2, NONE, NONE], [NONE, NONE, NONE]])
     mined = MinedProducts(rows, PAD, np.array([1, 2, 4, 6]), product, 2, 1)
-    assert mined.room(np.array([2, 1, 4, 6, 3])).tolist() == [12, 10, 4, 0, 0]
+    assert mined.max_tokens(np.array([2, 1, 4, 6, 3])).tolist() == [12, 10, 4, 0, 0]
     nobody = MinedProducts(rows, PAD, np.zeros(0, np.int64), np.zeros((0, 3), np.int64), 2, 1)
-    assert nobody.room(np.array([4])).tolist() == [0]
+    assert nobody.max_tokens(np.array([4])).tolist() == [0]

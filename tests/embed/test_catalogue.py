@@ -51,7 +51,7 @@ def test_a_catalogue_that_cannot_be_used(
 def test_a_broken_file(tmp_path: Path, cut: int) -> None:
     path = write_catalogue(tmp_path, [products(range(100))]) / "file-0.parquet"
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(DataError, match=r"file-0\.parquet (cannot be read as parquet|is cut short)"):
+    with pytest.raises(DataError, match=r"file-0\.parquet (cannot be read as parquet|is truncated)"):
         look(tmp_path)
 
 

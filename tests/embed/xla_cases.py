@@ -54,7 +54,7 @@ def manifest(xla: Backend) -> GraphManifest:
         console=Console(quiet=True),
         watch=recorder,
     ).embed_blank()
-    assert not recorder.outside
+    assert not recorder.extra_compiles
     return GraphManifest(plan=dict(recorder.plan), graphs=tuple(recorder.graphs.values()))
 
 

@@ -188,7 +188,7 @@ def test_vectors_that_are_no_numbers_end_the_search_on_all_ranks(
         return caught.value.seen
 
     for seen in on_ranks(2, failure):
-        assert "item vectors hold NaN" in seen
+        assert "item vectors contain NaN" in seen
 
 
 ROWS = [

@@ -97,7 +97,7 @@ def test_another_batch_size_is_refused_before_the_first_step(place: Callable[...
     warned = here.run(
         "train", "--train.micro-batch-size=16", "--train.global-batch-size=16", "--compile.on-unknown-graph=warn"
     )
-    assert "compiled as they come" in warned.out + warned.err
+    assert "compiling on demand" in warned.out + warned.err
 
 
 def test_a_graph_that_is_not_in_the_manifest_is_refused_and_explained(place: Callable[..., Place]) -> None:

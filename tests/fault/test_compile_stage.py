@@ -78,7 +78,7 @@ class Machine:
         assert {graph.phase for graph in manifest.graphs} >= {"start", "evaluate"}
         assert set(manifest.cache_entries) == {self.tools.key(index) for index in range(NUM_GRAPHS)}
         result = self.place.result("compile")
-        assert result["outputs"] == {"manifest": manifest.place}
+        assert result["outputs"] == {"manifest": manifest.key}
         assert result["inputs"] == {"plan": manifest.plan_id}
         assert (result["status"], result["figures"]["graphs"]) == ("done", len(manifest.graphs))
         return manifest

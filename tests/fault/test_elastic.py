@@ -93,7 +93,7 @@ def test_a_runtime_that_sees_another_world(place: Callable[..., Place]) -> None:
     here = place("xla", ON_XLA)
     here.env = {"CPU_NUM_DEVICES": "2"}
     run = here.run("train", code=78)
-    assert "world size 1, the xla runtime says 2" in run.err
+    assert "world size 1, but the xla runtime reports 2" in run.err
     assert "CPU_NUM_DEVICES" in run.err
     assert "Traceback" not in run.err
     assert not here.steps_saved()

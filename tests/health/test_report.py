@@ -177,7 +177,7 @@ def test_a_node_that_fails_on_the_way_is_named(nodes: Callable[[int, int], Nodes
     """Before its report, or in a later part; then the report it gave is fine."""
     if reported:
         come(nodes(1, 2), to_json(node(1, P)).encode())
-    with pytest.raises(RuntimeError), nodes(1, 2).telling():
+    with pytest.raises(RuntimeError), nodes(1, 2).report_failure():
         raise RuntimeError("gone")
     _, other = exchange_reports(nodes(0, 2), "reports", node(0, P), 120.0)
     expected = "seen-1-0" if reported else "no report, it failed: RuntimeError: gone"
@@ -187,7 +187,7 @@ def test_a_node_that_fails_on_the_way_is_named(nodes: Callable[[int, int], Nodes
 def test_a_stop_ends_the_wait(nodes: Callable[[int, int], Nodes]) -> None:
     me = nodes(0, 2)
     me.stop.set("SIGTERM")
-    with pytest.raises(Preempted, match="SIGTERM"), me.telling():
+    with pytest.raises(Preempted, match="SIGTERM"), me.report_failure():
         exchange_reports(me, "reports", node(0, P), 120.0)
     first, _ = exchange_reports(nodes(1, 2), "ranks", node(1, P), 120.0)
     assert first.results[0].seen.startswith("no report, it failed: stopped by SIGTERM while waiting for node 1")

@@ -63,9 +63,15 @@ def test_sets_that_were_not_used_for_long_are_removed(served: Storage, cache: Pa
             os.utime(cache / "trnpipe" / kind / f"old-{age}", (1000 - age, 1000 - age))
     assert open_again(served) == 101
     for kind in ("vectors", "words"):
-        names = {path.name for path in (cache / "trnpipe" / kind).iterdir()}
+        folder = cache / "trnpipe" / kind
+        names = {path.name for path in folder.iterdir()}
         assert len(names) == KEPT and {"old-1", "old-2", "old-3"} < names
+        for number in range(KEPT):
+            (folder / f"today-{number}").mkdir()
     assert open_again(served) == 101
+    for kind in ("vectors", "words"):
+        names = {path.name for path in (cache / "trnpipe" / kind).iterdir()}
+        assert len(names) == KEPT + 1 and "old-1" not in names, "those of a day are left alone"
 
 
 def test_a_cache_that_cannot_be_written_is_named(served: Storage, monkeypatch: pytest.MonkeyPatch) -> None:

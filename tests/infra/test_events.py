@@ -11,7 +11,7 @@ from moto.events.models import EventPattern
 
 from jobs.commands.submit import TIME_VARIABLE, scheduled_time
 from jobs.cycle.costs import ledger_of
-from jobs.cycle.job_states import has_succeeded, is_tried_again
+from jobs.cycle.job_states import has_succeeded, should_retry
 from jobs.cycle.tables import summary
 from jobs.plan.resources import Prices
 from jobs.plan.spec import Retry
@@ -101,7 +101,7 @@ def test_an_end_raises_an_alarm_where_our_rules_take_it_for_a_final_failure(
     status: str, secondary: str, failure: str
 ) -> None:
     end = end_of(status, secondary, failure)
-    is_final = not has_succeeded(end) and not is_tried_again(Retry.of(3), 1, end)
+    is_final = not has_succeeded(end) and not should_retry(Retry.of(3), 1, end)
     assert bool(alarms_of(training_event(TRAINING_JOB, status, failure, secondary=secondary))) == is_final
 
 

@@ -63,6 +63,10 @@ def test_a_failure_is_a_result_and_cancel_ends_what_runs(trnjobs: Trnjobs) -> No
     assert (status.outcome, status.reason) == ("failed", f"train: exit code 65 (DataError): {said}")
     assert [job.error for job in status.jobs if job.name == "train"] == [said]
     assert cycle.result().exit_code == 65
+    title, head, *rows = str(status).splitlines()
+    assert title == f"cycle 2026-11-20: failed, {status.reason}" and head.split() == ["job", "state", "ran", "why"]
+    assert [row.split()[:2] for row in rows[:2]] == [["prepare", "SUCCEEDED"], ["train", "FAILED"]]
+    assert str(cycle.result()) == "cycle 2026-11-20: failed" and str(cycle.report()).startswith("CyclePage(uri=")
     trnjobs.hold("train")
     other = cycle_in(trnjobs, "2026-11-21")
     other.submit()
@@ -91,13 +95,13 @@ def test_settings_from_files_and_python(tmp_path: Path, monkeypatch: pytest.Monk
     file.write_text('model_name = "mine"\n[train]\nseed = 4\nepochs = 3\n')
     cycle = Cycle([file], tmp_path / "w", "c", settings={"train": {"epochs": 2.0}})
     assert (cycle.settings.model_name, cycle.settings.train.seed, cycle.settings.train.epochs) == ("mine", 5, 2.0)
-    with pytest.raises(ConfigError, match="a value given in Python") as refused:
+    with pytest.raises(ConfigError, match="a value set in Python") as refused:
         Cycle(file, tmp_path / "w", settings={"train": {"epochz": 2.0}})
     assert "epochs" in str(refused.value)
     with pytest.raises(ConfigError, match="no jobs of cycle") as nothing:
         Cycle(file, tmp_path / "w").wait()
     assert nothing.value.exit_code == 78
-    with pytest.raises(ConfigError, match="knows 0 models"):
+    with pytest.raises(ConfigError, match="has 0 models"):
         trnpipe.Registry(str(tmp_path / "w"))
 
 

@@ -19,13 +19,13 @@ from pipeline.mine.config import MineConfig
 from pipeline.mine.run import (
     COUNTS,
     NONE,
+    ArrayParts,
     Candidates,
     JudgedItems,
-    Pieces,
-    all_negatives,
     choose_negatives,
-    mine_share,
-    open_pieces,
+    mine_worker_slice,
+    open_parts,
+    read_negatives,
     vector_search,
     word_search,
 )
@@ -83,21 +83,21 @@ def all_at_once() -> tuple[Int64s, dict[str, int]]:
     return choose_negatives(Candidates(np.take_along_axis(scores, order, 1), order, np.array(best)), known, CONFIG)
 
 
-def parts_of(folder: Path) -> tuple[Pieces, Pieces]:
+def parts_of(folder: Path) -> tuple[ArrayParts, ArrayParts]:
     """Vectors, 50 items in a part, and negatives, 6 queries in a part."""
     storage = open_storage(str(folder / "workspace"))
-    vectors, negatives = open_pieces(storage, "cycles/c/mine/x", folder / "cache", (ITEMS, QUERIES), PER_PART)
+    vectors, negatives = open_parts(storage, "cycles/c/mine/x", folder / "cache", (ITEMS, QUERIES), PER_PART)
     return replace(vectors, rows_per_part=50), negatives
 
 
 def run(
     folder: Path, vectors: Vectors, worker: int = 0, workers: int = 1, stop: StopSignal | None = None
-) -> tuple[int, tuple[Pieces, Pieces]]:
+) -> tuple[int, tuple[ArrayParts, ArrayParts]]:
     """(missing, pieces): items are committed as ten times their number."""
     stop = stop or StopSignal()
     parts = parts_of(folder)
     known = judged()
-    missing = mine_share(
+    missing = mine_worker_slice(
         parts[1],
         lambda: vector_search(parts[0], vectors.items, vectors.queries, CONFIG.depth, stop, worker, workers),
         known,
@@ -110,9 +110,9 @@ def run(
     return missing, parts
 
 
-def check_whole(parts: tuple[Pieces, Pieces]) -> None:
+def check_whole(parts: tuple[ArrayParts, ArrayParts]) -> None:
     negatives, counts = all_at_once()
-    found, seen = all_negatives(parts[1], CONFIG.negatives_per_query)
+    found, seen = read_negatives(parts[1], CONFIG.negatives_per_query)
     np.testing.assert_array_equal(found, np.where(negatives == NONE, NONE, 10 * negatives))
     assert seen == counts and seen["negatives"] > QUERIES
 

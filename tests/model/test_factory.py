@@ -18,7 +18,7 @@ from pipeline.model.factory import PREFIX, FactoryEncoder
 from pipeline.model.hf import from_hf, hf_config, to_hf
 from pipeline.model.relevance import RelevanceModel, build_model
 from pipeline.model.weights import initial_model
-from pipeline.parallel.strategies.flat import structure
+from pipeline.parallel.strategies.flat import parameters_to_meta
 
 pytestmark = pytest.mark.stage
 PLACE = "tests.model.factories"
@@ -93,7 +93,7 @@ def test_made_whole_where_only_the_structure_is_asked_for() -> None:
         model = RelevanceModel(config_of("states"), SPEC)
     assert {tensor.device.type for tensor in model.encoder.state_dict().values()} == {"cpu"}
     backend = open_backend("cpu")
-    bare = structure(model, backend)
+    bare = parameters_to_meta(model, backend)
     assert {tensor.device.type for tensor in bare.state_dict().values()} == {"meta"}
     assert isinstance(bare.encoder, FactoryEncoder)
     assert torch.equal(bare.encoder.module.get_buffer("share"), torch.full((16,), 0.5))
@@ -154,16 +154,16 @@ def test_weights_that_do_not_fit(tmp_path: Path, changes: dict[str, torch.Tensor
         ("states", {"change": "tuple"}, "returned a tuple for 2 texts of 8 tokens"),
         ("states", {"change": "scores"}, r"returned shape \[2\]"),
         ("states", {"change": "integers"}, "returned a tensor of torch.int64"),
-        ("states", {"change": "nan"}, "returned numbers that are not finite"),
+        ("states", {"change": "nan"}, "returned NaN or infinite values"),
         ("states", {"change": "raise"}, r"raised RuntimeError: no such head \(.*factories.py:\d+\)$"),
         ("states", {"change": "padding"}, "changes by .* when its row is padded from 8 to 40 tokens"),
         ("states", {"width": 24}, r"returned shape \[2, 8, 24\]"),
         ("wrong", {"fault": "no module"}, "returned a str"),
-        ("wrong", {"fault": "few words"}, "given 2 texts of 8 tokens, raised IndexError"),
-        ("wrong", {"fault": "few positions"}, "given 1 texts of 40 tokens, raised IndexError"),
-        ("wrong", {"fault": "tied"}, "words.weight and again.weight, which are one parameter"),
+        ("wrong", {"fault": "few words"}, "called with 2 texts of 8 tokens, raised IndexError"),
+        ("wrong", {"fault": "few positions"}, "called with 1 texts of 40 tokens, raised IndexError"),
+        ("wrong", {"fault": "tied"}, "words.weight and again.weight, which are one tied parameter"),
         ("wrong", {"fault": "frozen"}, "words.weight, which does not require a gradient"),
-        ("wrong", {"fault": "buffer"}, "norm.running_var, a buffer that is saved"),
+        ("wrong", {"fault": "buffer"}, "norm.running_var, a persistent buffer"),
         ("wrong", {"fault": "empty"}, "its module has no parameter"),
     ],
 )
@@ -178,10 +178,10 @@ def test_a_factory_that_is_none(factory: str, options: dict[str, Any], seen: str
 @pytest.mark.parametrize(
     ("changes", "seen"),
     [
-        ({"hidden_size": None}, "factory without hidden_size"),
-        ({"dropout": 0.1}, "dropout with a factory"),
-        ({"architecture": "mpnet"}, "architecture with a factory"),
-        ({"factory": None, "factory_options": {"a": 1}}, "factory_options without a factory"),
+        ({"hidden_size": None}, "factory is set without hidden_size"),
+        ({"dropout": 0.1}, "dropout has no effect with a factory"),
+        ({"architecture": "mpnet"}, "architecture has no effect with a factory"),
+        ({"factory": None, "factory_options": {"a": 1}}, "factory_options is set without factory"),
         ({"factory": "os.system"}, "pattern"),
     ],
 )
@@ -200,8 +200,8 @@ def test_what_an_identity_holds_and_a_parent_must_share() -> None:
     assert config_of("states", factory_options={"width": 16}).used_fields() != plain.used_fields()
     assert plain.model_copy(update={"num_layers": 9}).shape() == plain.shape()
 
-    check_architecture(plain.model_copy(update={"num_layers": 9}), plain, where="x")
+    check_architecture(plain.model_copy(update={"num_layers": 9}), plain, source="x")
     with pytest.raises(ConfigError, match=r"x has model\.factory None"):
-        check_architecture(ModelConfig(hidden_size=16, max_positions=40, mlp_sizes=(8,)), plain, where="x")
+        check_architecture(ModelConfig(hidden_size=16, max_positions=40, mlp_sizes=(8,)), plain, source="x")
     with pytest.raises(ConfigError, match=r"model\.factory_options"):
-        check_architecture(config_of("states", factory_options={"width": 16}), plain, where="x")
+        check_architecture(config_of("states", factory_options={"width": 16}), plain, source="x")

@@ -18,7 +18,7 @@ from pipeline.model.hf import FAMILIES, as_bert, encoder_from_hf, from_hf, hf_co
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import build_model
 from pipeline.model.weights import initial_model
-from pipeline.parallel.activations import recomputed
+from pipeline.parallel.activations import checkpointed_call
 from tests.model.test_factory import packed
 
 transformers = pytest.importorskip("transformers")
@@ -150,7 +150,7 @@ def test_forms_for_xla_and_recomputation_change_no_gradient(architecture: str, t
         ours = ours_of(architecture, folder, tmp_path)
         choose_forms(ours, traced=traced, sums_by_matmul=traced)
         if again:
-            ours.run_layer = partial(recomputed, open_backend("cpu"))
+            ours.run_layer = partial(checkpointed_call, open_backend("cpu"))
         ours(ids).sin().sum().backward()
         found.append({name: parameter.grad for name, parameter in ours.named_parameters()})
     for name, expected in found[0].items():

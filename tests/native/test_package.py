@@ -28,5 +28,6 @@ def test_a_package_that_does_not_fit_is_refused(
     assert cli.main(["compile", "--workspace", str(tmp_path / "workspace"), "--backend", backend]) == 78
     text = capsys.readouterr().err
     assert (
-        f"torch {torch.__version__} with torch-neuronx {version or 'not installed'}" in text and "Traceback" not in text
+        f"torch {torch.__version__} does not match torch-neuronx ({version or 'not installed'})" in text
+        and "Traceback" not in text
     )

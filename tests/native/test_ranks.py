@@ -70,7 +70,7 @@ def test_health_of_the_ranks(in_two_ranks: InChild) -> None:
         from pathlib import Path
         from tempfile import TemporaryDirectory
         from pipeline.core.stop import StopSignal
-        from pipeline.health.check import Verdict
+        from pipeline.health.check import HealthVerdict
         from pipeline.health.config import HealthConfig
         from pipeline.health.device import rank_checks, report_rank
         from pipeline.parallel.world import world_from_env
@@ -78,7 +78,7 @@ def test_health_of_the_ranks(in_two_ranks: InChild) -> None:
         with TemporaryDirectory() as folder:
             checks = rank_checks("neuron", world, HealthConfig(), os.environ, seed=1)
             report = report_rank(checks, HealthConfig(), world.rank, Path(folder), StopSignal())
-        assert report.verdict is Verdict.PASS, report
+        assert report.verdict is HealthVerdict.PASS, report
         assert any(result.name == "collectives" for result in report.results), report
         """
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.parallel.launch import pass_on
+from pipeline.parallel.launch import forward_output
 from tests.kit.ports import free_port
 from tests.kit.zygote import ROOT, Forked
 
@@ -124,7 +124,7 @@ def test_ranks_of_a_machine_whose_name_has_no_address(tmp_path: Path) -> None:
 def test_output_is_passed_on_as_it_comes() -> None:
     source, given = os.pipe()
     taken, target = os.pipe()
-    passing = threading.Thread(target=pass_on, args=(source, target))
+    passing = threading.Thread(target=forward_output, args=(source, target))
     passing.start()
     gloo = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
     for sent, expected in (

@@ -33,7 +33,12 @@ def test_one_module_under_three_strategies(tmp_path: Path, ranks: int, plan: str
         assert found["ours from ours"]["losses"] == found["ours"]["losses"][6:], "bit for bit"
         if ranks == 2:
             whole = ("EMAWeightAveraging", "StochasticWeightAveraging", "ModelPruning")
-            said = ("beside Neuron devices", "Trainer(devices=2, num_nodes=1)", "one plan a process", "precision")
+            said = (
+                "no accelerator for Neuron devices",
+                "Trainer(devices=2, num_nodes=1)",
+                "one plan per process",
+                "precision",
+            )
             expected = (*said, *(f"callback {name}" for name in whole))
             assert all(part in text for part, text in zip(expected, refusals, strict=True)), refusals
     ours, plain = (torch.load(tmp_path / name / "epoch=1.ckpt", weights_only=True) for name in ("ours", "plain-0"))

@@ -38,7 +38,7 @@ def test_every_rank_has_one_place() -> None:
 
 @pytest.mark.parametrize(
     ("shard", "tensor", "match"),
-    [(3, 1, "shard_degree 3 over 8 .*\n.*\n.*shard_degree 2"), (1, 3, "tensor_degree 2"), (8, 2, "8 ranks by tensor")],
+    [(3, 1, "shard_degree 3 .* 8 .*\n.*\n.*shard_degree 2"), (1, 3, "tensor_degree 2"), (8, 2, "8 ranks / tensor")],
 )
 def test_a_degree_that_does_not_divide_names_one_that_does(shard: int, tensor: int, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
@@ -75,8 +75,8 @@ def test_a_bad_plan_is_one_error(given: Any, match: str) -> None:
     [
         ({}, "sharded parameters.*\n.*shard state"),
         ({"shard_degree": 1, "tensor_degree": 2}, "tensor parallelism"),
-        ({"shard_degree": 1, "recompute": "units", "offload": True}, "offloaded"),
-        ({"shard_degree": 1, "process_group": "a:b"}, "a process group of its own"),
+        ({"shard_degree": 1, "recompute": "units", "offload": True}, "offloading"),
+        ({"shard_degree": 1, "process_group": "a:b"}, "a custom process group"),
     ],
 )
 def test_what_a_device_cannot_do_is_refused_with_the_way_out(plan: dict[str, Any], match: str) -> None:
@@ -116,7 +116,7 @@ def asleep(_: str) -> float:
     if place.shard_rank == 0:
         return 0.0
     started = time.monotonic()
-    with pytest.raises(TransientError, match="a peer failed while waiting"), collective_errors("waiting"):
+    with pytest.raises(TransientError, match="another rank failed while waiting"), collective_errors("waiting"):
         dist.all_reduce(torch.ones(1), group=group)
     return time.monotonic() - started
 
@@ -134,7 +134,7 @@ def apart(device: str, *plans: str) -> str:
 @pytest.mark.parametrize(
     ("plans", "match"),
     [
-        (('{"shard_degree": 1}', '{"shard_degree": 2}'), "rank 0 was given plan"),
+        (('{"shard_degree": 1}', '{"shard_degree": 2}'), "rank 0 has plan"),
         (('{"shard_degree": 1}', '{"shard_degree: 2}'), "rank 1: the plan cannot be read"),
     ],
 )

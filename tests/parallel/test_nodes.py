@@ -48,7 +48,7 @@ def test_alone_nothing_is_written(storage: Storage) -> None:
     alone = nodes(storage, 0, 1)
     alone.wait("done")
     assert (alone.any("cold", True), alone.any("cold", False)) == (True, False)
-    with pytest.raises(ValueError, match="mine"), alone.telling():
+    with pytest.raises(ValueError, match="mine"), alone.report_failure():
         raise ValueError("mine")
     assert list(storage.list("")) == []
 
@@ -73,7 +73,7 @@ def test_a_failed_node_ends_the_wait_of_the_others(storage: Storage) -> None:
 
     def failing() -> None:
         me = nodes(storage, 1, 3)
-        with me.telling():
+        with me.report_failure():
             me.any("look", True)
             raise ConfigError("graph 7 was refused", expected="another one")
 
@@ -91,7 +91,7 @@ def test_a_failed_node_ends_the_wait_of_the_others(storage: Storage) -> None:
 
 
 def test_a_failure_before_the_first_wait_is_seen_by_this_attempt_alone(storage: Storage) -> None:
-    with pytest.raises(RuntimeError), nodes(storage, 0, 2).telling():
+    with pytest.raises(RuntimeError), nodes(storage, 0, 2).report_failure():
         raise RuntimeError("gone")
     with pytest.raises(TransientError, match="node 0 failed: RuntimeError: gone"):
         nodes(storage, 1, 2).wait("done")
@@ -113,7 +113,7 @@ def test_who_is_stopped_tells_the_others(storage: Storage) -> None:
     me = nodes(storage, 0, 3)
 
     def waiting() -> None:
-        with me.telling():
+        with me.report_failure():
             me.wait("done")
 
     stopped = Node(waiting)
@@ -130,6 +130,6 @@ def test_the_error_of_the_block_wins_over_one_of_telling_it() -> None:
             raise TransientError("storage is gone")
 
     me = Nodes(Broken(), "b", 0, 2, 1.0, StopSignal())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="mine") as caught, me.telling():
+    with pytest.raises(ValueError, match="mine") as caught, me.report_failure():
         raise ValueError("mine")
     assert any("storage is gone" in note for note in caught.value.__notes__)

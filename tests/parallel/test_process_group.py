@@ -36,7 +36,7 @@ def agree(_: str) -> str:
 @pytest.mark.stage
 def test_two_ranks_agree_gather_and_notice_a_lost_one(tmp_path: Path) -> None:
     errors = run_ranks("tests.parallel.test_process_group:agree", 2, tmp_path, "", code=75)
-    assert "a peer failed while gathering results" in errors[0]
+    assert "another rank failed while gathering results" in errors[0]
 
 
 def test_a_gang_of_one_answers_at_once() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import EXIT_TABLE, DataError
-from pipeline.parallel.launch import EXIT_DIR_VARIABLE, exit_code, note_exit_code, ranks_exit_code
+from pipeline.parallel.launch import EXIT_DIR_VARIABLE, exit_code, ranks_exit_code, record_exit_code
 from tests.kit.zygote import ROOT
 
 SEEN = """
@@ -115,7 +115,7 @@ def test_the_rank_that_says_most(codes: list[int | None], stopped: bool, expecte
 
 
 def test_a_rank_leaves_its_code_for_the_launcher(tmp_path: Path) -> None:
-    note_exit_code(74, {EXIT_DIR_VARIABLE: str(tmp_path), "LOCAL_RANK": "1", "RANK": "5"})
+    record_exit_code(74, {EXIT_DIR_VARIABLE: str(tmp_path), "LOCAL_RANK": "1", "RANK": "5"})
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"local-rank-1": "74"}
-    note_exit_code(74, {})  # not under our launcher
-    note_exit_code(74, {EXIT_DIR_VARIABLE: str(tmp_path / "gone")})
+    record_exit_code(74, {})  # not under our launcher
+    record_exit_code(74, {EXIT_DIR_VARIABLE: str(tmp_path / "gone")})

@@ -233,7 +233,7 @@ def ends(_: str) -> None:
 @pytest.mark.stage
 def test_a_peer_that_goes_is_an_error_to_try_again(tmp_path: Path) -> None:
     errors = run_ranks(f"{CASES}:ends", 2, tmp_path, "", code=75)
-    assert "a peer failed while reducing gradients" in errors[0] and "Traceback" not in errors[0]
+    assert "another rank failed while reducing gradients" in errors[0] and "Traceback" not in errors[0]
 
 
 @given(size=st.integers(1, 5000), shards=st.sampled_from([1, 2, 3, 8]), largest_bytes=st.integers(64, 20_000))
@@ -249,7 +249,7 @@ def test_buckets_cover_a_chunk_in_equal_slices_below_the_limit(size: int, shards
             padded = bucket.size + bucket.padding
             assert padded % unit == 0 and (4 * padded <= largest_bytes or padded == unit)
             of_ranks = [
-                bucket.cut(flat[bucket.start : bucket.stop], RankGroup(rank, (tuple(range(shards)),)))
+                bucket.local_slice(flat[bucket.start : bucket.stop], RankGroup(rank, (tuple(range(shards)),)))
                 for rank in range(shards)
             ]
             assert {part.numel() for part in of_ranks} == {padded // shards}
@@ -269,7 +269,7 @@ def test_the_fused_update_has_the_same_bits_in_slices() -> None:
     found = []
     for masters, parts in (
         ([weights.clone()], [grads]),
-        ([bucket.cut(weights, one) for one in ranks], [bucket.cut(grads, one) for one in ranks]),
+        ([bucket.local_slice(weights, one) for one in ranks], [bucket.local_slice(grads, one) for one in ranks]),
     ):
         optimizer = AdamW(masters, [True] * len(masters), config, traced=False)
         for step in (1, 2):

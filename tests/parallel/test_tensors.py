@@ -71,7 +71,7 @@ def test_what_a_rank_reads_of_its_own_part_is_warned_of_once(tmp_path: Path, pla
     first, second = run_ranks(f"{CASES}:reading", 2, tmp_path, plan)
     assert {name for name, text in first.items() if text} == warned
     for name in warned:
-        kind = "pickled" if name == "state" else "a number was read"
+        kind = "pickled" if name == "state" else "a value was read"
         assert first[name].startswith("trnpipe: test_tensors.py, line ") and kind in first[name]
     assert not any(second.values()), "rank 0 says it"
 

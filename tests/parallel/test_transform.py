@@ -17,7 +17,7 @@ from pipeline.core.layout import Layout
 from pipeline.model.config import ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.parallelize import check_units, delayed_init, find_units, parallelize
-from pipeline.parallel.tensors import FusedColwise, TensorPlan, interleaved, tensor_styles
+from pipeline.parallel.tensors import FusedColwise, TensorPlan, interleave_rows, tensor_styles
 from tests.kit.ranks import run_ranks
 from tests.parallel.models import Fused, Tied, bert, blocks, dense, llama, opened, plain_tensors
 from tests.train.rows import SPEC
@@ -62,8 +62,8 @@ def test_a_tie_is_named_by_both_its_names() -> None:
 
 def test_interleaved_rows_come_back() -> None:
     rows = torch.arange(24).view(12, 2)
-    assert interleaved(rows, 3)[:, 0].tolist() == [0, 8, 16, 2, 10, 18, 4, 12, 20, 6, 14, 22]
-    assert torch.equal(interleaved(interleaved(rows, 3), 4), rows)
+    assert interleave_rows(rows, 3)[:, 0].tolist() == [0, 8, 16, 2, 10, 18, 4, 12, 20, 6, 14, 22]
+    assert torch.equal(interleave_rows(interleave_rows(rows, 3), 4), rows)
 
 
 def modernbert() -> nn.Module:
@@ -73,14 +73,19 @@ def modernbert() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "plan", "degree", "match"),
     [
-        (Fused, None, 2, "Fused, which has no plan.*\n.*\n.*tensor_plan="),
-        (Fused, {"qkv": "colwise", "out": "rowwise"}, 2, "several matrices in one.*\n.*FusedColwise"),
-        (Fused, {"qkv": FusedColwise(3), "output": "rowwise"}, 2, "no module of Fused is called 'output'"),
-        (Fused, {"qkv": FusedColwise(3)}, 8, "tensor_degree 8 over 4 outputs of 'qkv'"),
-        (Fused, {"out": "rows"}, 2, "'out' is 'rows'.*\n.*colwise, rowwise"),
-        (lambda: nn.Sequential(nn.Linear(4, 6)), {"0": "colwise"}, 2, "shard_degree 2 by tensor_degree 2 over 6"),
-        (llama, None, 4, "tensor_degree 4 over heads .2, 2"),
-        (modernbert, None, 2, "a ModernBertEncoder.*\n.*\n.*--train.parallel.tensor-degree 1"),
+        (Fused, None, 2, "tensor plan, but Fused has none.*\n.*\n.*tensor_plan="),
+        (Fused, {"qkv": "colwise", "out": "rowwise"}, 2, "several fused matrices.*\n.*FusedColwise"),
+        (Fused, {"qkv": FusedColwise(3), "output": "rowwise"}, 2, "no module of Fused matches 'output'"),
+        (Fused, {"qkv": FusedColwise(3)}, 8, "tensor_degree 8 does not divide 4 outputs of 'qkv'"),
+        (Fused, {"out": "rows"}, 2, "'out' has the unknown style 'rows'.*\n.*colwise, rowwise"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 6)),
+            {"0": "colwise"},
+            2,
+            "shard_degree 2 by tensor_degree 2 does not divide 6",
+        ),
+        (llama, None, 4, "tensor_degree 4 does not divide the number of heads .2, 2"),
+        (modernbert, None, 2, "ModernBertEncoder does not support.*\n.*\n.*--train.parallel.tensor-degree 1"),
         (partial(llama, tie_word_embeddings=True), {"lm_head": "colwise"}, 2, "'lm_head' shares a parameter"),
     ],
 )
@@ -191,10 +196,10 @@ def test_a_model_that_cannot_be_spread_is_one_error_on_every_rank(tmp_path: Path
     first, second = run_ranks(f"{CASES}:refused", 2, tmp_path, "")
     assert first == second
     expected = (
-        "rank 0 was given model Linear of 6 parameters",
+        "rank 0 has model Linear of 6 parameters",
         "rank 0: 'layers.1.0.weight'",
-        "recompute units of Linear",
-        "nothing gives weight its values: Module has no reset_parameters",
+        "recompute units is set, but Linear has no units",
+        "weight cannot be initialized because Module has no reset_parameters",
     )
     assert all(text in seen for seen, text in zip(first, expected, strict=True)), first
 

@@ -45,7 +45,7 @@ def test_half_an_environment_is_a_config_error(change: dict[str, str | None]) ->
     ],
 )
 def test_the_runtime_must_agree(world_size: int, runtime: int, in_graph: bool, fits: bool) -> None:
-    said = f"torchrun says world size {world_size}, the xla runtime says {runtime}"
+    said = f"torchrun reports world size {world_size}, but the xla runtime reports {runtime}"
     with nullcontext() if fits else pytest.raises(ConfigError, match=said):
         check_world(World(world_size=world_size), runtime_world_size=runtime, reduces_in_graph=in_graph, device="xla")
 

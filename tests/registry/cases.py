@@ -13,7 +13,15 @@ from pipeline.io.commit import commit_dir, verify_dir
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec
 from pipeline.registry.promote import promote
-from pipeline.registry.records import Author, Decision, HistoryEntry, Pointer, changes_of, read_history, read_pointer
+from pipeline.registry.records import (
+    Author,
+    Decision,
+    HistoryEntry,
+    Pointer,
+    production_changes,
+    read_history,
+    read_pointer,
+)
 from tests.kit.states import train_state
 
 MODEL = "relevance"
@@ -89,7 +97,7 @@ class Told:
 def consistent(workspace: Storage) -> Told:
     """What the registry says, after checking all that must hold at any time."""
     pointer, history = production(workspace), read_history(workspace, MODEL)
-    changes = changes_of(history)
+    changes = production_changes(history)
     assert [change.generation for change in changes] == list(range(1, len(changes) + 1)), "each change is told once"
     assert len({entry.id for entry in history}) == len(history)
     assert (changes[-1] if changes else None) == pointer, "the history ends with what is in production"

@@ -35,7 +35,7 @@ from pipeline.registry.model import (
     serve_verified_pair,
 )
 from pipeline.registry.promote import promote
-from pipeline.registry.records import changes_of, read_history
+from pipeline.registry.records import production_changes, read_history
 from tests.registry.cases import (
     AUTHOR,
     MODEL,
@@ -101,7 +101,7 @@ class State:
 
 def seen(workspace: Storage) -> State:
     """What the files say. Of a pair that was written twice in a row the first counts."""
-    changes = changes_of(read_history(workspace, MODEL))
+    changes = production_changes(read_history(workspace, MODEL))
     pairs, served = past_pairs(workspace, MODEL), list[Served]()
     assert [pair.generation for pair in pairs] == list(range(1, len(pairs) + 1))
     for pair in pairs:
@@ -318,7 +318,7 @@ class Histories(RuleBasedStateMachine):
         """What a reader finds at any time."""
         if found := read_pair(self.workspace, MODEL):
             pair = found[0]
-            assert self.of(pair.vectors.digest).is_of == pair.is_of
+            assert self.of(pair.vectors.digest).digests == pair.digests
             manifest = read_manifest(self.workspace, pair.vectors.prefix)
             assert manifest is not None and manifest.digest == pair.vectors.digest
             assert pair.vectors.digest not in self.lost

@@ -87,7 +87,7 @@ def test_a_parent_that_is_gone_ends_it_with_a_note(workspace: Storage, family: t
     gone = digest_of(workspace, root)
     workspace.delete_prefix(root)
     last = lineage(workspace, grandchild)[-1]
-    note = f"it is gone: {workspace.uri(root)} holds no committed checkpoint"
+    note = f"it cannot be read: {workspace.uri(root)} holds no committed checkpoint"
     assert last == Ancestor(workspace.uri(root), gone, "c1", 300, note=note)
     assert len(lineage(workspace, child)) == 2
 
@@ -100,7 +100,7 @@ def test_a_parent_that_was_trained_again_is_another(
     workspace.delete_prefix(root)
     make("c1", 300, settings_hash="others")
     last = lineage(workspace, child)[-1]
-    assert last.checkpoint == workspace.uri(root) and "has other content by now" in last.note
+    assert last.checkpoint == workspace.uri(root) and "has changed: digest" in last.note
 
 
 def test_a_workspace_that_was_moved(workspace: Storage, family: tuple[str, str, str], tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_circle_ends(workspace: Storage, family: tuple[str, str, str], monkeyp
 
     monkeypatch.setattr("pipeline.registry.checkpoints.read_checkpoint", forged)
     found = lineage(workspace, grandchild)
-    assert len(found) == 4 and found[-1].note == "the lineage runs in a circle"
+    assert len(found) == 4 and found[-1].note == "the lineage is circular"
 
 
 def test_what_is_no_checkpoint_has_no_lineage(workspace: Storage, make: Make) -> None:

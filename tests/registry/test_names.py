@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.core.errors import ConfigError
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.checkpoints import key_in, locate, prefix_in, start_place
+from pipeline.registry.checkpoints import key_in, locate, locate_start, prefix_in
 from pipeline.settings import Settings
 
 PREFIX = "checkpoints/c/step-1"
@@ -29,7 +29,7 @@ def test_what_lies_in_the_workspace_is_found_by_its_key(
     assert key_in(workspace, named) == PREFIX == prefix_in(workspace, named)
     storage, prefix = locate(named, Settings(), workspace)
     assert storage is workspace and prefix == PREFIX
-    assert start_place(named, Settings(), workspace) == (workspace, PREFIX)
+    assert locate_start(named, Settings(), workspace) == (workspace, PREFIX)
 
 
 def test_what_lies_elsewhere_is_a_folder_and_a_name(workspace: Storage, tmp_path: Path) -> None:
@@ -63,5 +63,5 @@ def test_a_path_is_no_key_of_a_workspace_on_s3() -> None:
 
 
 def test_nothing_is_meant_by_scratch_or_before_a_promotion(workspace: Storage) -> None:
-    assert start_place("scratch", Settings(), workspace) is None
-    assert start_place("incumbent", Settings(), workspace) is None
+    assert locate_start("scratch", Settings(), workspace) is None
+    assert locate_start("incumbent", Settings(), workspace) is None

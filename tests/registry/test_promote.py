@@ -9,7 +9,7 @@ from pipeline.checkpoint.store import OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Orig
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, GateRefused, TransientError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage
-from pipeline.registry.checkpoints import incumbent_prefix
+from pipeline.registry.checkpoints import production_prefix
 from pipeline.registry.model import roll_back_model as roll_back
 from pipeline.registry.promote import promote
 from pipeline.registry.records import (
@@ -43,7 +43,7 @@ def test_the_first_and_the_next(workspace: Storage, make: Make) -> None:
     assert (second.cycle, second.step, second.digest) == ("b", 20, digest_of(workspace, prefix("b", 20)))
     assert (second.figures, second.reasons, second.author) == ({"ndcg": 0.7}, ("ndcg +0.2",), AUTHOR)
     assert list_models(workspace) == [MODEL]
-    assert incumbent_prefix(workspace, MODEL) == prefix("b", 20), "what the next cycle starts from"
+    assert production_prefix(workspace, MODEL) == prefix("b", 20), "what the next cycle starts from"
     # The log itself, not only what readers make of it.
     assert len(workspace.read_bytes(history_key(MODEL)).splitlines()) == 2
 
@@ -65,7 +65,7 @@ def test_a_stale_decision_is_refused(workspace: Storage, make: Make) -> None:
     third = back(workspace)
     make("c")
     for expected in (None, first, second):
-        with pytest.raises(TransientError, match=r"it is checkpoints/a/step-1 \(generation 3\) now"):
+        with pytest.raises(TransientError, match=r"to checkpoints/a/step-1 \(generation 3\)"):
             promote(
                 workspace,
                 MODEL,
@@ -83,7 +83,7 @@ def test_a_refusal_is_on_record_and_production_stays(workspace: Storage, make: M
     figures = {"ndcg": math.nan, "accuracy": 0.5}
     decision = Decision(passed=False, digest=digest_of(workspace, make("b")), figures=figures, **changes)
     for _ in range(2):
-        with pytest.raises(GateRefused, match=r"ndcg fell|the gate did not let it through") as caught:
+        with pytest.raises(GateRefused, match=r"ndcg fell|the gate did not pass") as caught:
             promote(workspace, MODEL, prefix("b"), expected=first, decision=decision, author=AUTHOR)
     assert "--force REASON" in str(caught.value) and caught.value.exit_code == 80
     told = consistent(workspace)
@@ -91,7 +91,7 @@ def test_a_refusal_is_on_record_and_production_stays(workspace: Storage, make: M
     assert told.actions == [("promoted", prefix("a")), ("refused", prefix("b"))], "told twice, recorded once"
     refused = told.history[-1]
     assert refused.figures == {"ndcg": None, "accuracy": 0.5}
-    assert refused.reasons == changes.get("reasons", ("the gate did not let it through",))
+    assert refused.reasons == changes.get("reasons", ("the gate did not pass",))
     assert refused.replaced == first.production and refused.generation == 1
 
 
@@ -108,7 +108,7 @@ def test_force_needs_a_reason_and_keeps_what_the_gate_said(workspace: Storage, m
 def test_a_verdict_of_other_content_does_not_carry(workspace: Storage, make: Make, forced: str) -> None:
     """Not even by force: its figures would be told of a model that they are not of."""
     decision = passed(workspace, make("a"), forced=forced)
-    with pytest.raises(GateRefused, match="the verdict is of content"):
+    with pytest.raises(GateRefused, match="the verdict is for digest"):
         promote(workspace, MODEL, make("b"), expected=None, decision=decision, author=AUTHOR)
     assert production(workspace) is None
 
@@ -181,7 +181,7 @@ def test_rolling_back_to_a_name(workspace: Storage, make: Make) -> None:
 
 
 def test_rollback_needs_a_reason_and_something_to_leave(workspace: Storage, make: Make) -> None:
-    with pytest.raises(ConfigError, match="nothing is in production"):
+    with pytest.raises(ConfigError, match="no checkpoint of relevance is in production"):
         back(workspace)
     put(workspace, make("a"))
     put(workspace, make("b"))
@@ -241,7 +241,7 @@ def test_a_damaged_pointer_is_named(workspace: Storage, make: Make, old: bytes |
         lambda: back(workspace),
         lambda: read_history(workspace, MODEL),
     ):
-        with pytest.raises(CheckpointError, match=r"production\.json is no pointer"):
+        with pytest.raises(CheckpointError, match=r"production\.json is not a valid pointer"):
             action()
 
 
@@ -249,7 +249,7 @@ def test_a_damaged_pointer_is_named(workspace: Storage, make: Make, old: bytes |
 def test_a_damaged_line_of_the_history_is_named_and_nothing_changes(workspace: Storage, make: Make) -> None:
     first = put(workspace, make("a"))
     workspace.write_bytes(history_key(MODEL), workspace.read_bytes(history_key(MODEL)) + b"rubbish\n")
-    with pytest.raises(DataError, match=r"line 2 of .*history\.jsonl is no entry"):
+    with pytest.raises(DataError, match=r"invalid entry in line 2 of .*history\.jsonl"):
         put(workspace, make("b"))
     assert production(workspace) == first
 
@@ -283,7 +283,7 @@ def test_a_refusal_names_the_command_that_leads_on(workspace: Storage, make: Mak
     """An import has no data of its own; what was rolled back from needs a reason and no other verdict."""
     origin = Origin(uri="file:///hub", format="sentence-transformers", fingerprint="f")
     for name, origins, expected in (
-        ("a", None, "trnpipe evaluate --cycle a;"),
+        ("a", None, "trnpipe evaluate --cycle a,"),
         ("hub", origin, "--evaluate.candidate"),
     ):
         place = make(name, origin=origins)

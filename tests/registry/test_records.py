@@ -77,7 +77,7 @@ def test_the_name_is_of_what_was_decided_not_of_who_told_it_when() -> None:
 
 def test_an_altered_line_is_refused() -> None:
     line = entry().line()
-    with pytest.raises(ValidationError, match="its id does not fit"):
+    with pytest.raises(ValidationError, match="its id does not match"):
         parse_entry(line.replace(b"c1/step-1", b"c2/step-1"))
     with pytest.raises(ValidationError):
         parse_entry(line.replace(b'"generation":2', b'"generation":2,"more":1'))
@@ -151,6 +151,6 @@ def test_a_writer_that_loses_tries_again_until_its_deadline(
     assert losing.losses == -1
     monkeypatch.setattr(records, "APPEND_DEADLINE_S", -1.0)
     before, third = workspace.read_bytes(history_key("relevance")), entry(generation=4)
-    with pytest.raises(TransientError, match="changes all the time"):
+    with pytest.raises(TransientError, match="which other processes keep changing"):
         append(Losing(workspace, 1), "relevance", third)
     assert workspace.read_bytes(history_key("relevance")) == before

@@ -68,10 +68,10 @@ def test_production_leads_and_the_pair_follows_after_verify(workspace: Storage, 
     serve_verified_pair(workspace, pair)
     in_production(workspace, second)
     assert served(workspace) == (first, "c1")  # hours before the vectors of the second exist
-    assert "stays" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c1b", first, 2))
+    assert "unchanged" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c1b", first, 2))
     later = embedded(workspace, tmp_path, "c2", second, 3)
     serve_verified_pair(workspace, later)
-    assert "already, generation 2" in serve_verified_pair(workspace, later)
+    assert "already names these vectors (generation 2)" in serve_verified_pair(workspace, later)
     assert served(workspace) == (second, "c2")
     assert "newer vectors" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c0", second, 2))
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
@@ -94,7 +94,7 @@ def test_a_race_has_one_winner(workspace: Storage, tmp_path: Path, two: tuple[De
     found = read_pair(workspace, MODEL)
     newer = [embedded(workspace, tmp_path, f"c2{end}", two[1].checkpoint, 3) for end in "xy"]
     stale = Racing(workspace, lambda: serve_verified_pair(workspace, newer[0]))
-    with pytest.raises(TransientError, match="meanwhile"):
+    with pytest.raises(TransientError, match="another process has changed"):
         serve_verified_pair(stale, newer[1])
     assert found is not None and served(workspace) == (two[1].checkpoint, "c2x")
 
@@ -115,7 +115,7 @@ class Racing:
 
 def test_a_damaged_pair_is_named(workspace: Storage, two: tuple[DeployedPair, DeployedPair]) -> None:
     workspace.write_bytes(pair_key(MODEL), b'{"model": "relevance"}')
-    with pytest.raises(CheckpointError, match="is no pair"):
+    with pytest.raises(CheckpointError, match="is not a valid pair"):
         read_pair(workspace, MODEL)
 
 
@@ -127,7 +127,7 @@ def test_a_verify_that_saw_production_before_a_rollback_loses(
     in_production(workspace, third)
     pair = embedded(workspace, tmp_path, "c3", third, 3)
     racing = Racing(workspace, lambda: roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR))
-    with pytest.raises(TransientError, match="meanwhile"):
+    with pytest.raises(TransientError, match="another process has changed"):
         serve_verified_pair(racing, pair)
     assert "is in production" in serve_verified_pair(workspace, pair)
     found = production(workspace)
@@ -153,7 +153,7 @@ def test_bad_vectors_of_a_good_model(
         with pytest.raises(ConfigError, match=f"no vectors of cycle {cycle} made with"):
             roll_back_vectors(workspace, MODEL, cycle, reason="x", author=AUTHOR)
     workspace.delete_prefix("embeddings/c2")
-    with pytest.raises(CheckpointError, match="does not hold the vectors that were verified"):
+    with pytest.raises(CheckpointError, match="does not contain the verified vectors"):
         roll_back_vectors(workspace, MODEL, "c2", reason="x", author=AUTHOR)
     assert production(workspace) == before
 
@@ -183,7 +183,7 @@ def test_the_history_is_whole_and_goes_on_where_serving_json_is_lost(
     newest = max(stat.key for stat in workspace.list(f"registry/{MODEL}/pairs"))
     assert workspace.read_bytes(newest) == lost, "as the message says that names a damaged one"
     workspace.delete([pair_key(MODEL)])
-    assert "stays" in serve_verified_pair(workspace, newer)
+    assert "unchanged" in serve_verified_pair(workspace, newer)
     serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2c", two[1].checkpoint, 4))
     after = past_pairs(workspace, MODEL)
     assert after[:-1] == before and after[-1].generation == before[-1].generation + 1

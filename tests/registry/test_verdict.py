@@ -54,14 +54,14 @@ def test_a_damaged_one_is_named_and_carries_nothing(workspace: Storage, make: Ma
     workspace.write_bytes(verdict_key("c1"), content)
     with pytest.raises(DataError, match=r"verdict\.json is not a verdict"):
         load_verdict(workspace, "c1")
-    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place).place, None, ["c1"])
+    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place).ref, None, ["c1"])
     assert not decision.passed and "is not a verdict" in decision.reasons[0]
 
 
 def test_it_carries_the_promotion_of_what_was_judged(workspace: Storage, make: Make) -> None:
     place = make("c1")
     store_verdict(workspace, verdict(workspace, place, "c2", incumbent=OTHER))
-    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place).place, OTHER, ["c1", "c2", "c2"])
+    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place).ref, OTHER, ["c1", "c2", "c2"])
     assert decision.passed and decision.digest == digest_of(workspace, place)
     assert (decision.reasons, decision.verdict) == (("better everywhere",), "cycles/c2/evaluate/verdict.json")
 
@@ -70,15 +70,15 @@ def test_it_carries_the_promotion_of_what_was_judged(workspace: Storage, make: M
     ("changes", "incumbent", "reason"),
     [
         ({"promote": False, "reasons": ("worse",)}, None, "worse"),
-        ({"model": "other"}, None, "judged as a model other"),
-        ({"incumbent": OTHER}, None, "judged against checkpoints/z/step-1 in production, which is nothing now"),
-        ({}, OTHER, "judged against nothing in production, which is checkpoints/z/step-1 now"),
+        ({"model": "other"}, None, "evaluated as model other"),
+        ({"incumbent": OTHER}, None, "checkpoints/z/step-1 was in production, but now it is nothing"),
+        ({}, OTHER, "nothing was in production, but now it is checkpoints/z/step-1"),
         (
             {"incumbent": OTHER.model_copy(update={"digest": "11" * 32})},
             OTHER,
-            "which is checkpoints/z/step-1 now (other content)",
+            "now it is checkpoints/z/step-1 with other content",
         ),
-        ({"candidate": OTHER}, None, "no verdict of checkpoints/c1/step-1 is stored"),
+        ({"candidate": OTHER}, None, "no verdict on checkpoints/c1/step-1 is stored"),
     ],
 )
 def test_and_of_nothing_else(
@@ -86,5 +86,5 @@ def test_and_of_nothing_else(
 ) -> None:
     place = make("c1")
     store_verdict(workspace, verdict(workspace, place, "c1", **changes))
-    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place).place, incumbent, ["c1"])
+    decision = stored_decision(workspace, MODEL, read_checkpoint(workspace, place).ref, incumbent, ["c1"])
     assert not decision.passed and reason in decision.reasons[-1]

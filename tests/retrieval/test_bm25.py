@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.retrieval.bm25 import K1, B, Bm25, nothing_found
+from pipeline.retrieval.bm25 import K1, B, Bm25, unmatched_warning
 
 TITLES = ["red shoe", "Red red shoe, size 42", "blue hat", "", "shoe", "RED shoe!"]
 
@@ -96,7 +96,7 @@ def test_titles_without_spaces_or_with_vowel_signs_are_found(titles: list[str], 
 
 @pytest.mark.parametrize(("empty", "said"), [(0, False), (10, False), (11, True), (20, True)])
 def test_nothing_found_for_most_queries_is_said(empty: int, said: bool) -> None:
-    text = nothing_found(empty, 20, "item")
+    text = unmatched_warning(empty, 20, "item")
     assert text == (f"{empty} of 20 queries share no word with any item" if said else "")
 
 

@@ -47,12 +47,12 @@ def test_equal_to_a_full_sort(case: tuple[Float32s, Float32s, int, list[int]], s
     """Whatever the sizes of the blocks."""
     queries, items, k, cuts = case
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in zip(("BLOCK_QUERIES", "BLOCK_ITEMS", "NUMBERS"), sizes, strict=True):
+        for name, size in zip(("BLOCK_QUERIES", "BLOCK_ITEMS", "RESCORED_NUMBERS"), sizes, strict=True):
             patch.setattr(f"pipeline.retrieval.search._{name}", size)
         top = ExactTopK(queries, k)
         for start, stop in pairwise(cuts):
             top.add(start, items[start:stop])
-    assert top.found()[1].tolist() == by_sorting(queries, items, k)
+    assert top.result()[1].tolist() == by_sorting(queries, items, k)
 
 
 @given(cases(), st.integers(2, 4))
@@ -65,8 +65,8 @@ def test_ranks_that_share_the_items_find_the_same(
         ranks[number % world_size].add(start, items[start:stop])
     merged = ExactTopK(queries, k)
     for rank in reversed(ranks):
-        merged.merge(*rank.found())
-    assert merged.found()[1].tolist() == by_sorting(queries, items, k)
+        merged.merge(*rank.result())
+    assert merged.result()[1].tolist() == by_sorting(queries, items, k)
 
 
 def test_many_items_of_real_width() -> None:
@@ -79,15 +79,15 @@ def test_many_items_of_real_width() -> None:
         top.add(start, items[start : start + 1700])
     products = np.rint(queries.astype(np.float64) * 2**26) @ np.rint(items.astype(np.float64) * 2**26).T
     best = np.argsort(-products, axis=1, kind="stable")[:, :30]
-    np.testing.assert_array_equal(top.found()[1], best)
-    np.testing.assert_array_equal(top.found()[0], np.take_along_axis(products, best, axis=1) / 2.0**52)
+    np.testing.assert_array_equal(top.result()[1], best)
+    np.testing.assert_array_equal(top.result()[0], np.take_along_axis(products, best, axis=1) / 2.0**52)
     found = exact_scores(np.repeat(queries, 30, axis=0), items[best.reshape(-1)])
-    np.testing.assert_array_equal(found.reshape(20, 30), top.found()[0])
+    np.testing.assert_array_equal(found.reshape(20, 30), top.result()[0])
 
 
 def test_values_that_are_no_numbers_are_refused() -> None:
     good = np.eye(2, dtype=np.float32)
-    with pytest.raises(NumericError, match="1 query vectors hold NaN"):
+    with pytest.raises(NumericError, match="1 query vectors contain NaN"):
         ExactTopK(np.array([[1.0, 0.0], [np.nan, 0.0]], dtype=np.float32), 1)
     with pytest.raises(NumericError, match="2 item vectors"):
         ExactTopK(good, 1).add(0, np.full((2, 2), np.inf, dtype=np.float32))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.retrieval.search import WEIGHTS, Ranked, best_weight, by_rank, by_weight
+from pipeline.retrieval.search import WEIGHTS, Ranked, best_weight, fuse_by_rank, fuse_by_weight
 
 K = 5
 lists = st.lists(st.tuples(st.integers(0, 8), st.integers(-3, 3)), max_size=K, unique_by=lambda pair: pair[0])
@@ -34,7 +34,7 @@ def units(items: list[int], scores: list[float]) -> dict[int, float]:
 @given(lists, lists)
 def test_reciprocal_ranks(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> None:
     one, other = ranked(left, right), ranked(right, left)
-    found = by_rank(one, other)
+    found = fuse_by_rank(one, other)
     for row in range(2):
         total: dict[int, float] = {}
         for side in (one, other):
@@ -51,7 +51,7 @@ def test_weighted_scores(left: list[tuple[int, int]], right: list[tuple[int, int
     for side, share in ((vectors, weight), (words, 1 - weight)):
         for item, unit in units(side.items[0].tolist(), side.scores[0].tolist()).items():
             total[item] = total.get(item, 0.0) + share * unit
-    found = by_weight(vectors, words, weight)[0]
+    found = fuse_by_weight(vectors, words, weight)[0]
     assert sorted(found[found >= 0].tolist()) == sorted(set(found.tolist()) - {-1}), "each item once"
     scores = [total[item] for item in found[found >= 0].tolist()]
     expected = [total[item] for item in best_of(total) if item >= 0]

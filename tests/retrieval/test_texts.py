@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, pack, train_tokenizer
-from pipeline.retrieval.products import decoded, join_tokens, text_hashes, to_tokens
+from pipeline.retrieval.products import decode_tokens, join_tokens, text_hashes, to_tokens
 
 TEXTS = st.lists(st.lists(st.integers(1, 300), max_size=6), min_size=1, max_size=12)
 
@@ -47,7 +47,7 @@ def test_words_come_back_from_token_ids() -> None:
 
     def stored(length: int) -> list[str]:
         arrays = pack(tokens, np.arange(6), length, pad_id=tokenizer.pad_id, sep_id=tokenizer.sep_id, dtype=np.int32)
-        return decoded(to_tokens(arrays, tokenizer.pad_id), tokenizer.data)
+        return decode_tokens(to_tokens(arrays, tokenizer.pad_id), tokenizer.data)
 
     found = stored(40)
     words = [re.findall(r"\w+", text.lower()) for text in texts]

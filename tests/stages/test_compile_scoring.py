@@ -31,10 +31,10 @@ class Tool:
     done: set[str] = field(default_factory=set)
 
     def __call__(
-        self, command: Sequence[str], *more: object, env: Mapping[str, str], peers: object, say: object
+        self, command: Sequence[str], *more: object, env: Mapping[str, str], nodes: object, say: object
     ) -> "Done":
         is_scoring = SCORING in env
-        self.calls.append((list(command), dict(env), peers is None))
+        self.calls.append((list(command), dict(env), nodes is None))
         traced = GraphManifest(plan=dict(self.plans[is_scoring]), graphs=())
         Path(env[TRACE_FILE]).write_text(traced.model_dump_json())
         entry = f"MODULE_{int(is_scoring)}"
@@ -139,7 +139,7 @@ class Together:
     def check(self) -> None:
         return
 
-    def telling(self) -> AbstractContextManager[None]:
+    def report_failure(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 

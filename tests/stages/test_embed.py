@@ -88,7 +88,7 @@ def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.Capture
     ]
     served, verified = read_pair(workspace, "relevance"), load_result(workspace, "c1", "verify")
     assert served is not None and verified is not None
-    assert served[0].is_of == (vectors.info.model.digest, vectors.manifest.digest)
+    assert served[0].digests == (vectors.info.model.digest, vectors.manifest.digest)
     assert (served[0].vectors.rows, served[0].vectors.dim) == (100, 16)
     digest = digest_of(workspace)
     assert verified.inputs["vectors"] == digest.vectors_digest == vectors.manifest.digest

@@ -185,7 +185,7 @@ def test_embeddings_that_are_no_numbers_are_told(case: Case) -> None:
         next(tensor for name, tensor in weights.items() if "word_embeddings" in name)[:] = float("nan")
 
     told = case.run(f"--evaluate.candidate={case.made('bad', change)}", code=80)
-    assert "vectors hold NaN or infinity" in told
+    assert "vectors contain NaN or infinity" in told
 
 
 def test_what_is_in_production_already_is_nothing_new(promoted: Case) -> None:

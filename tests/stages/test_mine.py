@@ -7,7 +7,7 @@ import pytest
 from pipeline.context import load_result
 from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.mine import run as mine_run
-from pipeline.mine.run import NONE, Pieces, all_negatives
+from pipeline.mine.run import NONE, ArrayParts, read_negatives
 from pipeline.mine.store import Negatives, NegativeSet, find_negatives, open_negatives
 from pipeline.parallel.world import ARRAY_INDEX
 from pipeline.retrieval.products import text_hashes
@@ -103,7 +103,7 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     assert "by BM25" in named and mined(case, "c2")[0].prefix != second.prefix
     foreign = case.made("foreign", tokenizer_fingerprint="0" * 32)
     refused = case.run(more, f"--mine.source={foreign}", stage="mine", cycle="c2", code=78)
-    assert "a model that reads the prepared tokens" in refused
+    assert "a model with the tokenizer of the prepared data" in refused
 
 
 def test_two_workers_that_are_last_at_once(
@@ -114,12 +114,12 @@ def test_two_workers_that_are_last_at_once(
     case.run(stage="prepare")
     said = []
 
-    def too_late(parts: Pieces, most: int) -> object:
-        monkeypatch.setattr(mine_run, "all_negatives", all_negatives)
+    def too_late(parts: ArrayParts, most: int) -> object:
+        monkeypatch.setattr(mine_run, "read_negatives", read_negatives)
         said.append(case.run(stage="mine"))
-        return all_negatives(parts, most)
+        return read_negatives(parts, most)
 
-    monkeypatch.setattr(mine_run, "all_negatives", too_late)
+    monkeypatch.setattr(mine_run, "read_negatives", too_late)
     assert "100% of the slots" in case.run(stage="mine")
     assert "6 of 6 parts done" in said[0] and "100% of the slots" in said[0]
     mined(case, "c1")

@@ -85,7 +85,7 @@ def test_what_costs_quality_is_on_the_console_and_in_the_result(
     short = "--data.buckets=3x5"
     assert prepare(tmp_path, short) == 0
     figures = stored(tmp_path).figures
-    text = f"{figures['rows_truncated']:,} of 480 rows (100%) have a text longer than the largest bucket 3x5"
+    text = f"{figures['rows_truncated']:,} of 480 rows (100%) have a text that is truncated to the largest bucket 3x5"
     assert figures["warnings"] == 1 and str(figures["warning_1"]).startswith(text)
     assert f"warning: prepare: {text}" in capsys.readouterr().out
 

@@ -146,8 +146,8 @@ def test_other_settings_for_a_cycle_that_is_done(refused: Refused) -> None:
         ({"config.json": b'{"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]}'}, 0, 78, "deberta-v2"),
         ({"model.safetensors": None}, 0, 74, "model.safetensors"),
         ({"model.safetensors": b"not a file of tensors"}, 0, 74, "model.safetensors"),
-        ({"tokenizer.json": None}, 300, 74, "word_embeddings.weight: shape [300, 32], and the tokenizer has 400"),
-        ({"tokenizer.json": b"train"}, 0, 78, "tokens, the data was tokenised with 400; "),
+        ({"tokenizer.json": None}, 300, 74, "word_embeddings.weight has shape [300, 32], but the tokenizer has 400"),
+        ({"tokenizer.json": b"train"}, 0, 78, "differs from the tokenizer of the data (400 tokens)"),
     ],
 )
 def test_weights_to_start_from_that_do_not_fit(

@@ -143,7 +143,7 @@ def every_row(rows: TokenRows) -> dict[str, np.ndarray[Any, Any]]:
 
 def grouped(source: RowSource, config: TrainConfig = TRAIN, mined: MinedProducts | None = None) -> GroupedRows:
     """Rows in groups of one query, as a run of this config has them."""
-    return GroupedRows.of(
+    return GroupedRows.build(
         source,
         slots=config.candidates_per_query,
         lengths=rows_of_batch(config, BUCKETS),

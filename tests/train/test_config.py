@@ -85,7 +85,7 @@ def test_rows_are_shared_by_data_ranks() -> None:
     shares = [batch_share(spread, 8, rank) for rank in range(8)]
     assert [(share.rank, share.world_size) for share in shares] == [(rank // 2, 4) for rank in range(8)]
     assert run_layout(spread, 8, 5).shard_rank == 0 and run_layout(spread, 8, 7).tensor_rank == 1
-    with pytest.raises(ConfigError, match="tensor_degree 2 over 3 ranks"):
+    with pytest.raises(ConfigError, match="tensor_degree 2 does not divide 3 ranks"):
         batch_share(spread, 3)
 
 

@@ -107,7 +107,7 @@ def test_architecture_is_compared_by_shape_not_by_how_it_was_written() -> None:
     spelled = ModelConfig(
         preset="small", hidden_size=128, num_layers=2, num_heads=2, intermediate_size=512, dropout=0.1
     )
-    check_architecture(tiny, spelled, where="x")
+    check_architecture(tiny, spelled, source="x")
     for changes, named in (
         ({"num_layers": 3}, "num_layers 2"),
         ({"pooling": "cls"}, "pooling mean"),
@@ -115,4 +115,4 @@ def test_architecture_is_compared_by_shape_not_by_how_it_was_written() -> None:
         ({"max_positions": 64}, "max_positions 512"),
     ):
         with pytest.raises(ConfigError, match=f"parent has model.{named}"):
-            check_architecture(tiny, tiny.model_copy(update=changes), where="parent")
+            check_architecture(tiny, tiny.model_copy(update=changes), source="parent")

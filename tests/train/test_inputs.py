@@ -140,7 +140,7 @@ def other_inputs(**changes: Any) -> dict[str, Checkpoint]:
         (other_inputs(numeric=()), ConfigError, "other numeric than .*: new: price"),
         (other_inputs(numeric=("price", "brand_age")), ConfigError, "other numeric than .*: missing: brand_age\n"),
         (other_inputs(labels=("a", "b")), ConfigError, "other labels than .*: missing: a, b; new: "),
-        (other_inputs(query_prefix="q: "), ConfigError, "other query_prefix than .*: '', there 'q: '"),
+        (other_inputs(query_prefix="q: "), ConfigError, "other query_prefix than .*: '' instead of 'q: '"),
         ({"model": MODEL.model_copy(update={"num_layers": 2}), "parent": parent_of({})}, ConfigError, "num_layers"),
         ({"train": TRAIN.model_copy(update={"mined_per_query": 2})}, ConfigError, "none were mined"),
         (
@@ -169,11 +169,11 @@ NO_POSITIVE = {"gains": ({0: 90}, {0: 30})}
     ("judged", "train", "words"),
     [
         ({}, {}, []),
-        (NO_POSITIVE, {}, ["no row has a gain of train.loss.positive_gain 0.99 or more"]),
+        (NO_POSITIVE, {}, ["no row has a gain of at least 0.99 (train.loss.positive_gain)"]),
         (NO_POSITIVE, {"loss": LossConfig(contrastive_weight=0.0)}, []),
         ({"query_best": {0: 25, 100: 15}}, {}, ["25 of 40 queries have no row with a gain"]),
         ({"query_worst": {0: 15, 100: 25}}, {}, ["25 of 40 queries have no judged negative"]),
-        ({"label_gain_sums": (40.0, 4.0, 0.0)}, {}, ["these mean gains: no 1, some 0.1, yes 0; put data.labels"]),
+        ({"label_gain_sums": (40.0, 4.0, 0.0)}, {}, ["mean gains are no 1, some 0.1, yes 0"]),
         ({"labels": (40, 0, 40), "label_gain_sums": (0.0, 0.0, 40.0)}, {}, []),
         ({}, {"loss": LossConfig(graded_weight=0.0)}, ["the relevance head is not trained"]),
         ({}, {"candidates_per_query": 16, "global_batch_size": 16}, ["slots of a query hold a row"]),

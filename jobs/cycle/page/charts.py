@@ -221,7 +221,7 @@ def gantt(lanes: Mapping[str, Sequence[AttemptCost]], began_ms: int, due_s: floa
             if one.has_failed:
                 drawn += _text(across(at) + 1, y + tall - 1.5, "✕", kind="bad")
             spent = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in one.spent_ms.items() if ms)
-            body.append(_titled(drawn, f"{one.job}, attempt {one.try_name}: {one.ending}; {spent}"))
+            body.append(_titled(drawn, f"{one.job}, attempt {one.attempt_name}: {one.ending}; {spent}"))
     if due_s is not None and due_s <= last:
         body.append(_path("deadline", f"M{_px(across(due_s))} 0V{_px(bottom)}"))
         body.append(_text(across(due_s) - 3, TOP + 2, "deadline", anchor="end", kind="bad"))

@@ -8,7 +8,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from pydantic import Field
 
-from jobs.cycle.costs import CycleLedger, Moment, read_moments
+from jobs.cycle.costs import CycleEvent, CycleLedger, read_cycle_events
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import Closed, JobRecord, Outcome, exit_code, failed_task, reason_of
 from jobs.cycle.page.charts import Point, thin
@@ -228,7 +228,7 @@ def gather(
     scores = read(None, load_scores, storage, cycle)
     if scores and evaluation and scores.candidate.digest != evaluation.candidate.digest:
         scores = None  # of another candidate, that was judged before
-    moments = read_moments(storage, cycle)
+    events = read_cycle_events(storage, cycle)
     ancestors = read((), _ancestors, storage, cycle)
     compared = evaluation.incumbent.cycle if evaluation and evaluation.incumbent else _cycle_of(ancestors[:1])
     compared = compared if compared != cycle else ""
@@ -242,7 +242,7 @@ def gather(
         for stat in storage.list(f"cycles/{cycle}/health")
         if re.search(r"/health/[0-9]+-[^/]*\.json$", stat.key)
     ]
-    curves, other = curves_of(moments), curves_of(read_moments(storage, compared) if compared else ())
+    curves, other = curves_of(events), curves_of(read_cycle_events(storage, compared) if compared else ())
     mortems = sorted((stat.key for stat in storage.list(store.key("post-mortem"))), key=natural_key)
     return PageData(
         cycle=cycle,
@@ -266,8 +266,8 @@ def gather(
                 for name, points in curves.items()
             ),
             compared=compared if other and curves else "",
-            resumed=tuple(int(m.number("step")) for m in moments if m.name == EventName.TRAIN_RESUMED),
-            skipped=tuple(int(m.number("step")) for m in moments if m.name == EventName.STEP_SKIPPED),
+            resumed=tuple(int(m.number("step")) for m in events if m.name == EventName.TRAIN_RESUMED),
+            skipped=tuple(int(m.number("step")) for m in events if m.name == EventName.STEP_SKIPPED),
         ),
         prepared=read(None, load_prepared, storage, cycle),
         vectors=read(None, load_verified, storage, cycle),
@@ -284,7 +284,7 @@ def gather(
                 for name, old, new in changed
             ),
         ),
-        notices=tuple(_notices(moments))[-MAX_NOTICES:],
+        notices=tuple(_notices(events))[-MAX_NOTICES:],
         post_mortems=tuple(
             PostMortemLink(job=key.rpartition("/")[2].removesuffix(".json"), uri=storage.uri(key)) for key in mortems
         ),
@@ -304,7 +304,7 @@ def jobs_of(plan: JobPlan, records: Iterable[JobRecord]) -> Iterator[Job]:
             state=record.state.value if record else "not submitted",
             nodes=max(1, spec.num_nodes),
             children=spec.array_size,
-            tries=len(record.tries()) if record else 0,
+            tries=len(record.all_attempts()) if record else 0,
             ran_s=ran_seconds(record) if record else None,
             exit_code=exit_code(record) if record else None,
             why=reason_of(record) if record and record.state.is_failure else "",
@@ -342,15 +342,15 @@ def _json(storage: Storage, key: str) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _notices(moments: Sequence[Moment]) -> Iterator[Notice]:
-    for moment in moments:
+def _notices(events: Sequence[CycleEvent]) -> Iterator[Notice]:
+    for moment in events:
         if moment.name in NOTICES:
             words = (f"{name} {json.dumps(value)[:200]}" for name, value in moment.fields.items() if name != "step")
             step = int(moment.number("step")) if "step" in moment.fields else None
             yield Notice(at=moment.at_ms / 1000, event=moment.name, step=step, text=", ".join(words)[:500])
 
 
-def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
+def curves_of(events: Sequence[CycleEvent]) -> dict[str, list[Point]]:
     """Return points (step, value) by the name of the figure; what was done again replaces what it repeats."""
     found: dict[str, list[Point]] = {name: [] for name in (*_AT_STEPS, HOLDOUT, *_AT_REPORTS)}
 
@@ -360,7 +360,7 @@ def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
         steps = range(step - len(values) + 1, step + 1)
         found[name] += [(at, float(v)) for at, v in zip(steps, values, strict=True) if isinstance(v, int | float)]
 
-    for moment in sorted(moments, key=lambda one: one.at_ms):
+    for moment in sorted(events, key=lambda one: one.at_ms):
         step = int(moment.number("step"))
         if moment.name == EventName.TRAIN_STARTED:
             for points in found.values():

@@ -35,7 +35,7 @@ Account = Mapping[str, Queue]
 def preflight(client: BatchClient, plan: JobPlan) -> tuple[str, ...]:
     """Return warnings. Raises ConfigError with everything that is wrong, TransientError while a queue is changing."""
     check_plan(plan)
-    account = look_up(client, [placement_of(plan, job).queue for job in plan.jobs])
+    account = describe_queues(client, [placement_of(plan, job).queue for job in plan.jobs])
     refuse_account(account_problems(plan, account), "an enabled fair-share queue that can hold every job")
     for name, queue in account.items():
         if queue.detail["status"] in ("CREATING", "UPDATING"):
@@ -54,7 +54,7 @@ def refuse_account(problems: Iterable[str], expected: str) -> None:
         )
 
 
-def look_up(client: BatchClient, names: Iterable[str]) -> Account:
+def describe_queues(client: BatchClient, names: Iterable[str]) -> Account:
     """Describe these queues, and what is behind them."""
     described, found = client.described("queues", list(dict.fromkeys(names))), dict[str, Queue]()
     orders = [[one["computeEnvironment"] for one in queue.get("computeEnvironmentOrder", ())] for queue in described]

@@ -68,11 +68,13 @@ def definition_request(plan: JobPlan, job: JobSpec) -> Request:
     return request | {"tags": {"pipeline": plan.pipeline, "stage": job.stage, "content": fingerprint(request)}}
 
 
-def submit_request(plan: JobPlan, job: JobSpec, *, definition: str, ids: Mapping[str, str], round_: int = 1) -> Request:
+def submit_request(
+    plan: JobPlan, job: JobSpec, *, definition: str, ids: Mapping[str, str], submission: int = 1
+) -> Request:
     """SubmitJob of a pinned `definition` (name:revision). `ids`: of the jobs it depends on, by name."""
     where = placement_of(plan, job)
     request: Request = {
-        "jobName": job_name(plan, job, round_),
+        "jobName": job_name(plan, job, submission),
         "jobQueue": where.queue,
         "jobDefinition": definition,
         "shareIdentifier": where.share_identifier,
@@ -82,7 +84,7 @@ def submit_request(plan: JobPlan, job: JobSpec, *, definition: str, ids: Mapping
         "propagateTags": True,
     }
     # What differs between cycles is not part of the definition.
-    of_cycle = job_variables(plan, job, round_)
+    of_cycle = job_variables(plan, job, submission)
     environment = [{"name": name, "value": value} for name, value in sorted(of_cycle.items())]
     override: Request = {"command": [*job.command], "environment": environment}
     if job.num_nodes:
@@ -97,9 +99,9 @@ def submit_request(plan: JobPlan, job: JobSpec, *, definition: str, ids: Mapping
     return request
 
 
-def job_name(plan: JobPlan, job: JobSpec, round_: int) -> str:
+def job_name(plan: JobPlan, job: JobSpec, submission: int) -> str:
     """Another one in every round, and the same on every try to submit it: a driver that died finds its jobs again."""
-    return f"{plan.pipeline}-{plan.cycle}-{job.name}" + (f"-round-{round_}" if round_ > 1 else "")
+    return f"{plan.pipeline}-{plan.cycle}-{job.name}" + (f"-round-{submission}" if submission > 1 else "")
 
 
 # What AWS Batch refuses, checked before anything is sent; and what it takes but would never run. A request above a
@@ -109,7 +111,7 @@ def job_name(plan: JobPlan, job: JobSpec, round_: int) -> str:
 MAX_DEFINITION_BYTES, MAX_OVERRIDE_CHARACTERS = 24 * 1024, 8192
 MAX_IMAGE_CHARACTERS = 255
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,127}$")
-MAX_ROUND = 999
+MAX_SUBMISSION = 999
 """The number of the round makes names longer: a name fits in every one."""
 SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
 
@@ -124,7 +126,7 @@ def check_plan(plan: JobPlan) -> None:
 
 
 def _problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
-    name, where = job_name(plan, job, MAX_ROUND), placement_of(plan, job)
+    name, where = job_name(plan, job, MAX_SUBMISSION), placement_of(plan, job)
     if not _NAME.match(name):
         yield f"job name {name!r}; expected letters, digits, - and _, beginning with a letter or digit, at most 128"
     if not where.queue:

@@ -7,17 +7,26 @@ from itertools import product
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import (
     AttemptRecord,
+    BlockedJob,
     Cancel,
     JobRecord,
     JobState,
-    Sighting,
-    Submission,
+    SubmittedJob,
     Task,
-    in_our_words,
+    normalize_batch_records,
     unneeded_jobs,
 )
 from jobs.plan.spec import JobPlan, JobSpec
-from jobs.targets.base import More, Target, keep_cancels, log_stream, no_log, placement_of, read_cancels, seconds_of
+from jobs.targets.base import (
+    More,
+    Target,
+    log_stream,
+    no_log_error,
+    placement_of,
+    read_cancels,
+    save_cancels,
+    seconds_of,
+)
 from jobs.targets.batch.account import ensure_definition, preflight
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome, is_unknown
 from jobs.targets.batch.requests import definition_request, job_name, submit_request
@@ -41,23 +50,23 @@ class BatchTarget(Target):
     renew: Callable[[], None] = lambda: None
     warn: Callable[[str], object] = lambda line: None
 
-    def submit(self, plan: JobPlan, round_: int, jobs: Sequence[str]) -> None:
+    def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
         """Hand over the jobs in the plan's order, each recorded before the next.
 
         Killed anywhere and run again, every job exists once: a job that is not on record is looked for by its name
         before it is submitted. Raises ConfigError before anything is sent when the account would not run the plan.
         """
-        ids = {name: one.id for name, one in self.store.submitted(round_).items()}
+        ids = {name: one.id for name, one in self.store.submitted(submission).items()}
         missing = [job for job in plan.jobs if job.name in jobs and job.name not in ids]
         if missing:
             self.check(plan)
-        self._end_unrecorded(plan, range(1, round_), {job.name for job in missing})
+        self._end_unrecorded(plan, range(1, submission), {job.name for job in missing})
         for job in missing:
             # Without jobs of earlier rounds: those have succeeded, and AWS Batch may have forgotten them.
             waits_for = tuple(one for one in job.depends_on if one.job in jobs)
             spec = job.model_copy(update={"depends_on": waits_for})
-            ids[job.name] = self._hand_over(plan, round_, spec, ids)
-        self._end_unrecorded(plan, [round_, round_ + 1], ids)  # the next: of a retry that died at its first job
+            ids[job.name] = self._hand_over(plan, submission, spec, ids)
+        self._end_unrecorded(plan, [submission, submission + 1], ids)  # the next: of a retry that died at its first job
 
     def check(self, plan: JobPlan) -> None:
         """Ask the account. Raises ConfigError, and TransientError while a queue is changing."""
@@ -71,13 +80,13 @@ class BatchTarget(Target):
         described = self.client.describe_jobs([one.id for one in current.values()])
         described |= self.client.describe_jobs([one for job in described.values() for one in _parts(job)])
         found = [self._record(current[job.name], described, known) for job in plan.jobs if job.name in current]
-        return in_our_words(plan, found, read_cancels(self.store))
+        return normalize_batch_records(plan, found, read_cancels(self.store))
 
     def advance(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         """Return the records, after jobs were ended that are of no use any more."""
         found = {record.name: record for record in self.records(plan)}
         for name, reason in unneeded_jobs([Task(plan.job(name)) for name in found], found).items():
-            keep_cancels(self.store, {found[name].id: Cancel(reason=reason, at=self.store.clock())})
+            save_cancels(self.store, {found[name].id: Cancel(reason=reason, at=self.store.clock())})
             self.client.terminate_job(found[name].id, reason)
         return tuple(found.values())
 
@@ -85,7 +94,7 @@ class BatchTarget(Target):
         """Yield the lines from CloudWatch. Raises ConfigError when there is no such log."""
         stream, plan = log_stream(record, attempt, node), self.store.plan()
         if not stream or plan is None:
-            raise no_log(record, attempt, node)
+            raise no_log_error(record, attempt, node)
         where = placement_of(plan, plan.job(record.name.partition(":")[0]))
         return self.logs_client.lines(where.log_group, stream, more)
 
@@ -95,26 +104,26 @@ class BatchTarget(Target):
         TerminateJob works in every state; Batch sends SIGTERM, and SIGKILL after 30 s.
         """
         # And one more: a retry may have died between its first job and the record of it.
-        rounds = range(1, max(self.store.rounds(), default=0) + 2)
+        submissions = range(1, max(self.store.submissions(), default=0) + 2)
         running = {one.name: one.id for one in self.records(plan) if not one.state.is_final}
-        keep_cancels(self.store, dict.fromkeys(running.values(), Cancel(reason=reason, at=self.store.clock())))
+        save_cancels(self.store, dict.fromkeys(running.values(), Cancel(reason=reason, at=self.store.clock())))
         for job in reversed(plan.jobs):
-            named = [job_id for round_ in rounds for job_id in self._live_ids(plan, job, round_)]
+            named = [job_id for submission in submissions for job_id in self._live_ids(plan, job, submission)]
             for job_id in sorted({*named, *([running[job.name]] if job.name in running else [])}):
                 self.client.terminate_job(job_id, reason)
 
     def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
         """Return why jobs cannot start. End those that never will, once that was seen for a quarter of an hour."""
-        now, before = self.store.clock(), {(one.id, one.reason): one.since for one in self.store.sightings()}
-        sightings = tuple(  # the time of first sight is kept while the same job has the same reason
-            Sighting(job=task.name, id=task.id, reason=reason, since=before.get((task.id, reason), now))
+        now, before = self.store.clock(), {(one.id, one.reason): one.since for one in self.store.blocked_jobs()}
+        blocked_jobs = tuple(  # the time of first sight is kept while the same job has the same reason
+            BlockedJob(job=task.name, id=task.id, reason=reason, since=before.get((task.id, reason), now))
             for record in records
             for task in record.tasks()
             if task.state is JobState.RUNNABLE and (reason := reason_in(task.status_reason))
         )
-        self.store.save_sightings(sightings)
+        self.store.save_blocked_jobs(blocked_jobs)
         lines = []
-        for one in sightings:
+        for one in blocked_jobs:
             words, command = _REASONS[one.reason]
             waited = format_duration(now - one.since)
             lines.append(f"{one.job} cannot start: {words} ({one.reason}, for {waited}); next: {command}")
@@ -123,11 +132,11 @@ class BatchTarget(Target):
                 self.client.terminate_job(one.id.partition(":")[0], reason)
         return tuple(lines)
 
-    def _hand_over(self, plan: JobPlan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
+    def _hand_over(self, plan: JobPlan, submission: int, job: JobSpec, ids: Mapping[str, str]) -> str:
         self.renew()
         definition = ensure_definition(self.client, definition_request(plan, job))
-        request = submit_request(plan, job, definition=definition, ids=ids, round_=round_)
-        request["tags"] |= {PLAN_TAG: plan.plan_id, "round": str(round_)}
+        request = submit_request(plan, job, definition=definition, ids=ids, submission=submission)
+        request["tags"] |= {PLAN_TAG: plan.plan_id, "round": str(submission)}
         self.renew()  # nobody else may have taken over when the job is made
 
         def find_or_submit() -> str:
@@ -136,29 +145,31 @@ class BatchTarget(Target):
             return str(found[0]["jobId"]) if found else self.client.submit_job(request)
 
         job_id = self.client.repeat(f"submitting {request['jobName']}", find_or_submit, is_unknown)
-        submission = Submission(job=job.name, id=job_id, definition=definition, submitted_at=self.store.clock())
+        submitted_job = SubmittedJob(job=job.name, id=job_id, definition=definition, submitted_at=self.store.clock())
         try:
-            self.store.save_submission(round_, submission)
+            self.store.save_submitted(submission, submitted_job)
         except TransientError:
-            theirs = self.store.submitted(round_).get(job.name)
+            theirs = self.store.submitted(submission).get(job.name)
             if theirs is not None and theirs.id != job_id:
                 self.client.terminate_job(job_id, f"the same job as {theirs.id}, which another process submitted")
             raise
         return job_id
 
-    def _end_unrecorded(self, plan: JobPlan, rounds: Iterable[int], jobs: Collection[str]) -> None:
+    def _end_unrecorded(self, plan: JobPlan, submissions: Iterable[int], jobs: Collection[str]) -> None:
         """End jobs of these rounds that are not on record: of a driver that died in an earlier round, or twins of
         recorded ones, which appear when AWS Batch lists a new job late or two drivers met."""
-        recorded = {one.id for round_ in self.store.rounds() for one in self.store.submitted(round_).values()}
-        for round_, job in product(rounds, [job for job in plan.jobs if job.name in jobs]):
-            for job_id in self._live_ids(plan, job, round_):
+        recorded = {
+            one.id for submission in self.store.submissions() for one in self.store.submitted(submission).values()
+        }
+        for submission, job in product(submissions, [job for job in plan.jobs if job.name in jobs]):
+            for job_id in self._live_ids(plan, job, submission):
                 if job_id not in recorded:
                     self.renew()
                     reason = f"{job.name} was submitted twice, and this copy is not the recorded one"
                     self.client.terminate_job(job_id, reason)
 
-    def _live_ids(self, plan: JobPlan, job: JobSpec, round_: int) -> list[str]:
-        queue, name = placement_of(plan, job).queue, job_name(plan, job, round_)
+    def _live_ids(self, plan: JobPlan, job: JobSpec, submission: int) -> list[str]:
+        queue, name = placement_of(plan, job).queue, job_name(plan, job, submission)
         found = self.client.repeat(f"looking for {name}", lambda: self._live(plan, queue, name), is_unknown)
         return [str(one["jobId"]) for one in found if not JobState(one["status"]).is_final]
 
@@ -183,15 +194,15 @@ class BatchTarget(Target):
         return sorted(ours, key=lambda one: (one["createdAt"], one["jobId"]))
 
     def _record(
-        self, submission: Submission, described: Mapping[str, Detail], known: Mapping[str, JobRecord]
+        self, submitted_job: SubmittedJob, described: Mapping[str, Detail], known: Mapping[str, JobRecord]
     ) -> JobRecord:
-        if detail := described.get(submission.id):
-            return _job_record(submission.job, detail, described)
-        seen = known.get(submission.id) or JobRecord(
-            name=submission.job, id=submission.id, state=JobState.SUBMITTED, created_at=submission.submitted_at
+        if detail := described.get(submitted_job.id):
+            return _job_record(submitted_job.job, detail, described)
+        seen = known.get(submitted_job.id) or JobRecord(
+            name=submitted_job.job, id=submitted_job.id, state=JobState.SUBMITTED, created_at=submitted_job.submitted_at
         )
         # A new job is described some seconds after SubmitJob.
-        if seen.state.is_final or self.store.clock() - submission.submitted_at <= KEPT_S:
+        if seen.state.is_final or self.store.clock() - submitted_job.submitted_at <= KEPT_S:
             return seen
         reason = "AWS Batch no longer knows this job, and its end was never recorded"
         return seen.model_copy(update={"state": JobState.FAILED, "status_reason": reason})
@@ -220,8 +231,8 @@ def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> J
     if not of_array:  # of an array the children run, it does not
         ended = list(detail.get("attempts") or ())
         attempts = [_attempt(one, nodes or [detail], index) for index, one in enumerate(ended)]
-        under_way = JobState(detail["status"]).is_active and all(one.get("stoppedAt") for one in ended)
-        if under_way or (not ended and detail.get("startedAt")):  # described at the top of the job only
+        busy_reason = JobState(detail["status"]).is_active and all(one.get("stoppedAt") for one in ended)
+        if busy_reason or (not ended and detail.get("startedAt")):  # described at the top of the job only
             attempts.append(_attempt(detail, nodes or [detail], len(ended)))
     return JobRecord(
         name=name,

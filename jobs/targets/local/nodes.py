@@ -215,7 +215,7 @@ def node_environment(
     node: int,
     address: str,
     *,
-    round_: int = 1,
+    submission: int = 1,
 ) -> dict[str, str]:
     """Return the environment of a node. `base`: of this process. `leaf_id`: of a child of an array `id:index`.
 
@@ -228,7 +228,7 @@ def node_environment(
     # As an image has its commands on the path.
     environment["PATH"] = f"{Path(sys.executable).parent}:{base.get('PATH', '/usr/bin:/bin')}"
     environment |= spec.environment
-    environment |= {**job_variables(plan, spec, round_), JOB_ID: task_id, ATTEMPT: str(attempt)}
+    environment |= {**job_variables(plan, spec, submission), JOB_ID: task_id, ATTEMPT: str(attempt)}
     if task.index is not None:
         environment[ARRAY_INDEX] = str(task.index)
     if spec.num_nodes:
@@ -272,11 +272,11 @@ class LocalFiles:
         with suppress(OSError):  # the jobs go on with a full disk
             os.utime(self.engine_lock)
 
-    def state(self, round_: int) -> tuple[JobRecord, ...]:
-        return _read(self.folder / f"round-{round_}" / "state.json", _STATE) or ()
+    def state(self, submission: int) -> tuple[JobRecord, ...]:
+        return _read(self.folder / f"round-{submission}" / "state.json", _STATE) or ()
 
-    def save_state(self, round_: int, records: tuple[JobRecord, ...]) -> None:
-        write_bytes_atomic(self.folder / f"round-{round_}" / "state.json", _STATE.dump_json(records, indent=1))
+    def save_state(self, submission: int, records: tuple[JobRecord, ...]) -> None:
+        write_bytes_atomic(self.folder / f"round-{submission}" / "state.json", _STATE.dump_json(records, indent=1))
 
     def cancelled(self) -> dict[str, str]:
         return _read(self.folder / "cancel.json", _REASONS) or {}

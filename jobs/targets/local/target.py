@@ -21,10 +21,10 @@ from pydantic import Field
 
 from jobs.cycle import job_states
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_states import AttemptEnd, JobRecord, JobState, Submission, Task
+from jobs.cycle.job_states import AttemptEnd, JobRecord, JobState, SubmittedJob, Task
 from jobs.plan.cycle import script_of
 from jobs.plan.spec import JobPlan, JobSpec
-from jobs.targets.base import LatestRecords, More, Target, latest_records, log_stream, no_log
+from jobs.targets.base import LatestRecords, More, Target, latest_records, log_stream, no_log_error
 from jobs.targets.local.nodes import (
     LOOPBACK,
     LocalFiles,
@@ -241,7 +241,14 @@ class LocalEngine:
                 self.nodes.exclude(folder)
             elif phase is Phase.ABSENT and (node == 0 or main.phase is Phase.RUNNING):
                 environment = node_environment(
-                    os.environ, self.plan, task, task_id, attempt, node, _address(), round_=self.known.rounds[task.name]
+                    os.environ,
+                    self.plan,
+                    task,
+                    task_id,
+                    attempt,
+                    node,
+                    _address(),
+                    submission=self.known.submissions[task.name],
                 )
                 command, left_s = local_command(task.spec.command), max(0.0, task.spec.timeout_s - ran_s)
                 self.nodes.start(folder, command, environment, left_s)
@@ -274,13 +281,13 @@ class LocalEngine:
                 log = display_path(str(self.files.log_path(stream))) if stream else ""
                 self.say(job_states.change_line(record, log))
             self.known.records[name] = record
-            self._unsaved.add(self.known.rounds[name])
+            self._unsaved.add(self.known.submissions[name])
 
     def _save(self) -> None:
-        for round_ in sorted(self._unsaved):
-            mine = (record for name, record in self.known.records.items() if self.known.rounds[name] == round_)
-            self.files.save_state(round_, tuple(mine))
-            self._unsaved.remove(round_)
+        for submission in sorted(self._unsaved):
+            mine = (record for name, record in self.known.records.items() if self.known.submissions[name] == submission)
+            self.files.save_state(submission, tuple(mine))
+            self._unsaved.remove(submission)
 
 
 @cache
@@ -317,36 +324,36 @@ class LocalTarget(Target):
     def files(self) -> LocalFiles:
         return local_files(self.store.storage, self.scratch, self.store.cycle)
 
-    def submit(self, plan: JobPlan, round_: int, jobs: Sequence[str]) -> None:
+    def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
         """Raises ConfigError before anything starts when a job cannot fit or still runs, Preempted when stopped."""
         with self._only_engine():
             known = latest_records(plan, self.store, self._saved())
             unfinished = [task.spec for task in known.tasks if not known.records[task.name].state.is_final]
             check_fits([*map(plan.job, jobs), *unfinished], self.machine)
-            done = self.store.submitted(round_)
+            done = self.store.submitted(submission)
             new = [job.name for job in plan.jobs if job.name in jobs and job.name not in done]
             for name, record in known.records.items():  # what may still run must not run twice
                 if name.partition(":")[0] in new and not record.state.is_final:
                     raise ConfigError(
-                        f"{name} is {record.state} in round {known.rounds[name]}",
+                        f"{name} is {record.state} in round {known.submissions[name]}",
                         expected="a job that has ended",
                         next_command="trnjobs submit --target local (to finish that round), or trnjobs cancel",
                     )
             for name in new:
-                submission = Submission(job=name, id=str(uuid.uuid4()), submitted_at=self.store.clock())
-                self.store.save_submission(round_, submission)
+                submitted_job = SubmittedJob(job=name, id=str(uuid.uuid4()), submitted_at=self.store.clock())
+                self.store.save_submitted(submission, submitted_job)
             self._run(plan)
 
     def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         known = latest_records(plan, self.store, self._saved())
         return known.by_job(plan, known.records)
 
-    def under_way(self, records: Sequence[JobRecord]) -> str:
+    def busy_reason(self, records: Sequence[JobRecord]) -> str:
         """Return why not; jobs of an interrupted submission, which no process runs, can be ended here."""
         if is_locked(self.files.engine_lock):
             return "another process runs its jobs"
-        unseen = self.files.workspace is None and self.store.rounds() and not self._saved()
-        return "its jobs may run on another machine" if unseen and super().under_way(records) else ""
+        unseen = self.files.workspace is None and self.store.submissions() and not self._saved()
+        return "its jobs may run on another machine" if unseen and super().busy_reason(records) else ""
 
     def check(self, plan: JobPlan) -> None:
         check_fits(plan.jobs, self.machine)
@@ -372,7 +379,7 @@ class LocalTarget(Target):
         stream = log_stream(record, attempt, node)
         path = self.files.log_path(stream)
         if not stream or not path.is_file():
-            raise no_log(record, attempt, node)
+            raise no_log_error(record, attempt, node)
         held = ""  # a line that is being written
         with path.open(encoding="utf-8", errors="replace") as log:
             while True:
@@ -425,7 +432,7 @@ class LocalTarget(Target):
 
     def _saved(self) -> list[JobRecord]:
         """Return the records of all leaves in all rounds."""
-        return [record for round_ in self.store.rounds() for record in self.files.state(round_)]
+        return [record for submission in self.store.submissions() for record in self.files.state(submission)]
 
     @contextmanager
     def _only_engine(self) -> Iterator[None]:

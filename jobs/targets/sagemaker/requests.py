@@ -44,20 +44,20 @@ class CycleRun:
     """A plan in one life of its cycle. `life`: when it was claimed; a workspace that was emptied begins another."""
 
     plan: JobPlan
-    life: float
+    claimed_at: float
 
-    def task_id(self, task: Task, round_: int) -> str:
+    def task_id(self, task: Task, submission: int) -> str:
         """Name all attempts of a leaf in a round: its service job, its starts, and the id in records."""
-        return self._named(task, f"r{round_}", round_)
+        return self._named(task, f"r{submission}", submission)
 
-    def training_job(self, task: Task, round_: int, attempt: int) -> str:
+    def training_job(self, task: Task, submission: int, attempt: int) -> str:
         """Name one attempt: the same on every machine, and different for any other attempt of any cycle."""
-        return self._named(task, f"r{round_}a{attempt}", round_, attempt)
+        return self._named(task, f"r{submission}a{attempt}", submission, attempt)
 
     def _named(self, task: Task, last: str, *numbers: int) -> str:
         index = [] if task.index is None else [str(task.index)]
         words = [self.plan.pipeline, self.plan.cycle, task.spec.name, *index, last]
-        return _name(words, [f"{self.plan.plan_id} {self.life!r}", task.name, *numbers], MAX_NAME)
+        return _name(words, [f"{self.plan.plan_id} {self.claimed_at!r}", task.name, *numbers], MAX_NAME)
 
 
 def _name(words: list[str], content: list[str | int], limit: int) -> str:
@@ -77,13 +77,13 @@ def _dashed(text: str) -> str:
 
 
 def training_job_request(
-    cycle: CycleRun, task: Task, *, name: str, attempt: int | None, starts: str = "", round_: int = 1
+    cycle: CycleRun, task: Task, *, name: str, attempt: int | None, starts: str = "", submission: int = 1
 ) -> Request:
     """Return CreateTrainingJob. `attempt`: from 1; None: the nodes count it. `starts`: where they count."""
     plan, job, where = cycle.plan, task.spec, sagemaker_placement_of(cycle.plan, task.spec)
     entry = len(ENTRY) if job.command[: len(ENTRY)] == ENTRY else 1
     nodes = max(1, job.num_nodes)
-    variables = {**job.environment, PLAN: plan.plan_id, **job_variables(plan, job, round_)}
+    variables = {**job.environment, PLAN: plan.plan_id, **job_variables(plan, job, submission)}
     variables |= {} if attempt is None else {ATTEMPT: str(attempt)}
     variables |= {STARTS: starts} if starts else {}
     variables |= {} if task.index is None else {ARRAY_INDEX: str(task.index)}
@@ -119,19 +119,19 @@ def training_job_request(
     return request
 
 
-def direct_request(cycle: CycleRun, task: Task, round_: int, attempt: int) -> Request:
+def direct_request(cycle: CycleRun, task: Task, submission: int, attempt: int) -> Request:
     """Return CreateTrainingJob of one attempt. With Spot capacity SageMaker starts it again by itself."""
-    starts = cycle.task_id(task, round_) if sagemaker_placement_of(cycle.plan, task.spec).spot_wait_s else ""
-    name = cycle.training_job(task, round_, attempt)
-    return training_job_request(cycle, task, name=name, attempt=attempt, starts=starts, round_=round_)
+    starts = cycle.task_id(task, submission) if sagemaker_placement_of(cycle.plan, task.spec).spot_wait_s else ""
+    name = cycle.training_job(task, submission, attempt)
+    return training_job_request(cycle, task, name=name, attempt=attempt, starts=starts, submission=submission)
 
 
-def service_job_request(cycle: CycleRun, task: Task, round_: int) -> Request:
+def service_job_request(cycle: CycleRun, task: Task, submission: int) -> Request:
     """Return SubmitServiceJob. The same token for the same job: Batch makes it once."""
-    plan, job, name = cycle.plan, task.spec, cycle.task_id(task, round_)
+    plan, job, name = cycle.plan, task.spec, cycle.task_id(task, submission)
     of_batch = placement_of(plan, job)
     payload_name = _name([job.name], [name], MAX_PAYLOAD_NAME)  # Batch adds 40 characters for each training job
-    payload = training_job_request(cycle, task, name=payload_name, attempt=None, starts=name, round_=round_)
+    payload = training_job_request(cycle, task, name=payload_name, attempt=None, starts=name, submission=submission)
     return {
         "jobName": name,
         "jobQueue": sagemaker_placement_of(plan, job).queue,

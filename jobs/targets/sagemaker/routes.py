@@ -17,7 +17,7 @@ from typing import Any
 from jobs.cycle.job_states import EXITED, SERVICE_FAULT, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd, Task
 from jobs.plan.spec import JobPlan
 from jobs.targets.base import placement_of, sagemaker_placement_of, seconds_of
-from jobs.targets.batch.account import look_up, queue_problems, refuse_account, share_warnings
+from jobs.targets.batch.account import describe_queues, queue_problems, refuse_account, share_warnings
 from jobs.targets.batch.client import AwsClient, BatchClient, Detail, is_missing, message_of, name_of
 from jobs.targets.sagemaker.requests import (
     PLAN,
@@ -45,7 +45,7 @@ _WITH_SAGEMAKER, _OVER = frozenset({"SCHEDULED", "STARTING", "RUNNING"}), frozen
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservedAttempt:
     """One attempt. `end`: None while it is under way. `note`: what it waits for, if it does.
 
     `streams`: what the names of its log streams begin with, by node; none: not known (yet). `again`: whether the
@@ -70,7 +70,7 @@ def host_prefixes(training_job: str, num_nodes: int) -> tuple[str, ...]:
     return tuple(f"{training_job}/{host}-" for host in sorted(f"algo-{n + 1}" for n in range(max(1, num_nodes))))
 
 
-def seen_of(detail: Detail, streams: tuple[str, ...] = ()) -> Seen:
+def observe_training_job(detail: Detail, streams: tuple[str, ...] = ()) -> ObservedAttempt:
     """Read a training job; times are seconds since 1970."""
     status, secondary = str(detail["TrainingJobStatus"]), str(detail.get("SecondaryStatus", ""))
     is_over = status in ("Completed", "Failed", "Stopped")
@@ -78,7 +78,7 @@ def seen_of(detail: Detail, streams: tuple[str, ...] = ()) -> Seen:
     if started is None and not is_over and secondary not in _BEFORE_THE_CODE:
         started = _seconds(detail.get("LastModifiedTime")) or _seconds(detail.get("CreationTime"))
     billable = detail.get("BillableTimeInSeconds")
-    return Seen(
+    return ObservedAttempt(
         started_at=started,
         ended_at=_seconds(detail.get("TrainingEndTime")) or _seconds(detail.get("LastModifiedTime")),
         end=end_of(status, secondary, str(detail.get("FailureReason", ""))) if is_over else None,
@@ -116,7 +116,7 @@ def _seconds(at: datetime | float | None) -> float | None:
     return at.timestamp() if isinstance(at, datetime) else at
 
 
-def tries_of(detail: Detail) -> list[Detail]:
+def attempts_of(detail: Detail) -> list[Detail]:
     """Return those of a service job. A training job without capacity is none: Batch drops it and waits again."""
     told, status = [*detail.get("attempts", ())], str(detail["status"])
     latest = detail.get("latestAttempt", {})
@@ -132,25 +132,25 @@ def training_job_of(attempt: Detail) -> str:
     return str(attempt.get("serviceResourceId", {}).get("value", "")).rpartition("/")[2]
 
 
-def queued(detail: Detail) -> Seen:
+def observe_queued(detail: Detail) -> ObservedAttempt:
     """Read a service job between two tries, before the first, or one that ended without any."""
     reason = str(detail.get("statusReason") or "")
     if detail["status"] in _OVER:
         why = reason.removeprefix(RECEIVED) or "ended before it had a machine"
-        return Seen(is_queued=True, ended_at=seconds_of(detail.get("stoppedAt")), end=AttemptEnd(None, why))
+        return ObservedAttempt(is_queued=True, ended_at=seconds_of(detail.get("stoppedAt")), end=AttemptEnd(None, why))
     queue = str(detail["jobQueue"]).rpartition("/")[2]
-    return Seen(is_queued=True, note=f"{QUEUED} {queue}{': ' if reason else ''}{reason}")
+    return ObservedAttempt(is_queued=True, note=f"{QUEUED} {queue}{': ' if reason else ''}{reason}")
 
 
-def seen_of_try(service_job: Detail, number: int, training: Detail | None, *, num_nodes: int) -> Seen:
+def observe_attempt(service_job: Detail, number: int, training: Detail | None, *, num_nodes: int) -> ObservedAttempt:
     """Read one try, from 1. `training`: its training job, None if SageMaker does not describe it (yet, or no more)."""
-    told, status = tries_of(service_job), str(service_job["status"])
+    told, status = attempts_of(service_job), str(service_job["status"])
     one, is_last = told[number - 1], number == len(told)
     name = str(training["TrainingJobName"]) if training else training_job_of(one)
     streams = host_prefixes(name, num_nodes) if name else ()
-    seen = Seen(started_at=seconds_of(one.get("startedAt")), streams=streams)
+    seen = ObservedAttempt(started_at=seconds_of(one.get("startedAt")), streams=streams)
     if training:
-        seen = seen_of(training, streams)
+        seen = observe_training_job(training, streams)
     if is_last and status in _WITH_SAGEMAKER and not one.get("stoppedAt"):  # whether it was the last is Batch's to say
         return replace(seen, end=None, ended_at=None)
     reason, end = str(one.get("statusReason") or ""), seen.end
@@ -168,28 +168,28 @@ def seen_of_try(service_job: Detail, number: int, training: Detail | None, *, nu
 class DirectRoute(AwsClient):
     """SageMaker's own calls: one training job for each attempt."""
 
-    def look(self, cycle: CycleRun, task: Task, round_: int, attempt: int) -> Seen | None:
+    def look(self, cycle: CycleRun, task: Task, submission: int, attempt: int) -> ObservedAttempt | None:
         """Describe one attempt; None if it does not exist."""
-        name = cycle.training_job(task, round_, attempt)
+        name = cycle.training_job(task, submission, attempt)
         detail = self.describe(name)
-        return None if detail is None else seen_of(detail, host_prefixes(name, task.spec.num_nodes))
+        return None if detail is None else observe_training_job(detail, host_prefixes(name, task.spec.num_nodes))
 
-    def start(self, cycle: CycleRun, task: Task, round_: int, attempt: int) -> Seen:
+    def start(self, cycle: CycleRun, task: Task, submission: int, attempt: int) -> ObservedAttempt:
         """Make a training job unless it is there. Return what is known of it: `is_queued` if there is no machine now.
 
         Raises ConfigError for a request that SageMaker refuses, and for a name that somebody else has taken.
         """
-        name, ours = cycle.training_job(task, round_, attempt), cycle.plan.plan_id
+        name, ours = cycle.training_job(task, submission, attempt), cycle.plan.plan_id
         refused: list[BaseException] = []
 
         def is_known(error: BaseException) -> bool:
             refused.append(error)
             return name_of(error) in (QUOTA, "ResourceInUse")
 
-        request = direct_request(cycle, task, round_, attempt)
+        request = direct_request(cycle, task, submission, attempt)
         self.call(f"creating training job {name}", "create_training_job", accepted=is_known, **request)
         if refused and name_of(refused[0]) == QUOTA:
-            return Seen(is_queued=True, note=f"{QUOTA}: {message_of(refused[0])}")
+            return ObservedAttempt(is_queued=True, note=f"{QUOTA}: {message_of(refused[0])}")
         if refused and (detail := self.describe(name)):  # None: not described yet
             theirs = detail.get("Environment", {}).get(PLAN, "no plan of trnjobs")
             if theirs != ours:
@@ -198,11 +198,11 @@ class DirectRoute(AwsClient):
                     expected=f"that of plan {ours}",
                     next_command="another jobs.name or --cycle",
                 )
-        return Seen(streams=host_prefixes(name, task.spec.num_nodes))
+        return ObservedAttempt(streams=host_prefixes(name, task.spec.num_nodes))
 
-    def stop(self, cycle: CycleRun, task: Task, round_: int, attempt: int, reason: str) -> None:
+    def stop(self, cycle: CycleRun, task: Task, submission: int, attempt: int, reason: str) -> None:
         """Ask it to end: SIGTERM, and SIGKILL after 120 s. One that has ended, or does not exist, stays as it is."""
-        name = cycle.training_job(task, round_, attempt)
+        name = cycle.training_job(task, submission, attempt)
 
         def is_over(error: BaseException) -> bool:
             return is_missing(error) or "is in status" in message_of(error)
@@ -228,7 +228,7 @@ class QueueRoute(BatchClient):
             (sagemaker_placement_of(plan, job).queue, placement_of(plan, job).share_identifier) for job in plan.jobs
         ]
         uses = [(queue, share) for queue, share in uses if queue]
-        account, problems = look_up(self, [queue for queue, _ in uses]), list[str]()
+        account, problems = describe_queues(self, [queue for queue, _ in uses]), list[str]()
         for name in dict(uses):
             problems += queue_problems(name, account, is_shared=True)
             kind = account[name].detail.get("jobQueueType") if name in account else SERVICE_JOB_TYPE
@@ -238,25 +238,25 @@ class QueueRoute(BatchClient):
         for line in share_warnings(uses, account):
             self._warn(line)
 
-    def look(self, cycle: CycleRun, task: Task, round_: int, attempt: int) -> Seen | None:
+    def look(self, cycle: CycleRun, task: Task, submission: int, attempt: int) -> ObservedAttempt | None:
         """Describe one attempt, or the service job while it waits; None if there is none."""
-        detail = self._find(cycle, task, round_)
+        detail = self._find(cycle, task, submission)
         if detail is None:
             return None
-        tries = tries_of(detail)
+        tries = attempts_of(detail)
         if attempt > len(tries):
-            return queued(detail)
+            return observe_queued(detail)
         training_job = training_job_of(tries[attempt - 1])
         training = self._training.describe(training_job) if training_job else None
-        return seen_of_try(detail, attempt, training, num_nodes=task.spec.num_nodes)
+        return observe_attempt(detail, attempt, training, num_nodes=task.spec.num_nodes)
 
-    def start(self, cycle: CycleRun, task: Task, round_: int, attempt: int) -> Seen:
+    def start(self, cycle: CycleRun, task: Task, submission: int, attempt: int) -> ObservedAttempt:
         """Submit all its attempts, which Batch starts, unless they are there.
 
         Repeated freely: the token of the request makes one job of any number of them. The API reference says both that
         equal requests are the same and that the second is rejected; either is fine.
         """
-        request = service_job_request(cycle, task, round_)
+        request = service_job_request(cycle, task, submission)
         queue, name = request["jobQueue"], request["jobName"]
 
         def is_there(error: BaseException) -> bool:
@@ -264,15 +264,15 @@ class QueueRoute(BatchClient):
             return is_known or self._named(queue, name) is not None
 
         self.call(f"submitting {name}", "submit_service_job", accepted=is_there, **request)
-        return Seen(is_queued=True, note=f"{QUEUED} {queue.rpartition('/')[2]}")
+        return ObservedAttempt(is_queued=True, note=f"{QUEUED} {queue.rpartition('/')[2]}")
 
-    def stop(self, cycle: CycleRun, task: Task, round_: int, attempt: int, reason: str) -> None:
+    def stop(self, cycle: CycleRun, task: Task, submission: int, attempt: int, reason: str) -> None:
         """End the service job, and with it the attempt under way."""
-        if detail := self._find(cycle, task, round_):
+        if detail := self._find(cycle, task, submission):
             self.terminate_job(detail["jobId"], reason, "service_job")
 
-    def _find(self, cycle: CycleRun, task: Task, round_: int) -> Detail | None:
-        return self._named(sagemaker_placement_of(cycle.plan, task.spec).queue, cycle.task_id(task, round_))
+    def _find(self, cycle: CycleRun, task: Task, submission: int) -> Detail | None:
+        return self._named(sagemaker_placement_of(cycle.plan, task.spec).queue, cycle.task_id(task, submission))
 
     def _named(self, queue: str, name: str) -> Detail | None:
         """Return the oldest of exactly this name in any state; None if there is none, or it is not described yet."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from jobs.cycle import job_states
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_states import AttemptEnd, Cancel, JobRecord, JobState, Submission, Task
+from jobs.cycle.job_states import AttemptEnd, Cancel, JobRecord, JobState, SubmittedJob, Task
 from jobs.plan.spec import JobPlan
 from jobs.targets.base import (
     PATIENCE_S,
@@ -16,17 +16,17 @@ from jobs.targets.base import (
     More,
     Target,
     job_id_of,
-    keep_cancels,
     latest_records,
     log_stream,
-    no_log,
+    no_log_error,
     read_cancels,
     sagemaker_placement_of,
+    save_cancels,
 )
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.batch.target import next_command, reason_in
 from jobs.targets.sagemaker.requests import CycleRun, check_plan
-from jobs.targets.sagemaker.routes import QUEUED, QUOTA, DirectRoute, QueueRoute, Seen
+from jobs.targets.sagemaker.routes import QUEUED, QUOTA, DirectRoute, ObservedAttempt, QueueRoute
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 
@@ -49,9 +49,9 @@ class SageMakerTarget(Target):
     stop: StopSignal
     poll_s: float = 30.0
 
-    def submit(self, plan: JobPlan, round_: int, jobs: Sequence[str]) -> None:
+    def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
         """Raises Preempted when stopped, TransientError when nobody answers for 15 min; the same command goes on."""
-        self.record_submissions(plan, round_, jobs)
+        self.record_submissions(plan, submission, jobs)
         answered_at = self.store.clock()
         while True:
             try:
@@ -65,13 +65,15 @@ class SageMakerTarget(Target):
             self.stop.wait(self.poll_s)
             self.stop.raise_if_set("following training jobs, which run on; trnjobs submit follows them again")
 
-    def record_submissions(self, plan: JobPlan, round_: int, jobs: Sequence[str]) -> None:
+    def record_submissions(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
         """Put the jobs on record; from then on any process can follow them."""
-        done, cycle = self.store.submitted(round_), self._cycle(plan)
+        done, cycle = self.store.submitted(submission), self._cycle(plan)
         for job in plan.jobs:
             if job.name in jobs and job.name not in done:
-                one = Submission(job=job.name, id=cycle.task_id(Task(job), round_), submitted_at=self.store.clock())
-                self.store.save_submission(round_, one)
+                one = SubmittedJob(
+                    job=job.name, id=cycle.task_id(Task(job), submission), submitted_at=self.store.clock()
+                )
+                self.store.save_submitted(submission, one)
 
     def advance(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         """Make what may start now and end what is to end; return and save the records after it."""
@@ -80,7 +82,7 @@ class SageMakerTarget(Target):
         made = dict(first.records)
         for task in first.starts:
             record, attempt = made[task.name], attempt_of(made[task.name]) or 1
-            one = self._route(plan, task).start(cycle, task, known.rounds[task.name], attempt)
+            one = self._route(plan, task).start(cycle, task, known.submissions[task.name], attempt)
             made[task.name] = observed_record(task, record, one, None, self.store.clock())
         now = self._look(cycle, replace(known, records=made)) if first.starts else first
         for name, record in now.records.items():
@@ -89,7 +91,7 @@ class SageMakerTarget(Target):
         # A reason to cancel that came meanwhile is read by that second look: what was made before it is ended.
         for task, reason in now.stops:
             attempt = len(now.records[task.name].attempts)
-            self._route(plan, task).stop(cycle, task, known.rounds[task.name], attempt, reason)
+            self._route(plan, task).stop(cycle, task, known.submissions[task.name], attempt, reason)
         records = known.by_job(plan, now.records)
         self.store.save_records(records)
         return records
@@ -123,7 +125,7 @@ class SageMakerTarget(Target):
         prefix = log_stream(record, attempt, node)
         streams = self.logs_client.streams(LOG_GROUP, prefix) if prefix else ()
         if not streams:
-            raise no_log(record, attempt, node)
+            raise no_log_error(record, attempt, node)
         for stream in streams:
             yield from self.logs_client.lines(LOG_GROUP, stream, more if stream == streams[-1] else lambda: False)
 
@@ -131,21 +133,21 @@ class SageMakerTarget(Target):
         """Ask every training job to end, from the sinks backwards. What has not been made never will be."""
         ids = [record.id for record in self.records(plan) if not record.state.is_final]
         if ids:
-            keep_cancels(self.store, dict.fromkeys(ids, Cancel(reason=reason, at=self.store.clock())))
+            save_cancels(self.store, dict.fromkeys(ids, Cancel(reason=reason, at=self.store.clock())))
             self.advance(plan)
 
-    def _look(self, cycle: CycleRun, known: LatestRecords) -> "Look":
+    def _look(self, cycle: CycleRun, known: LatestRecords) -> "CycleActions":
         asked = read_cancels(self.store)
         cancelled = {name: asked[job_id_of(one)] for name, one in known.records.items() if job_id_of(one) in asked}
-        seen = dict[tuple[str, int], Seen | None]()
+        seen = dict[tuple[str, int], ObservedAttempt | None]()
 
-        def look(task: Task, attempt: int) -> Seen | None:
+        def look(task: Task, attempt: int) -> ObservedAttempt | None:
             key = task.name, attempt
             if key not in seen:
-                seen[key] = self._route(cycle.plan, task).look(cycle, task, known.rounds[task.name], attempt)
+                seen[key] = self._route(cycle.plan, task).look(cycle, task, known.submissions[task.name], attempt)
             return seen[key]
 
-        return looked(known.tasks, known.records, look, cancelled=cancelled, at=self.store.clock())
+        return decide_actions(known.tasks, known.records, look, cancelled=cancelled, at=self.store.clock())
 
     def _route(self, plan: JobPlan, task: Task) -> DirectRoute | QueueRoute:
         return self.queue if sagemaker_placement_of(plan, task.spec).queue else self.direct
@@ -166,7 +168,7 @@ LAG_S = 600.0
 
 
 @dataclass(frozen=True)
-class Look:
+class CycleActions:
     """The records of all leaves by name; which may be made, and which are to end, and why.
 
     An active leaf that may be made is one whose last attempt has vanished.
@@ -177,14 +179,14 @@ class Look:
     stops: tuple[tuple[Task, str], ...]
 
 
-def looked(
+def decide_actions(
     tasks: Sequence[Task],
     records: Mapping[str, JobRecord],
-    look: Callable[[Task, int], Seen | None],
+    look: Callable[[Task, int], ObservedAttempt | None],
     *,
     cancelled: Mapping[str, Cancel],
     at: float,
-) -> Look:
+) -> CycleActions:
     """Look at every attempt that may exist, until nothing new comes of it.
 
     `look` returns None for an attempt that does not exist. `cancelled`: by users, by name of leaf.
@@ -221,7 +223,7 @@ def looked(
     found = {task.name: look(task, number) for task in tasks if (number := attempt_of(now[task.name]))}
     order = [task for task in (*job_states.queue(tasks, now), *active) if found[task.name] is None]
     made = {name for name, one in found.items() if one is not None or now[name].state.is_active}
-    return Look(
+    return CycleActions(
         records=now,
         starts=tuple(task for task in order if task.name not in ends),
         stops=tuple((task, ends[task.name].reason) for task in reversed(tasks) if task.name in made & ends.keys()),
@@ -235,7 +237,9 @@ def attempt_of(record: JobRecord) -> int | None:
     return len(record.attempts) + 1 if record.state is JobState.RUNNABLE else None
 
 
-def observed_record(task: Task, record: JobRecord, one: Seen, cancelled: Cancel | None, at: float) -> JobRecord:
+def observed_record(
+    task: Task, record: JobRecord, one: ObservedAttempt, cancelled: Cancel | None, at: float
+) -> JobRecord:
     """Return the record with what was seen of the attempt that is under way, or may be made."""
     is_runnable = record.state is JobState.RUNNABLE
     if one.is_queued and is_runnable and one.end is not None:

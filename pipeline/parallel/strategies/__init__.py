@@ -1,4 +1,4 @@
-"""What training asks of a strategy: a model on a device, and all of a step that depends on how it is spread."""
+"""The interface of a parallelism strategy: all of a training step that depends on how the model is sharded."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 
 Precision = Literal["fp32", "autocast", "bf16"]
 State = Mapping[str, Sequence[Tensor]]
-"""Tensors of an optimizer on the device, by their name in a checkpoint, where there is one of each name."""
+"""Optimizer state on the device: tensors by name of the vector that holds them in a checkpoint."""
 KINDS = {"decayed": True, "plain": False}
-"""The two vectors of a checkpoint that hold what there is one of for each parameter."""
+"""Whether weight decay applies to a checkpoint vector with one element per parameter, by the end of its name."""
 
 
 @dataclass(frozen=True)
 class FlatVector:
-    """One flat vector: whole parameters, in the module's order."""
+    """Layout of one flat vector of complete parameters, in the module's order."""
 
     decayed: bool
-    """Matrices are; biases and layer norms are not."""
+    """Whether weight decay applies: to matrices, not to biases and layer norms."""
     encoder: bool
-    """Parameters of the text encoder, or of what stands behind it: no chunk has both."""
+    """Whether the parameters belong to the text encoder or to later layers. No chunk has both."""
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
-    """As the module has them; a matrix with more rows than columns may lie transposed (see FlatLayout)."""
+    """Shapes in the module. A matrix with more rows than columns may be stored transposed (see _is_transposed)."""
     segments: tuple[int, ...]
-    """Elements of each run of parameters that sums are taken over, whatever the chunk."""
+    """Sizes of the runs of parameters over which sums are taken, which do not depend on the chunks."""
 
     @property
     def size(self) -> int:
@@ -36,51 +36,51 @@ class FlatVector:
 
 
 class ParallelStrategy(Protocol):
-    """The weights of one model, as this rank holds them.
+    """The weights of one model on this rank, and the collectives of a training step.
 
-    `snapshot` and `restore` speak of plain named weights, and of optimizer state in the order of a module's parameters:
-    a checkpoint does not know how its model was spread.
+    `snapshot` and `restore` use plain named weights and optimizer state in the order of the module's parameters, so
+    checkpoints do not depend on how the model was sharded.
     """
 
     model: RelevanceModel
-    """Its structure, and the switch between training and evaluation."""
+    """The module, for its structure and its training or evaluation mode."""
     weights: Sequence[Tensor]
-    """What the forward pass takes: the masters, or copies that `publish` makes."""
+    """Weights of the forward pass: the masters, or copies that `publish` updates."""
     template: Mapping[str, Tensor]
     """Names and shapes of the tensors in a checkpoint, on the meta device."""
     masters: Sequence[Tensor]
-    """fp32, on the device: what the optimizer changes, in place."""
+    """fp32 master weights on the device, which the optimizer updates in place."""
     parts: Sequence[FlatVector]
-    """What each master holds of the parameters, or what it is a slice of."""
+    """The layout of each master, or of the vector that it is a slice of."""
     size: int
-    """Elements of the whole model's parameters."""
+    """Number of elements of the full model's parameters."""
 
     def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
         """Compute scores and embeddings of one batch on the device."""
 
     def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
-        """Return that of a micro-batch, to be added up by the caller and given to `reduce`; `is_last`: of its step.
+        """Return the gradient of a micro-batch, which the caller sums and passes to `reduce`.
 
-        A strategy that adds up by itself returns nothing before the last one, then the sums.
+        A strategy that accumulates gradients itself returns an empty list until the micro-batch that `is_last`.
         """
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the rows of all data ranks, in their order, without a gradient."""
+        """Gather rows from all data ranks in rank order, without gradients."""
 
     def reduce(self, sums: list[Tensor]) -> list[Tensor]:
-        """Return the means over data ranks of what `gradient` gave, by master, and of the loss after it."""
+        """Average over data ranks the gradients of `gradient`, by master, and the loss, which is the last tensor."""
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return the norm of the whole gradient, once it is reduced: fp32 scalar, equal on ranks."""
+        """Return the norm of the full reduced gradient as an fp32 scalar, equal on all ranks."""
 
     def publish(self) -> None:
-        """Make the weights what the masters are, after these have changed. All ranks call it."""
+        """Update the weights from the masters after an optimizer step. All ranks must call it."""
 
     def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copy (named weights fp32, optimizer state) to host memory, on rank 0 at least; all ranks call it."""
+        """Copy (named fp32 weights, optimizer state) to host memory, at least on rank 0. All ranks must call it."""
 
     def restore(self, weights: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None, state: State) -> None:
-        """Put weights (our names, any dtype) on the device and, when resuming, the `saved` optimizer state.
+        """Load named weights of any dtype and, when resuming, the `saved` optimizer state, named as in `state`.
 
-        It has the names of `state`. Raises CheckpointError for the state of another model.
+        Raises CheckpointError if the state is of another model.
         """

@@ -1,10 +1,10 @@
-"""Plain data parallel: a whole model on every rank, its parameters a few flat vectors, viewed as named tensors.
+"""Plain data parallelism: a full model on every rank, its parameters stored in a few flat vectors.
 
-Why: an optimizer, a gradient reduction or a norm over a few tensors instead of a hundred. Tracing clipping and AdamW
-over a hundred tensors costs 65 ms of host time a step on XLA; over a few flat vectors it is 2.3 ms (`python -m bench
---only host_share`). A few and not two: a collective of the whole gradient cannot start before backward has ended, and
-vectors of hundreds of MiB meet limits of the Neuron compiler (aws-neuron-sdk issue 1118); its own wrapper reduces 50 MB
-at once (torch_xla 2.9, _internal/neuron.py).
+The optimizer, the gradient reduction and the norm then run over a few tensors instead of a hundred. Tracing clipping
+and AdamW over a hundred tensors costs 65 ms of host time per step on XLA, over a few flat vectors 2.3 ms (`python -m
+bench --only host_share`). There are more than two, because a collective of the full gradient cannot start before
+backward has ended, and vectors of hundreds of MiB exceed limits of the Neuron compiler (aws-neuron-sdk issue 1118).
+torch_xla's wrapper for Neuron reduces 50 MB at once (torch_xla 2.9, _internal/neuron.py).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,29 +20,29 @@ from torch import Tensor, nn
 from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs, inputs_of
-from pipeline.parallel.activations import recomputed
+from pipeline.parallel.activations import checkpointed_call
 from pipeline.parallel.strategies import FlatVector, ParallelStrategy, Precision, State
 
-_WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
-ALIGNED = 16  # elements; see _segments
+_WIDEST = 4  # largest out / in of a feed-forward layer (embedding tables have a larger ratio)
+ALIGNED = 16  # elements, see _segments
 _FEWEST_SEGMENTS, _LARGEST_SEGMENT = 32, 2**21
 _ENCODER = "encoder."
 CHUNK_MIB = 32.0
-"""Most MiB (fp32) of parameters in one vector: of one update, and one reduction over ranks."""
+"""Maximum MiB (fp32) of parameters in one vector, which is updated and reduced over ranks at once."""
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each named tensor lies: chunks of decayed parameters, then those of the others; the encoder's first."""
+    """The layout of named tensors in chunks: decayed parameters, then others, each starting with the encoder's."""
 
     chunks: tuple[FlatVector, ...]
 
     @staticmethod
     def of(module: nn.Module, chunk_mib: float = CHUNK_MIB, *, has_one_rate: bool = False) -> "FlatLayout":
-        """Lay a module's parameters in chunks of at most `chunk_mib` (fp32), or one segment where that is larger.
+        """Divide a module's parameters into chunks of at most `chunk_mib` (fp32), or of one segment if it is larger.
 
-        `has_one_rate`: a chunk may hold parameters of the encoder and of what stands behind it, in the same order and
-        the same segments. Tied parameters are not supported.
+        `has_one_rate`: a chunk may contain parameters of the encoder and of later layers, in the same order and the
+        same segments. Tied parameters are not supported.
         """
         named = [(name, parameter.shape) for name, parameter in module.named_parameters()]
         limit = int(chunk_mib * 2**20 / 4)
@@ -66,14 +66,14 @@ class FlatLayout:
         return sum(chunk.size for chunk in self.chunks)
 
     def pack(self, state: Mapping[str, Tensor]) -> list[Tensor]:
-        """Turn named tensors into flat ones, fp32 on CPU."""
+        """Concatenate named tensors to flat vectors, fp32 on CPU."""
         return [
             torch.cat([_flatten(state[name].detach().to("cpu", torch.float32)) for name in chunk.names])
             for chunk in self.chunks
         ]
 
     def unpack(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Turn flat tensors into named views, differentiable: the gradient comes back as one concatenation a chunk."""
+        """Return differentiable named views of flat vectors. The gradient is one concatenation per chunk."""
         named: dict[str, Tensor] = {}
         for chunk, flat in zip(self.chunks, flats, strict=True):
             views: tuple[Tensor, ...] = _Views.apply(flat, chunk.shapes)  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ class FlatLayout:
         return named
 
     def sum_of_squares(self, flats: Sequence[Tensor], *, traced: bool = False) -> Tensor:
-        """Sum the squares of all elements, by segment and in order: the same bits whatever the chunks."""
+        """Sum the squares of all elements, by segment and in order, so that the bits do not depend on the chunks."""
         pairs = zip(self.chunks, flats, strict=True)
         sums = [part.sum() for chunk, flat in pairs for part in torch.split(flat * flat, list(chunk.segments))]
         return torch.stack(sums).sum() if traced else sum(sums[1:], start=sums[0])
@@ -91,10 +91,10 @@ Parameter = tuple[str, torch.Size]
 
 
 def _segments(group: Sequence[Parameter], target: int) -> Iterator[list[Parameter]]:
-    """Yield runs of `target` elements or more (the last may be shorter), cut at multiples of ALIGNED elements only.
+    """Yield runs of at least `target` elements (the last may be shorter), split only at multiples of ALIGNED elements.
 
-    PyTorch's fused AdamW computes what is left over of a vector register with other instructions, and so other last
-    bits (aten/src/ATen/native/cpu/FusedAdamKernel.cpp): a cut elsewhere would change them.
+    PyTorch's fused AdamW computes the remainder of a vector register with other instructions, which differ in the last
+    bits (aten/src/ATen/native/cpu/FusedAdamKernel.cpp). A split elsewhere would change the result.
     """
     run: list[Parameter] = []
     for parameter, end in zip(group, accumulate(shape.numel() for _, shape in group), strict=True):
@@ -107,7 +107,7 @@ def _segments(group: Sequence[Parameter], target: int) -> Iterator[list[Paramete
 
 
 def _runs(segments: Iterable[list[Parameter]], limit: int) -> Iterator[list[list[Parameter]]]:
-    """Yield runs of whole segments of at most `limit` elements, or one."""
+    """Yield runs of segments with at most `limit` elements, or of a single larger segment."""
     run: list[list[Parameter]] = []
     for segment in segments:
         if run and sum(map(_size, run)) + _size(segment) > limit:
@@ -123,14 +123,14 @@ def _size(parameters: Sequence[Parameter]) -> int:
 
 
 class _Views(torch.autograd.Function):
-    """Split a vector into shaped views; backward concatenates (the built-in backward would add padded full vectors)."""
+    """Split a vector into shaped views. Backward concatenates, where torch's own would add padded full vectors."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, shapes: tuple[torch.Size, ...]) -> tuple[Tensor, ...]:
-        pieces = torch.split(flat, [shape.numel() for shape in shapes])
+        vectors = torch.split(flat, [shape.numel() for shape in shapes])
         return tuple(
-            piece.view(shape[1], shape[0]).t() if _is_transposed(shape) else piece.view(shape)
-            for piece, shape in zip(pieces, shapes, strict=True)
+            vector.view(shape[1], shape[0]).t() if _is_transposed(shape) else vector.view(shape)
+            for vector, shape in zip(vectors, shapes, strict=True)
         )
 
     @staticmethod
@@ -139,9 +139,9 @@ class _Views(torch.autograd.Function):
 
 
 def _is_transposed(shape: Sequence[int]) -> bool:
-    """Return whether a matrix lies transposed: a layer that widens, [out, in] with out > in.
+    """Return whether a matrix is stored transposed: that of a layer that widens, [out, in] with out > in.
 
-    Its gradient is computed 1.4x faster as [in, out] on XLA:CPU. Embedding tables are read by row and stay as they are.
+    Its gradient is computed 1.4x faster as [in, out] on XLA:CPU. Embedding tables are read by row, so not transposed.
     """
     return len(shape) == 2 and shape[1] < shape[0] <= _WIDEST * shape[1]
 
@@ -150,7 +150,7 @@ def _flatten(tensor: Tensor) -> Tensor:
     return (tensor.t() if _is_transposed(tensor.shape) else tensor).reshape(-1)
 
 
-# The forward pass of a model whose weights are flat vectors: one text for training and evaluation, so one graph.
+# The forward pass with flat vectors as weights. Training and evaluation share this code, and therefore the graph.
 
 
 def flat_forward(
@@ -162,8 +162,8 @@ def flat_forward(
     backend: Backend,
     precision: Precision,
 ) -> RelevanceOutputs:
-    """Compute scores and embeddings of one batch. `model` lends its structure, `flats` are the weights."""
-    # Views of what is updated in place are replayed for every view; views of a copy, which XLA elides, are not.
+    """Compute scores and embeddings of one batch with the structure of `model` and the weights `flats`."""
+    # torch_xla replays in-place updates for every view of a tensor, but not for views of a copy, which XLA elides.
     if precision == "bf16":
         flats = [flat.to(torch.bfloat16, copy=backend.is_lazy) for flat in flats]
     elif backend.is_lazy:
@@ -174,8 +174,8 @@ def flat_forward(
     return outputs
 
 
-def structure(model: RelevanceModel, backend: Backend) -> RelevanceModel:
-    """Return the model itself, its parameters on the meta device; buffers, which a factory's module may have, stay."""
+def parameters_to_meta(model: RelevanceModel, backend: Backend) -> RelevanceModel:
+    """Move a model's parameters to the meta device, and buffers (of a factory's module) to the backend's device."""
     buffers = [
         (child, name, buffer.to(backend.device))
         for child in model.modules()
@@ -191,7 +191,7 @@ def structure(model: RelevanceModel, backend: Backend) -> RelevanceModel:
 
 
 class FlatStrategy(ParallelStrategy):
-    """A Strategy: all weights of one model on this rank's device; gradients are taken of the masters."""
+    """A strategy with all weights on this rank's device, which computes gradients for the masters."""
 
     def __init__(
         self,
@@ -206,9 +206,9 @@ class FlatStrategy(ParallelStrategy):
         host_mean: HostMean,
         host_gather: HostGather = list,
     ) -> None:
-        """Take the model over. `chunk_mib`, `has_one_rate`: see FlatLayout; `host_*`: over ranks, of CPU tensors.
+        """Move the weights of `model` to flat vectors on the device. `chunk_mib`, `has_one_rate`: see FlatLayout.
 
-        `recompute`: of the encoder's layers only the inputs are kept for backward.
+        `host_*`: collectives of CPU tensors over ranks. `recompute`: keep only the inputs of the encoder's layers.
         """
         self.backend, self.world_size = backend, world_size
         self._precision: Precision = precision
@@ -216,19 +216,19 @@ class FlatStrategy(ParallelStrategy):
         self.layout = FlatLayout.of(model, chunk_mib, has_one_rate=has_one_rate)
         self.parts: Sequence[FlatVector] = self.layout.chunks
         self.size = self.layout.size
-        self.weights, self.masters = self._placed(self.layout.pack(model.state_dict()))
-        self.model = structure(model, backend)  # its parameters are the masters
+        self.weights, self.masters = self._to_device(self.layout.pack(model.state_dict()))
+        self.model = parameters_to_meta(model, backend)  # the masters hold its parameters
         self.template = self.model.state_dict()
         if recompute:
             if not len(model.encoder.layers):
                 raise ConfigError(
-                    "train.parallel.recompute units with model.factory, whose layers have no names here",
-                    expected="recompute none, or parameters in shards, whose program finds layers by itself",
+                    "train.parallel.recompute units does not support model.factory, whose layers are unknown",
+                    expected="recompute none, or shard all, which finds the layers",
                     next_command="--train.parallel.recompute none, or --train.parallel.shard all",
                 )
-            self.model.encoder.run_layer = partial(recomputed, backend)
+            self.model.encoder.run_layer = partial(checkpointed_call, backend)
 
-    def _placed(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _to_device(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return (weights, masters) on the device."""
         masters = [flat.to(self.backend.device).requires_grad_() for flat in flats]
         return masters, masters
@@ -239,24 +239,24 @@ class FlatStrategy(ParallelStrategy):
         )
 
     def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
-        """Return that of each weight, in the form that is reduced: anything later is a graph more."""
+        """Return the gradient of each weight in its final form, because a later conversion would be another graph."""
         del is_last
-        with torch.autograd.set_multithreading_enabled(False):  # the engine's thread keeps gradients a little longer
+        with torch.autograd.set_multithreading_enabled(False):  # the engine's thread would keep gradients alive longer
             return list(torch.autograd.grad(loss, self.weights, materialize_grads=True))
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         return self.backend.gather(tensors, self._host_gather) if self.world_size > 1 else tensors
 
     def reduce(self, sums: list[Tensor]) -> list[Tensor]:
-        """Take means over ranks, in place, of a gradient by master and the loss after it.
+        """Average the gradients by master, and the loss, which is the last tensor, over ranks in place.
 
-        In the graph it is one collective for each vector, the loss with the last; through the host one for all.
+        In the graph this is one collective per vector, the loss with the last one. On the host it is one for all.
         """
         if self.world_size == 1:
             return sums
         *chunks, last, loss = sums
-        together = [*([chunk] for chunk in chunks), [last, loss]] if self.backend.reduces_in_graph else [sums]
-        for tensors in together:
+        buckets = [*([chunk] for chunk in chunks), [last, loss]] if self.backend.reduces_in_graph else [sums]
+        for tensors in buckets:
             self.backend.reduce(tensors, self._host_mean)
         return sums
 
@@ -267,7 +267,7 @@ class FlatStrategy(ParallelStrategy):
         """Do nothing: the weights are the masters."""
 
     def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copy with one synchronisation."""
+        """Copy weights and optimizer state to host memory with one synchronisation of the device."""
         host = iter(self.backend.to_host([*self.weights, *chain.from_iterable(state.values())]))
         weights = self.layout.unpack(list(islice(host, len(self.weights))))
         parts = {name: list(islice(host, len(tensors))) for name, tensors in state.items()}
@@ -275,24 +275,24 @@ class FlatStrategy(ParallelStrategy):
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None, state: State) -> None:
-        moves = self._holders(self.layout.pack(weights))
-        for name, whole in (saved or {}).items():
-            moves += zip(state[name], self._held(name, whole, state[name]), strict=True)
-        for ours, incoming in moves:
-            ours.copy_(incoming.to(ours.dtype).to(self.backend.device))
+        moves = self._weight_pairs(self.layout.pack(weights))
+        for name, vector in (saved or {}).items():
+            moves += zip(state[name], self._split(name, vector, state[name]), strict=True)
+        for target, source in moves:
+            target.copy_(source.to(target.dtype).to(self.backend.device))
         self.backend.synchronise()
 
-    def _holders(self, flats: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Pair the tensors that hold weights with what they are to hold of whole chunks."""
+    def _weight_pairs(self, flats: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Pair each tensor that holds weights with its new values from full chunks."""
         return list(zip(self.weights, flats, strict=True))
 
-    def _held(self, name: str, whole: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what `tensors` hold of a vector of a checkpoint. Raises CheckpointError for another size."""
-        return split_saved(name, whole, [tensor.numel() for tensor in tensors])
+    def _split(self, name: str, vector: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the values of `tensors` in a checkpoint's vector. Raises CheckpointError if its size differs."""
+        return split_saved(name, vector, [tensor.numel() for tensor in tensors])
 
 
-def split_saved(name: str, whole: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Split a vector of a checkpoint. Raises CheckpointError for another size."""
-    if list(whole.shape) != [sum(sizes)]:
-        raise CheckpointError(f"{name} has {list(whole.shape)} elements", expected=f"[{sum(sizes)}] for this model")
-    return torch.split(whole, list(sizes))
+def split_saved(name: str, vector: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Split a checkpoint's vector into `sizes`. Raises CheckpointError if its size differs."""
+    if list(vector.shape) != [sum(sizes)]:
+        raise CheckpointError(f"{name} has shape {list(vector.shape)}", expected=f"[{sum(sizes)}] for this model")
+    return torch.split(vector, list(sizes))

@@ -1,8 +1,8 @@
-"""A model spread over ranks as modules: FSDP2's shards of units, tensor parallelism, recomputation, offloading.
+"""FSDP2 sharding of units, with tensor parallelism, recomputation and offloading.
 
-Where no rank shards it is replicated, by the same calls. The masters are this rank's slices of the parameters, one of
-each. Checkpoints are those of flat vectors: whole named tensors, and moments in the order of FlatLayout, so a run may
-change the way it is spread at a resume.
+With a shard degree of 1 the same calls replicate the model. The masters are this rank's shards, one per parameter.
+Checkpoints have the format of the flat strategy (full named tensors, and moments in the order of FlatLayout), so a run
+can resume with another strategy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from pipeline.parallel.tensors import full_cpu_tensor, fused_parts, load_shard, 
 
 
 class FsdpStrategy(ParallelStrategy):
-    """A Strategy: the parameters of a module, each in slices over the ranks of a mesh."""
+    """A strategy that shards each parameter of a module over the ranks of a mesh."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class FsdpStrategy(ParallelStrategy):
         host_mean: HostMean = list,
         host_gather: HostGather = list,
     ) -> None:
-        """Take the model over. `host_*`: over all ranks, of CPU tensors."""
+        """Shard `model` in place. `host_*`: collectives of CPU tensors over all ranks."""
         self.mesh, self.backend = mesh, mesh.backend
         self._precision: Precision = precision
         self._host_mean, self._host_gather = host_mean, host_gather
@@ -52,59 +52,59 @@ class FsdpStrategy(ParallelStrategy):
         self.names = [part.names[0] for part in self.parts]
         self.size = flat.size
         self.model = model
-        self._root: Any = None  # an FSDPModule as well; none where every rank has the whole model
+        self._root: Any = None  # the FSDPModule, None if every rank has the full model
         if self.backend.compiles_steps and mesh.layout.shard_size == mesh.layout.tensor_size == 1:
-            # Every rank has all of the model and meets the others once a step.
+            # Every rank has the full model, and ranks communicate once per step.
             if mesh.plan.recompute == "units":
                 recompute_units([unit for _, unit in find_units(model)])
             model.to(self.backend.device)
-            self._compute = self.backend.compiled(self._computed)
+            self._compute = self.backend.compiled(self._run_model)
         else:
             self._root = cast(Any, parallelize(model, mesh))
-            # Before the first forward pass slices that need padding move, and masters would be copies from then on.
+            # The first forward pass would move shards that need padding, after which the masters would be copies.
             self._root._get_fsdp_state()._lazy_init()
-            self._compute = self._computed
+            self._compute = self._run_model
         parameters = dict(model.named_parameters())
         self._parameters: list[Tensor] = [parameters[name] for name in self.names]
         fused = fused_parts(model)
         self._fused = [fused.get(name, 1) for name in self.names]
         with torch.no_grad():
-            self.masters = [local_shard(one) for one in self._parameters]
+            self.masters = [local_shard(parameter) for parameter in self._parameters]
         self.weights = self.masters
-        self._squares = step_program(self.backend, _sum_of_squares)
-        self._added = step_program(self.backend, _added)
-        self._sums: list[Tensor] = []  # gradients of the micro-batches so far, where every rank has the whole model
+        self._sum_of_squares = step_program(self.backend, _sum_of_squares)
+        self._add = step_program(self.backend, _add)
+        self._sums: list[Tensor] = []  # accumulated gradients, if every rank has the full model
         self._norms: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             self._norms.setdefault(shard_groups(parameter), []).append(index)
 
     def publish(self) -> None:
-        """Do nothing: units gather their weights from the masters as they are used."""
+        """Do nothing, because units gather their weights from the masters when they are used."""
 
     def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
-        """Compute scores and embeddings; all ranks call it."""
+        """Compute scores and embeddings. All ranks must call it."""
         context = self.backend.autocast(torch.bfloat16) if self._precision == "autocast" else nullcontext()
         with context, collective_errors("computing", mixed=True):
             return self._compute(inputs_of(batch))
 
-    def _computed(self, inputs: RelevanceInputs | GroupInputs) -> RelevanceOutputs:
+    def _run_model(self, inputs: RelevanceInputs | GroupInputs) -> RelevanceOutputs:
         outputs: RelevanceOutputs
         if self._root is not None or self._precision != "bf16":
             outputs = self.model(inputs)
-        else:  # what the policy of shards does elsewhere
-            weights = {name: one.to(torch.bfloat16) for name, one in self.model.named_parameters()}
+        else:  # without FSDP there is no mixed precision policy that casts
+            weights = {name: parameter.to(torch.bfloat16) for name, parameter in self.model.named_parameters()}
             outputs = torch.func.functional_call(self.model, weights, (inputs,))
         return outputs
 
     def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
-        """Return that of all micro-batches of the step, by master, at the last of them.
+        """Return the sums over all micro-batches of the step, by master, at the last of them.
 
-        Where ranks hold slices each micro-batch is reduced to them, else they would hold whole gradients in between;
-        replicas meet at the last one.
+        Sharded gradients are reduce-scattered in each micro-batch, otherwise ranks would keep full gradients between
+        them. Replicas are reduced in the last micro-batch only.
         """
-        if self._root is None:  # as programs: eager additions would be of any length
+        if self._root is None:  # summed by a step program, since eager additions would compile for each shape
             grads = list(torch.autograd.grad(loss, self._parameters, materialize_grads=True))
-            sums = self._added(self._sums, grads) if self._sums else grads
+            sums = self._add(self._sums, grads) if self._sums else grads
             self._sums = [] if is_last else sums
             return sums if is_last else []
         if self.mesh.layout.shard_size == 1:
@@ -115,37 +115,37 @@ class FsdpStrategy(ParallelStrategy):
             loss.backward()  # type: ignore[no-untyped-call]
         if not is_last:
             return []
-        found = []
+        grads = []
         for parameter, master in zip(self._parameters, self.masters, strict=True):
-            found.append(torch.zeros_like(master) if parameter.grad is None else local_shard(parameter.grad))
+            grads.append(torch.zeros_like(master) if parameter.grad is None else local_shard(parameter.grad))
             parameter.grad = None
-        return found
+        return grads
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         layout = self.mesh.layout
         if layout.world_size == 1:
             return tensors
         with collective_errors("gathering embeddings", mixed=True):
-            every = self.backend.gather(tensors, self._host_gather)
+            gathered = self.backend.gather(tensors, self._host_gather)
         if layout.tensor_size == 1:
-            return every
-        return [torch.cat(rows.chunk(layout.world_size)[:: layout.tensor_size]) for rows in every]
+            return gathered
+        return [torch.cat(rows.chunk(layout.world_size)[:: layout.tensor_size]) for rows in gathered]
 
     def reduce(self, sums: list[Tensor]) -> list[Tensor]:
-        """Reduce the loss; gradients of shards are reduced already, those of whole tensors are not."""
+        """Average the loss and the gradients of unsharded parameters. FSDP has reduced the others."""
         pairs = zip(sums, self._parameters, strict=False)
-        outside = [grad for grad, parameter in pairs if not isinstance(parameter, DTensor)]
+        unsharded = [grad for grad, parameter in pairs if not isinstance(parameter, DTensor)]
         if self.mesh.layout.world_size > 1:
             with collective_errors("reducing the loss", mixed=True):
-                self.backend.reduce([*outside, sums[-1]], self._host_mean)
+                self.backend.reduce([*unsharded, sums[-1]], self._host_mean)
         return sums
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Sum the squares of each slice once."""
+        """Return the norm from the sums of squares of all shards, each counted once."""
         total = torch.zeros((), dtype=torch.float32, device=self.backend.device)
         with collective_errors("summing gradients", mixed=True):
             for groups, indices in self._norms.items():
-                squares = self._squares([grads[index] for index in indices])
+                squares = self._sum_of_squares([grads[index] for index in indices])
                 for group in groups:
                     dist.all_reduce(squares, group=group)
                 total += squares
@@ -153,66 +153,66 @@ class FsdpStrategy(ParallelStrategy):
 
     @torch.no_grad()
     def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copy to host memory of rank 0, nothing on the others. One tensor at a time is whole on the device."""
+        """Copy to host memory of rank 0 and return nothing on other ranks, gathering one full tensor at a time."""
         weights: dict[str, Tensor] = {}
         vectors: dict[str, list[Tensor]] = {}
         is_main = self.mesh.layout.rank == 0
         with collective_errors("gathering a checkpoint", mixed=True):
             for number, master in enumerate(self.masters):
-                full = self._whole(number, master)
+                full = self._full(number, master)
                 if is_main:
                     weights[self.names[number]] = full.clone()
             for name, tensors in state.items():
                 for index, tensor in zip(self._indices(name), tensors, strict=True):
-                    full = tensor.cpu() if index is None else self._flat(index, self._whole(index, tensor))
+                    full = tensor.cpu() if index is None else self._flat(index, self._full(index, tensor))
                     if is_main:
                         vectors.setdefault(name, []).append(full.clone())
         return weights, {name: torch.cat(tensors) for name, tensors in vectors.items()}
 
     def _indices(self, name: str) -> list[int | None]:
-        """Return which masters the tensors of an optimizer belong to, by their name in a checkpoint; None: to none."""
+        """Return the indices of the masters that a checkpoint's vector belongs to, or [None] for a separate value."""
         decayed = KINDS.get(name.rpartition(".")[2])
         return [index for index, part in enumerate(self.parts) if part.decayed == decayed] or [None]
 
     def _flat(self, index: int, full: Tensor) -> Tensor:
         return FlatLayout((self.parts[index],)).pack({self.names[index]: full})[0]
 
-    def _carrier(self, index: int) -> Tensor:
+    def _empty_like(self, index: int) -> Tensor:
         return torch.empty_like(self._parameters[index], requires_grad=False)
 
-    def _whole(self, index: int, tensor: Tensor) -> Tensor:
-        """Gather the slices of parameter `index`, or of one of its moments, in host memory."""
-        carrier = self._carrier(index)
-        local_shard(carrier).copy_(tensor)
-        return full_cpu_tensor(carrier, self._fused[index])
+    def _full(self, index: int, tensor: Tensor) -> Tensor:
+        """Gather the shards of parameter `index`, or of one of its moments, in host memory."""
+        sharded = self._empty_like(index)
+        local_shard(sharded).copy_(tensor)
+        return full_cpu_tensor(sharded, self._fused[index])
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None, state: State) -> None:
-        """Put weights and state in place. Of tensors that are mapped from files each rank reads its slices."""
+        """Load weights and optimizer state. Each rank reads only its shards of tensors that are mapped from files."""
         for number, name in enumerate(self.names):
-            self._fill(number, self.masters[number], weights[name])
+            self._load(number, self.masters[number], weights[name])
         for name, vector in (saved or {}).items():
             indices, tensors = self._indices(name), state[name]
-            sizes = [one.numel() if i is None else self.parts[i].size for i, one in zip(indices, tensors, strict=True)]
-            for index, ours, incoming in zip(indices, tensors, split_saved(name, vector, sizes), strict=True):
+            sizes = [t.numel() if i is None else self.parts[i].size for i, t in zip(indices, tensors, strict=True)]
+            for index, target, source in zip(indices, tensors, split_saved(name, vector, sizes), strict=True):
                 if index is None:
-                    ours.copy_(incoming)
+                    target.copy_(source)
                 else:
-                    unpacked = FlatLayout((self.parts[index],)).unpack([incoming])
-                    self._fill(index, ours, unpacked[self.names[index]])
+                    unpacked = FlatLayout((self.parts[index],)).unpack([source])
+                    self._load(index, target, unpacked[self.names[index]])
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # what is gathered still, after a forward pass alone, is of other weights
+                module.reshard()  # parameters that are still gathered, after a forward pass alone, are outdated
         self.backend.synchronise()
 
-    def _fill(self, index: int, ours: Tensor, full: Tensor) -> None:
-        """Copy this rank's part of a whole parameter, or of one of its moments. Nothing else of it is read."""
-        carrier = self._carrier(index)
-        load_shard(carrier, full, self._fused[index])
-        ours.copy_(local_shard(carrier))
+    def _load(self, index: int, target: Tensor, full: Tensor) -> None:
+        """Copy this rank's shard of a full parameter, or of one of its moments, without reading the rest."""
+        sharded = self._empty_like(index)
+        load_shard(sharded, full, self._fused[index])
+        target.copy_(local_shard(sharded))
 
 
-def _added(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+def _add(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
     return [total + grad for total, grad in zip(sums, grads, strict=True)]
 
 

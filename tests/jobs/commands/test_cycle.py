@@ -16,7 +16,7 @@ import pytest
 
 from jobs import cli
 from jobs.cycle import cycle_store as cycle
-from jobs.cycle.job_states import Submission
+from jobs.cycle.job_states import SubmittedJob
 from jobs.plan import cycle as plan
 from tests.jobs.targets.local.waiting import until, until_no_keepers
 from tests.kit.killing import FILE_CHANGES, FORK, killed_at
@@ -296,15 +296,15 @@ def test_a_failed_job_shows_its_error_wherever_somebody_looks(trnjobs: Trnjobs) 
 def test_a_cycle_submitted_half_is_cancelled_and_run_again(
     last: str, left: set[str], trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = cycle.CycleStore.save_submission
+    save = cycle.CycleStore.save_submitted
 
-    def interrupted(store: cycle.CycleStore, round_: int, submission: Submission) -> None:
-        if submission.job == last:
+    def interrupted(store: cycle.CycleStore, submission: int, submitted_job: SubmittedJob) -> None:
+        if submitted_job.job == last:
             raise KeyboardInterrupt
-        save(store, round_, submission)
+        save(store, submission, submitted_job)
 
     with monkeypatch.context() as patched:
-        patched.setattr(cycle.CycleStore, "save_submission", interrupted)
+        patched.setattr(cycle.CycleStore, "save_submitted", interrupted)
         assert trnjobs("submit")[0] == 143
     assert "cycle 2026-11-20: interrupted" in trnjobs("status")[1]
     assert "cycle 2026-11-20: cancelled" in trnjobs("cancel", "--reason=too late")[1]

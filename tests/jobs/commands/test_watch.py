@@ -21,7 +21,7 @@ from jobs.cycle.page.gather import PageData
 from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle
-from jobs.targets.base import no_log
+from jobs.targets.base import no_log_error
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -66,10 +66,10 @@ def test_the_head(now: float, words: str) -> None:
 
 
 def test_what_a_job_is_doing() -> None:
-    moments = (at(1, EventName.EMBED_STARTED, parts=8, done=2), *(at(n, EventName.PART_EMBEDDED) for n in (2, 3, 4)))
-    assert doing_text("embed", moments) == "part 5/8"
-    assert doing_text("embed", moments[1:]) == ""  # the start is further back than what was read
-    assert doing_text("train", ()) == doing_text("verify", moments) == ""
+    events = (at(1, EventName.EMBED_STARTED, parts=8, done=2), *(at(n, EventName.PART_EMBEDDED) for n in (2, 3, 4)))
+    assert doing_text("embed", events) == "part 5/8"
+    assert doing_text("embed", events[1:]) == ""  # the start is further back than what was read
+    assert doing_text("train", ()) == doing_text("verify", events) == ""
     odd = at(1, EventName.TRAIN_STEPS, step="x", losses=["nan"], samples_per_s=None)
     assert doing_text("train", (odd,)) == "step 0, loss -, 0 samples/s"
 
@@ -107,7 +107,7 @@ class Target:
         return tuple(look)
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
-        raise no_log(record, attempt, node)
+        raise no_log_error(record, attempt, node)
 
     def newest_line(self, record: JobRecord) -> str:
         return f"of {record.name} | \x1b[2Ka line"
@@ -265,7 +265,7 @@ def test_the_picture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = CycleStore(open_storage(str(tmp_path), stop=StopSignal()), "2026-11-20", lambda: 130.0)
-    monkeypatch.setattr("jobs.commands.watch.read_moments", lambda *_, **__: MOMENTS)
+    monkeypatch.setattr("jobs.commands.watch.read_cycle_events", lambda *_, **__: MOMENTS)
     out = io.StringIO()
     console = rich.console.Console(file=out, force_terminal=True, width=80, height=24)
     stop = StopSignal()

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from jobs.cycle.costs import (
     NEVER,
     SPENT,
+    AttemptSpan,
     Category,
+    CycleEvent,
     CycleLedger,
-    Moment,
-    Try,
     critical_seconds,
     expected_seconds,
     ledger_of,
+    read_cycle_events,
     read_ledger,
-    read_moments,
     scheduled_at,
-    spent_in,
+    time_by_category,
     with_kept_until,
 )
 from jobs.cycle.cycle_store import CycleStore
@@ -52,13 +52,13 @@ def record(name: str, *attempts: AttemptRecord, **more: Any) -> JobRecord:
     return JobRecord.model_validate({"name": name, "attempts": attempts} | fields | more)
 
 
-def at(second: float, name: EventName, **fields: Any) -> Moment:
-    return Moment(round(1000 * second), str(name), fields)
+def at(second: float, name: EventName, **fields: Any) -> CycleEvent:
+    return CycleEvent(round(1000 * second), str(name), fields)
 
 
-def ledger(shape: JobPlan, records: list[JobRecord], moments: tuple[Moment, ...] = (), **more: Any) -> CycleLedger:
+def ledger(shape: JobPlan, records: list[JobRecord], events: tuple[CycleEvent, ...] = (), **more: Any) -> CycleLedger:
     given: dict[str, Any] = {"now": 10_000.0, "outcome": "succeeded", "deadline_at": None} | more
-    return ledger_of(shape, records, moments, PRICES, **given)
+    return ledger_of(shape, records, events, PRICES, **given)
 
 
 TRAIN = plan(job("train", num_nodes=4, resources=TRN1))
@@ -66,7 +66,7 @@ TRAIN = plan(job("train", num_nodes=4, resources=TRN1))
 
 def test_a_gang_that_lost_a_node_and_continued() -> None:
     records = [record("train", attempt(100, 400, 75), attempt(460, 860))]
-    moments = (
+    events = (
         at(110, EventName.TRAIN_STARTED, step=0),
         at(210, EventName.TRAIN_STEPS, step=100, losses=[0.0] * 100, seconds=100),
         at(212, EventName.CHECKPOINT_SAVED, step=100),
@@ -75,7 +75,7 @@ def test_a_gang_that_lost_a_node_and_continued() -> None:
         at(780, EventName.TRAIN_STEPS, step=400, losses=[0.0] * 300, seconds=300),
         at(860, EventName.STAGE_FINISHED, stage="train"),
     )
-    found = ledger(TRAIN, records, moments)
+    found = ledger(TRAIN, records, events)
     first, second = found.entries
     assert (first.nodes, first.waiting_ms, first.length_ms, first.ending) == (4, 100_000, 300_000, "exit 75")
     kinds = (K.START_UP, K.PRODUCTIVE, K.CHECKPOINT, K.WASTED)
@@ -95,15 +95,15 @@ def test_tries_of_an_earlier_round_count_and_its_states_do_not() -> None:
     first = record("train", attempt(60, 3660, 75), attempt(3660, 7260, 70), id="id1")
     second = record("train", attempt(8020, None, None), state="RUNNING", id="id2", created_at=8000.0)
     third = record("train", attempt(9020, 9380), id="id3", created_at=9000.0)
-    moments = (
+    events = (
         at(60, EventName.TRAIN_STARTED, step=0),
         at(140, EventName.TRAIN_STEPS, step=100, losses=[0.0] * 100, seconds=80),
         at(140, EventName.CHECKPOINT_SAVED, step=100),
         at(8021, EventName.TRAIN_STARTED, step=100),
     )
-    found = ledger(shape, [prepare, third], moments, earlier=(first, second))
+    found = ledger(shape, [prepare, third], events, earlier=(first, second))
     tries = [one for one in found.entries if one.job == "train"]
-    assert [(one.try_name, one.ending, one.waiting_ms, one.length_ms) for one in tries] == [
+    assert [(one.attempt_name, one.ending, one.waiting_ms, one.length_ms) for one in tries] == [
         ("1", "exit 75", 10_000, 3_600_000),
         ("2", "exit 70", 0, 3_600_000),
         ("1 (submission 2)", "no exit code", 20_000, 980_000),
@@ -153,13 +153,13 @@ def test_the_end_of_a_try(made: JobRecord, outcome: str | None, expected: tuple[
 def test_events_of_other_jobs_are_not_mixed_up() -> None:
     shape = plan(job("prepare"), job("health"))
     records = [record("prepare", attempt(0, 100)), record("health", attempt(0, 20))]
-    moments = (
+    events = (
         at(1, EventName.STAGE_STARTED, stage="health"),
         at(3, EventName.STAGE_STARTED, stage="prepare"),
         at(19, EventName.STAGE_FINISHED, stage="health"),
         at(90, EventName.STAGE_FINISHED, stage="prepare"),
     )
-    prepare = ledger(shape, records, moments).entries[0]
+    prepare = ledger(shape, records, events).entries[0]
     assert (prepare.spent_ms[K.START_UP], prepare.spent_ms[K.PRODUCTIVE]) == (13_000, 87_000)
 
 
@@ -187,17 +187,17 @@ def test_deadlines(outcome: str | None, deadline_at: float | None, expected: str
 # One try.
 
 
-def steps(second: float, step: int, count: int, seconds: float, **fields: Any) -> Moment:
+def steps(second: float, step: int, count: int, seconds: float, **fields: Any) -> CycleEvent:
     return at(second, EventName.TRAIN_STEPS, step=step, losses=[0.1] * count, seconds=seconds, **fields)
 
 
-def seconds(one: Try) -> dict[Category, float]:
+def seconds(one: AttemptSpan) -> dict[Category, float]:
     """Without the empty ones."""
-    return {kind: ms / 1000 for kind, ms in spent_in(one).items() if ms}
+    return {kind: ms / 1000 for kind, ms in time_by_category(one).items() if ms}
 
 
-def train(*moments: Moment, stop: int = 100, kept: bool = True, until: float = NEVER) -> Try:
-    return Try("train", 0, 1000 * stop, kept, moments, until)
+def train(*events: CycleEvent, stop: int = 100, kept: bool = True, until: float = NEVER) -> AttemptSpan:
+    return AttemptSpan("train", 0, 1000 * stop, kept, events, until)
 
 
 def test_a_training_from_start_to_end() -> None:
@@ -230,26 +230,26 @@ def test_steps_that_were_done_again_are_wasted() -> None:
 
 
 def test_a_preempted_training_keeps_what_it_saved() -> None:
-    moments = (
+    events = (
         at(10, EventName.TRAIN_STARTED, step=0),
         steps(30, 10, 10, 20),
         at(33, EventName.CHECKPOINT_SAVED, step=10, seconds=3),
         at(34, EventName.STAGE_STOPPED, stage="train"),
     )
     kept = {K.START_UP: 10, K.PRODUCTIVE: 20, K.WASTED: 10}
-    assert seconds(train(*moments, stop=40, kept=False, until=10.0)) == kept
-    assert seconds(train(*moments[:2], kept=False, until=0.0)) == {K.WASTED: 100}, "it left nothing"
+    assert seconds(train(*events, stop=40, kept=False, until=10.0)) == kept
+    assert seconds(train(*events[:2], kept=False, until=0.0)) == {K.WASTED: 100}, "it left nothing"
 
 
 def test_other_stages() -> None:
     started, finished = at(2, EventName.STAGE_STARTED), at(8, EventName.STAGE_FINISHED)
     for stage, kind in (("prepare", K.PRODUCTIVE), ("compile", K.COMPILE), ("evaluate", K.EVALUATION)):
-        assert seconds(Try(stage, 0, 10_000, True, (started, finished))) == {K.START_UP: 4, kind: 6}
-        assert seconds(Try(stage, 0, 10_000, True, (started,))) == {K.START_UP: 2, kind: 8}, "under way"
-    assert seconds(Try("health", 0, 10_000, True, (started, finished))) == {K.START_UP: 10}
-    assert seconds(Try("verify", 0, 10_000, True)) == {K.EVALUATION: 10}, "it writes no events"
+        assert seconds(AttemptSpan(stage, 0, 10_000, True, (started, finished))) == {K.START_UP: 4, kind: 6}
+        assert seconds(AttemptSpan(stage, 0, 10_000, True, (started,))) == {K.START_UP: 2, kind: 8}, "under way"
+    assert seconds(AttemptSpan("health", 0, 10_000, True, (started, finished))) == {K.START_UP: 10}
+    assert seconds(AttemptSpan("verify", 0, 10_000, True)) == {K.EVALUATION: 10}, "it writes no events"
     skipped = (started, at(8, EventName.STAGE_SKIPPED))
-    assert seconds(Try("embed", 0, 10_000, True, skipped)) == {K.START_UP: 10}, "it was done before"
+    assert seconds(AttemptSpan("embed", 0, 10_000, True, skipped)) == {K.START_UP: 10}, "it was done before"
 
 
 def test_parts_of_a_failed_try_are_kept() -> None:
@@ -258,18 +258,18 @@ def test_parts_of_a_failed_try_are_kept() -> None:
         at(20, EventName.PART_EMBEDDED, part=0, seconds=8),
         at(30, EventName.PART_EMBEDDED, part=1, seconds=12),  # two workers at once
     )
-    assert seconds(Try("embed", 0, 40_000, False, parts)) == {K.START_UP: 10, K.PRODUCTIVE: 20, K.WASTED: 10}
+    assert seconds(AttemptSpan("embed", 0, 40_000, False, parts)) == {K.START_UP: 10, K.PRODUCTIVE: 20, K.WASTED: 10}
     prepared = (at(1, EventName.STAGE_STARTED, stage="prepare"), at(7, EventName.PARTITION_PREPARED, rows=5))
-    assert seconds(Try("prepare", 0, 10_000, False, prepared)) == {K.START_UP: 1, K.PRODUCTIVE: 6, K.WASTED: 3}
+    assert seconds(AttemptSpan("prepare", 0, 10_000, False, prepared)) == {K.START_UP: 1, K.PRODUCTIVE: 6, K.WASTED: 3}
 
 
 def until(*starts_and_saves: tuple[int | None, int], kept: bool = False) -> list[float]:
     """`kept`: whether the last one ended well."""
-    tries = list[Try]()
+    tries = list[AttemptSpan]()
     for start, saved in starts_and_saves:
-        moments = [] if start is None else [at(1, EventName.TRAIN_STARTED, step=start)]
+        events = [] if start is None else [at(1, EventName.TRAIN_STARTED, step=start)]
         is_last = len(tries) == len(starts_and_saves) - 1
-        tries.append(train(*moments, at(2, EventName.CHECKPOINT_SAVED, step=saved), kept=kept and is_last))
+        tries.append(train(*events, at(2, EventName.CHECKPOINT_SAVED, step=saved), kept=kept and is_last))
     return [one.kept_until for one in with_kept_until(tries)]
 
 
@@ -291,7 +291,7 @@ fields = st.fixed_dictionaries(
         "losses": st.one_of(st.none(), st.lists(st.just(0.5), max_size=9)),
     },
 )
-moments_of = st.lists(st.builds(Moment, st.integers(-10_000, 200_000), names.map(str), fields), max_size=25)
+moments_of = st.lists(st.builds(CycleEvent, st.integers(-10_000, 200_000), names.map(str), fields), max_size=25)
 
 
 @given(
@@ -299,13 +299,13 @@ moments_of = st.lists(st.builds(Moment, st.integers(-10_000, 200_000), names.map
     length_ms=st.integers(0, 150_000),
     kept=st.booleans(),
     kept_until=st.one_of(st.just(NEVER), st.integers(0, 300).map(float)),
-    moments=moments_of,
+    events=moments_of,
 )
 def test_the_parts_of_any_try_add_up_exactly(
-    stage: str, length_ms: int, kept: bool, kept_until: float, moments: list[Moment]
+    stage: str, length_ms: int, kept: bool, kept_until: float, events: list[CycleEvent]
 ) -> None:
-    moments.sort(key=lambda moment: moment.at_ms)
-    spent = spent_in(Try(stage, 0, length_ms, kept, tuple(moments), kept_until))
+    events.sort(key=lambda moment: moment.at_ms)
+    spent = time_by_category(AttemptSpan(stage, 0, length_ms, kept, tuple(events), kept_until))
     assert sum(spent.values()) == length_ms
     assert set(spent) == set(SPENT) and all(ms >= 0 for ms in spent.values())
 
@@ -324,11 +324,11 @@ def store(tmp_path: Path) -> CycleStore:
 
 
 def test_events_are_read_past_lines_that_are_none(store: CycleStore) -> None:
-    assert read_moments(store.storage, store.cycle) == ()
+    assert read_cycle_events(store.storage, store.cycle) == ()
     good = '{"time": "1970-01-01T00:08:20.250+00:00", "event": "stage_started", "stage": "prepare"}'
     text = f'{good}\n[1]\n{{"event": "x"}}\n{{"time": "soon", "event": "x"}}\n{good[:40]}\n'
     store.storage.write_bytes("cycles/2026-11-20/events.jsonl", text.encode())
-    (moment,) = read_moments(store.storage, store.cycle)
+    (moment,) = read_cycle_events(store.storage, store.cycle)
     assert (moment.at_ms, moment.name, dict(moment.fields)) == (500_250, "stage_started", {"stage": "prepare"})
 
 

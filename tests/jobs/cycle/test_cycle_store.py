@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jobs.cycle.cycle_store import LEASE_S, Claim, CycleStore, claimed_cycles, claims_by_age, unclosed_cycles
-from jobs.cycle.job_states import Closed, JobRecord, JobState, Sighting, Submission
+from jobs.cycle.job_states import BlockedJob, Closed, JobRecord, JobState, SubmittedJob
 from jobs.plan.spec import JobPlan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.io.storage import Storage, open_storage
@@ -58,7 +58,13 @@ def record(name: str, id_: str, state: JobState = JobState.FAILED, **more: Any) 
 
 
 def test_a_claim_holds_the_plan_and_is_free_afterwards(store: CycleStore, clock: Clock) -> None:
-    assert (store.claim(), store.plan(), store.closed(), store.rounds(), store.records()) == (None, None, None, [], ())
+    assert (store.claim(), store.plan(), store.closed(), store.submissions(), store.records()) == (
+        None,
+        None,
+        None,
+        [],
+        (),
+    )
     with store.submitting(cycle(), "batch", "a"):
         held = claimed(store)
         assert (held.owner, held.lease_until, held.target) == ("a", 1000.0 + LEASE_S, "batch")
@@ -109,7 +115,7 @@ def refused(store: CycleStore, of: JobPlan, *submitted: str) -> None:
     with pytest.raises(ConfigError, match="no such queue"), store.submitting(of, "batch", "a"):
         store.save_settings({"queue": "typo"})
         for name in submitted:
-            store.save_submission(1, Submission(job=name, id="1", submitted_at=5.0))
+            store.save_submitted(1, SubmittedJob(job=name, id="1", submitted_at=5.0))
         raise ConfigError("no such queue")
 
 
@@ -181,34 +187,37 @@ def test_who_comes_back_to_find_another_plan_has_lost_the_cycle(
 
 
 def test_submissions_are_written_once_by_round(store: CycleStore) -> None:
-    for round_, name, job_id in ((1, "train", "1"), (1, "embed", "2"), (2, "embed", "3"), (10, "verify", "4")):
-        store.save_submission(round_, Submission(job=name, id=job_id, submitted_at=5.0))
-    assert store.rounds() == [1, 2, 10]
+    for submission, name, job_id in ((1, "train", "1"), (1, "embed", "2"), (2, "embed", "3"), (10, "verify", "4")):
+        store.save_submitted(submission, SubmittedJob(job=name, id=job_id, submitted_at=5.0))
+    assert store.submissions() == [1, 2, 10]
     assert {name: one.id for name, one in store.current().items()} == {"train": "1", "embed": "3", "verify": "4"}
-    store.save_submission(1, Submission(job="train", id="1", submitted_at=6.0))
+    store.save_submitted(1, SubmittedJob(job="train", id="1", submitted_at=6.0))
     with pytest.raises(TransientError, match="another process submitted this job"):
-        store.save_submission(1, Submission(job="train", id="2", submitted_at=5.0))
-    assert store.submitted(1)["train"] == Submission(job="train", id="1", submitted_at=5.0)
+        store.save_submitted(1, SubmittedJob(job="train", id="2", submitted_at=5.0))
+    assert store.submitted(1)["train"] == SubmittedJob(job="train", id="1", submitted_at=5.0)
 
 
 def test_records_of_earlier_rounds_are_written_once(store: CycleStore) -> None:
     first = [record("prepare", "1"), record("train", "2")]
-    store.keep_records(1, first)
-    store.keep_records(1, [])
+    store.archive_records(1, first)
+    store.archive_records(1, [])
     assert store.earlier_records(first) == ()
-    for round_ in range(2, 11):
-        store.keep_records(round_, [first[0], record("train", f"of-{round_}")])
+    for submission in range(2, 11):
+        store.archive_records(submission, [first[0], record("train", f"of-{submission}")])
     newest = (first[0], record("train", "3"))
-    assert [one.id for one in store.earlier_records(newest)] == ["2", *(f"of-{round_}" for round_ in range(2, 11))]
+    assert [one.id for one in store.earlier_records(newest)] == [
+        "2",
+        *(f"of-{submission}" for submission in range(2, 11)),
+    ]
 
 
 def test_records_sightings_settings_and_the_end(store: CycleStore) -> None:
     """Two close a cycle: the slower one has read the jobs before the last of them ended."""
     child = record("embed:0", "1:0", JobState.RUNNING)
     stale, last = ((record("embed", "1", state, children=(child,)),) for state in (JobState.PENDING, JobState.FAILED))
-    sighting = Sighting(job="embed:0", id="1:0", reason="UNDETERMINED", since=2.0)
-    store.save_sightings((sighting,))
-    assert store.sightings() == (sighting,)
+    sighting = BlockedJob(job="embed:0", id="1:0", reason="UNDETERMINED", since=2.0)
+    store.save_blocked_jobs((sighting,))
+    assert store.blocked_jobs() == (sighting,)
     store.save_settings({"a": 1})
     store.save_settings({"a": 2})
     assert store.storage.read_bytes(store.key("settings.json")) == b'{\n "a": 1\n}'
@@ -222,8 +231,8 @@ def test_records_sightings_settings_and_the_end(store: CycleStore) -> None:
 
 
 def test_the_end_of_an_earlier_round_is_no_end(store: CycleStore) -> None:
-    for round_ in (1, 2):
-        store.save_submission(round_, Submission(job="train", id=str(round_), submitted_at=5.0))
+    for submission in (1, 2):
+        store.save_submitted(submission, SubmittedJob(job="train", id=str(submission), submitted_at=5.0))
     for of, ends in ((0, False), (1, False), (2, True), (None, True)):  # none: written by an earlier version
         store.close(Closed(outcome="failed", at=3.0, round=of))
         assert (store.closed() is not None) is ends
@@ -239,7 +248,7 @@ def test_a_file_that_is_no_such_record(store: CycleStore, name: str) -> None:
         "plan": store.plan,
         "records": store.records,
         "closed": store.closed,
-        "blocked": store.sightings,
+        "blocked": store.blocked_jobs,
     }
     read |= {"claim": store.claim, "submitted/round-1/train": partial(store.submitted, 1)}
     with pytest.raises(DataError, match=f"{name} is not a valid record"):
@@ -262,8 +271,8 @@ def test_claims_by_age_whatever_the_cycles_are_called(storage: Storage, store: C
 def submitted(store: CycleStore, of: JobPlan, *, job_id: str) -> JobRecord:
     """One job of a plan, which has failed."""
     claim(store, of)
-    number = max(store.rounds(), default=claimed(store).first_round)
-    store.save_submission(number, Submission(job=of.jobs[0].name, id=job_id, submitted_at=store.clock()))
+    number = max(store.submissions(), default=claimed(store).first_round)
+    store.save_submitted(number, SubmittedJob(job=of.jobs[0].name, id=job_id, submitted_at=store.clock()))
     store.save_settings({"of": job_id})
     made = record(of.jobs[0].name, job_id)
     store.save_records((made,))
@@ -283,16 +292,16 @@ def test_another_submission_replaces_the_first_and_keeps_it(store: CycleStore) -
         store.begin_again(OTHER, "local", "me", partial(records_of, first))
         found = claimed(store)
         assert (found.plan_id, found.target, found.first_round, found.claimed_at) == (OTHER.plan_id, "local", 2, 1000.0)
-        assert (store.plan(), store.settings(), store.closed(), store.rounds()) == (None, None, None, [])
+        assert (store.plan(), store.settings(), store.closed(), store.submissions()) == (None, None, None, [])
     assert store.earlier_records(()) == (first,)
     kept = store.storage.read_bytes(store.key("earlier/round-1/plan.json"))
     assert JobPlan.model_validate_json(kept) == cycle()
     typo = plan(job("train"), queue="typo")
     store.begin_again(typo, "batch", "me", partial(records_of, first))
     refused(store, typo)
-    assert (claimed(store).first_round, store.plan(), store.rounds()) == (2, None, []), "earlier rounds stay apart"
+    assert (claimed(store).first_round, store.plan(), store.submissions()) == (2, None, []), "earlier rounds stay apart"
     submitted(store, cycle(), job_id="3")
-    assert (store.rounds(), store.plan()) == ([2], cycle())
+    assert (store.submissions(), store.plan()) == ([2], cycle())
 
 
 def test_nothing_is_replaced_while_somebody_submits_or_against_the_check(store: CycleStore) -> None:
@@ -313,7 +322,7 @@ def test_nothing_is_replaced_while_somebody_submits_or_against_the_check(store: 
     with pytest.raises(ConfigError, match="it has trained"):
         store.begin_again(OTHER, "batch", "me", refuse)
     claim(store, cycle(), owner="other")
-    assert (store.plan(), store.settings(), store.rounds()) == (cycle(), {"of": "1"}, [1])
+    assert (store.plan(), store.settings(), store.submissions()) == (cycle(), {"of": "1"}, [1])
 
 
 def test_a_replacement_killed_anywhere_leaves_one_of_the_two(tmp_path: Path, clock: Clock) -> None:
@@ -327,15 +336,20 @@ def test_a_replacement_killed_anywhere_leaves_one_of_the_two(tmp_path: Path, clo
         clock.now += LEASE_S + 1
         ends.add(is_new := claimed(store).plan_id == OTHER.plan_id)
         if is_new:
-            assert (store.plan(), store.rounds()) == (None, [])
+            assert (store.plan(), store.submissions()) == (None, [])
         else:  # it goes on as if nothing had been asked for
-            assert store.plan() in (cycle(), None) and store.rounds() == [1]
+            assert store.plan() in (cycle(), None) and store.submissions() == [1]
             if number % 2:
                 claim(store, cycle(), owner="b")
                 assert store.plan() == cycle()
         replace(owner="b")
         second = submitted(store, OTHER, job_id="2")
-        assert (store.rounds(), store.plan(), store.settings(), store.records()) == ([2], OTHER, {"of": "2"}, (second,))
+        assert (store.submissions(), store.plan(), store.settings(), store.records()) == (
+            [2],
+            OTHER,
+            {"of": "2"},
+            (second,),
+        )
         assert store.earlier_records((second,)) == (first,), number
         if not died:
             break

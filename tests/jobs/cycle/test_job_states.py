@@ -22,7 +22,7 @@ from jobs.cycle.job_states import (
     exit_code,
     exit_code_of_cycle,
     first_failure,
-    in_our_words,
+    normalize_batch_records,
     outcome_of,
     reason_of,
     tasks_of,
@@ -235,7 +235,7 @@ def test_what_aws_batch_calls_failed_has_our_states_and_reasons() -> None:
         bad("e", why="a user's words", stopped_at=20.0),
     ]
     by_hand = Cancel(reason="cancelled: by hand", at=10.0)
-    found = {one.name: one for one in in_our_words(shape, of_batch, dict.fromkeys("bde", by_hand))}
+    found = {one.name: one for one in normalize_batch_records(shape, of_batch, dict.fromkeys("bde", by_hand))}
     assert {name: (one.state, one.status_reason) for name, one in found.items() if name != "d"} == {
         "a": (FAILED, EXITED),
         "b": (CANCELLED, "cancelled: by hand"),

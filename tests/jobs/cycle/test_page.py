@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.cycle_page import STAGES, T0, make_cycle
-from jobs.cycle.costs import Moment
+from jobs.cycle.costs import CycleEvent
 from jobs.cycle.cycle_store import Claim, CycleStore
 from jobs.cycle.job_states import Closed, JobRecord, JobState
 from jobs.cycle.page.charts import (
@@ -33,6 +33,7 @@ from jobs.cycle.page.gather import ChartSeries, CycleRow, PageData, Training, cu
 from jobs.cycle.page.publish import (
     INDEX,
     INDEX_PAGE,
+    _plural,
     data_key,
     ending,
     index,
@@ -225,7 +226,7 @@ def ends(storage: Storage) -> dict[str, tuple[CycleStore, JobPlan, tuple[JobReco
         "succeeded": (records, {"outcome": "succeeded"}),
     }
     for place, stage in enumerate(STAGES):
-        last = records[place].tries()[-1].model_copy(update={"exit_code": 65})
+        last = records[place].all_attempts()[-1].model_copy(update={"exit_code": 65})
         bad = records[place].model_copy(update={"state": JobState.FAILED, "attempts": (last,), "children": ()})
         failed = {"outcome": "failed", "reason": f"{stage}: exit code 65"}
         made[f"failed-in-{stage}"] = ((*records[:place], bad, *pending[place + 1 :]), failed)
@@ -334,15 +335,15 @@ def test_two_who_end_cycles_at_once_lose_no_line(storage: Storage, monkeypatch: 
 
 
 def test_steps_that_were_done_again_are_drawn_once() -> None:
-    moments = [
-        Moment(1, str(EventName.TRAIN_STARTED), {"step": 0}),
-        Moment(2, str(EventName.TRAIN_STEPS), {"step": 10, "losses": [1.0, 0.8], "samples_per_s": 5}),
-        Moment(3, str(EventName.TRAIN_STEPS), {"step": 20, "losses": [9.0, "nan"]}),
-        Moment(4, str(EventName.TRAIN_STARTED), {"step": 10}),
-        Moment(5, str(EventName.TRAIN_STEPS), {"step": 20, "losses": [0.5]}),
-        Moment(6, str(EventName.TRAIN_STEPS), {"step": 30, "losses": ["inf"]}),
+    events = [
+        CycleEvent(1, str(EventName.TRAIN_STARTED), {"step": 0}),
+        CycleEvent(2, str(EventName.TRAIN_STEPS), {"step": 10, "losses": [1.0, 0.8], "samples_per_s": 5}),
+        CycleEvent(3, str(EventName.TRAIN_STEPS), {"step": 20, "losses": [9.0, "nan"]}),
+        CycleEvent(4, str(EventName.TRAIN_STARTED), {"step": 10}),
+        CycleEvent(5, str(EventName.TRAIN_STEPS), {"step": 20, "losses": [0.5]}),
+        CycleEvent(6, str(EventName.TRAIN_STEPS), {"step": 30, "losses": ["inf"]}),
     ]
-    assert curves_of(moments) == {"loss": [(9, 1.0), (10, 0.8), (20, 0.5)], "samples a second": [(10, 5.0)]}
+    assert curves_of(events) == {"loss": [(9, 1.0), (10, 0.8), (20, 0.5)], "samples a second": [(10, 5.0)]}
 
 
 # Charts.
@@ -427,3 +428,4 @@ def test_numbers() -> None:
     }
     assert [number(value) for value in shown] == [*shown.values()]
     assert [short_number(v) for v in (200_000, 1500, 0.05, 1.2e10)] == ["200k", "1500", "0.05", "12.0B"]
+    assert [_plural(1, "node"), _plural(2, "node"), _plural(3, "query")] == ["1 node", "2 nodes", "3 queries"]

@@ -93,7 +93,7 @@ def _ended(
     if name in ("failed", "cancelled"):
         error = "DataError: s3://bucket/judgements.csv has no column 'query'\n  next: --data.columns.query search_term"
         last = {"exit_code": 65, "error": error if name == "failed" else ""}
-        attempts = (records[0].tries()[-1].model_copy(update=last),)
+        attempts = (records[0].all_attempts()[-1].model_copy(update=last),)
         records = (records[0].model_copy(update={"state": JobState.FAILED, "attempts": attempts}),)
     outcome = name if name in ("refused", "failed", "cancelled") else "succeeded"
     return store, plan, records, JobsConfig(), closed.model_copy(update={"outcome": outcome, "reason": "a reason"})

@@ -63,6 +63,17 @@ def test_promoted() -> None:
     ]
 
 
+def test_production_and_two_baselines_fit_80_columns() -> None:
+    search = DELTA | {"metric": "retrieval_ndcg@10", "candidate": 0.74, "incumbent": 0.709}
+    failed = check(**search | {"outcome": "fail", "low": -0.07, "high": -0.04})
+    judged = evaluation(check(**DELTA), failed, promote=False)
+    boosting = BaselineReport(name="boosting", metrics=report({"ndcg@10": 0.938}))
+    judged = judged.model_copy(update={"baselines": (*judged.baselines, boosting)})
+    lines = verdict_lines(ledger("refused", "missed"), judged, {}, VERIFIED, "local")
+    assert lines[1].split() == ["candidate", "production", "boosting", "BM25"]
+    assert len(lines) == 5 and max(map(len, lines)) <= 80, lines
+
+
 def test_refused_names_its_reasons_in_numbers() -> None:
     few = {"candidate": 0.958, "low": -0.0132, "high": 0.027, "needed_queries": 179, "num_queries": 125}
     checks = (

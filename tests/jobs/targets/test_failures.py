@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_states import JobRecord, Submission, outcome_of
+from jobs.cycle.job_states import JobRecord, SubmittedJob, outcome_of
 from jobs.cycle.tables import NO_LOG, failure_lines
-from jobs.targets.base import NOTHING, no_log, with_errors
+from jobs.targets.base import NO_OUTPUT, no_log_error, with_errors
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
@@ -52,10 +52,10 @@ def test_the_last_attempt_s_log_where_its_node_has_left_nothing(store: CycleStor
     logs = Logs("reading with supersecret", WORDS, "  next: s3://user:pass@host/x supersecret")
     assert error_of(store, TRAIN, logs) == (f"{SHOWN}\n  next: s3://***@host/x ***", 0)
     assert logs.asked == [("train", 2, 0)]
-    assert error_of(store, TRAIN, Logs()) == (NOTHING, 0)
+    assert error_of(store, TRAIN, Logs()) == (NO_OUTPUT, 0)
 
 
-@pytest.mark.parametrize("error", [no_log(TRAIN, 2, 0), TransientError("throttled"), OSError("gone")])
+@pytest.mark.parametrize("error", [no_log_error(TRAIN, 2, 0), TransientError("throttled"), OSError("gone")])
 def test_a_log_that_is_gone_is_told(store: CycleStore, error: BaseException) -> None:
     found = with_errors(store, [TRAIN], Logs(error=error), {})
     lines = failure_lines(found, "file:///my w", "c")
@@ -80,8 +80,8 @@ def test_the_node_whose_own_command_failed(store: CycleStore) -> None:
 def test_of_the_round_in_which_the_job_was_submitted(store: CycleStore) -> None:
     put(store, "train-2-node0", log=("trnpipe train: DataError: of round 1",))
     put(store, "train-2-node0-round-2", returncode=65, log=(WORDS,))
-    for round_, job_id in ((1, "other"), (2, TRAIN.id)):
-        store.save_submission(round_, Submission(job="train", id=job_id, submitted_at=1.0))
+    for submission, job_id in ((1, "other"), (2, TRAIN.id)):
+        store.save_submitted(submission, SubmittedJob(job="train", id=job_id, submitted_at=1.0))
     assert error_of(store, TRAIN, Logs()) == (SHOWN, 0)
 
 
@@ -91,7 +91,7 @@ def test_of_the_round_in_which_the_job_was_submitted(store: CycleStore) -> None:
         ({"returncode": None, "reason": "ConfigError: 'x' cannot\n  next: y"}, "ConfigError: 'x' cannot\n  next: y"),
         ({"returncode": -9, "log": ("step 5",)}, "step 5\n(ended by SIGKILL)"),
         ({"returncode": -9, "out_of_memory_kills": 1}, "(ended by SIGKILL, for want of memory)"),
-        ({"returncode": 1}, NOTHING),
+        ({"returncode": 1}, NO_OUTPUT),
     ],
 )
 def test_what_ended_before_it_could_say_why(store: CycleStore, fields: dict[str, object], expected: str) -> None:

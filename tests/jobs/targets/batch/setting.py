@@ -36,14 +36,16 @@ class Setting:
         client, logs = BatchClient(self.batch, policy=FAST), LogsClient(self.logs, policy=FAST)
         return BatchTarget(client, logs, store or self.store(), warn=self.warnings.append, **more)
 
-    def drive(self, faults: Faults | None = None, *, owner: str = "driver", round_: int = 1, jobs: Any = None) -> None:
+    def drive(
+        self, faults: Faults | None = None, *, owner: str = "driver", submission: int = 1, jobs: Any = None
+    ) -> None:
         """One driver from claim to end, in a process of its own."""
         faults = self.batch.faults = faults or Faults()
         store = self.store(faults)
         try:
             with store.submitting(self.plan, "batch", owner) as renew:
                 names = jobs or [job.name for job in self.plan.jobs]
-                self.target(store, renew=renew).submit(self.plan, round_, names)
+                self.target(store, renew=renew).submit(self.plan, submission, names)
         finally:
             self.batch.faults = Faults()
 
@@ -63,9 +65,9 @@ class Setting:
     def live_names(self) -> list[str]:
         return [one["jobName"].removeprefix(f"{self.plan.pipeline}-{self.plan.cycle}-") for one in self.live()]
 
-    def ids(self, round_: int = 1) -> dict[str, str]:
+    def ids(self, submission: int = 1) -> dict[str, str]:
         """Of jobs on record."""
-        return {name: one.id for name, one in self.store().submitted(round_).items()}
+        return {name: one.id for name, one in self.store().submitted(submission).items()}
 
     def assert_one_dag(self) -> None:
         """Every job of the plan once, on record, waiting for the jobs on record."""

@@ -10,7 +10,7 @@ import pytest
 from jobs import setup
 from jobs.commands import submit
 from jobs.cycle.cycle_store import LEASE_S, CycleStore
-from jobs.cycle.job_states import Closed, Submission
+from jobs.cycle.job_states import Closed, SubmittedJob
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, make_plan
 from pipeline.core.errors import ConfigError, TransientError
@@ -140,17 +140,17 @@ def test_the_watch_closes_a_cycle_and_writes_its_page(code: int, outcome: str, c
 def test_a_retry_that_was_cut_goes_on(
     handed_over: int, again: Any, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments, left, save = commands.fail("train"), handed_over, CycleStore.save_submission
+    arguments, left, save = commands.fail("train"), handed_over, CycleStore.save_submitted
 
-    def save_and_die(store: CycleStore, round_: int, one: Submission) -> None:
+    def save_and_die(store: CycleStore, submission: int, one: SubmittedJob) -> None:
         nonlocal left
-        save(store, round_, one)
+        save(store, submission, one)
         left -= 1
         if not left:
             raise TransientError("no answer", next_command="run the same command again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(CycleStore, "save_submission", save_and_die)
+        patch.setattr(CycleStore, "save_submitted", save_and_die)
         with pytest.raises(TransientError, match="no answer"):
             submit.run_retry(arguments, commands.warnings.append)
     late = ["train", "evaluate", "embed", "verify", "report"]
@@ -162,7 +162,7 @@ def test_a_retry_that_was_cut_goes_on(
         ["prepare", "health", "compile", *(f"{one}-round-2" for one in late)]
     )
     assert commands.batch.jobs[recorded["evaluate"]]["dependsOn"] == [{"jobId": recorded["train"]}]
-    assert commands.store().rounds() == [1, 2]
+    assert commands.store().submissions() == [1, 2]
     with pytest.raises(ConfigError, match="is under way"):
         submit.run_retry(arguments, commands.warnings.append)
 
@@ -205,7 +205,7 @@ def test_a_start_from_the_beginning_killed_and_repeated(number: int, commands: C
     stray = commands.batch.jobs[commands.ids()["embed"]] | {"jobId": "stray", "status": "RUNNABLE", "attempts": []}
     commands.batch.add(stray)
     if not commands.submit(OTHER, Faults(kill_after=number), fresh=True):
-        under_way = commands.store().rounds() == [2]
+        under_way = commands.store().submissions() == [2]
         assert commands.submit(OTHER, fresh=not under_way)
     assert commands.live_names() == [f"{name}-round-2" for name in NAMES]
     assert {*commands.ids(2).values()} == {one["jobId"] for one in commands.live()}

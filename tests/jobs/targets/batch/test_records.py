@@ -164,8 +164,10 @@ def test_whoever_reconciles_ends_what_feeds_only_jobs_that_cannot_run(tmp_path: 
 @pytest.mark.parametrize("then", ["cancel", "submit"])
 def test_a_job_that_a_dead_retry_did_not_record_is_ended(setting: Setting, then: str) -> None:
     setting.target().cancel(setting.plan, "all have failed")
-    assert any(setting.drive_killed(Faults(kill_after=number), round_=2) and setting.live() for number in range(1, 40))
-    assert (setting.live_names(), setting.store().rounds()) == (["train-round-2"], [1])
+    assert any(
+        setting.drive_killed(Faults(kill_after=number), submission=2) and setting.live() for number in range(1, 40)
+    )
+    assert (setting.live_names(), setting.store().submissions()) == (["train-round-2"], [1])
     job_id = setting.live()[0]["jobId"]
     if then == "cancel":
         setting.target().cancel(setting.plan, "by hand")
@@ -174,7 +176,7 @@ def test_a_job_that_a_dead_retry_did_not_record_is_ended(setting: Setting, then:
     assert setting.live() == []
     # Its container has 30 s: the next retry makes another job.
     setting.batch.jobs[job_id] |= {"status": "RUNNING", "isTerminated": True}
-    setting.drive(round_=2)
+    setting.drive(submission=2)
     assert job_id not in setting.ids(2).values()
 
 

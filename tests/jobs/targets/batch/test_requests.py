@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.job_states import EXITED, HOST_TERMINATED, TASK_NOT_STARTED, AttemptEnd, is_tried_again
+from jobs.cycle.job_states import EXITED, HOST_TERMINATED, TASK_NOT_STARTED, AttemptEnd, should_retry
 from jobs.plan.spec import JobPlan, JobSpec, Retry
 from jobs.targets.batch.requests import check_plan, definition_request, submit_request
 from pipeline.core.errors import EXIT_BUG, EXIT_TABLE, ConfigError
@@ -92,5 +92,5 @@ def of_batch(end: AttemptEnd) -> str:
     ],
 )
 def test_aws_batch_and_our_engine_try_again_for_the_same_ends(end: AttemptEnd, again: bool) -> None:
-    assert (is_tried_again(RETRY, 1, end), of_batch(end)) == (again, "RETRY" if again else "EXIT")
-    assert not is_tried_again(RETRY, 3, end)
+    assert (should_retry(RETRY, 1, end), of_batch(end)) == (again, "RETRY" if again else "EXIT")
+    assert not should_retry(RETRY, 3, end)

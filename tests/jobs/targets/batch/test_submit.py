@@ -109,7 +109,7 @@ def test_a_later_round_makes_new_jobs_that_wait_for_each_other_only(setting: Set
         one["status"] = "SUCCEEDED" if one["jobId"].startswith(train) else "FAILED"
     setting.batch.forget(train)
     for _ in range(2):
-        setting.drive(round_=2, jobs=["embed", "verify"])
+        setting.drive(submission=2, jobs=["embed", "verify"])
         embed, verify = setting.batch.submitted[3:]
     assert embed["jobName"] == "relevance-2026-11-20-embed-round-2"
     assert {"name": "TRNJOBS_ROUND", "value": "2"} in embed["containerOverrides"]["environment"]
@@ -123,14 +123,14 @@ def test_what_a_driver_left_unrecorded_in_an_earlier_round_is_ended(tmp_path: Pa
         setting.drive()
         for one in setting.batch.jobs.values():
             one["status"] = "FAILED"
-        setting.drive_killed(faults, round_=2, jobs=["embed", "verify"])
+        setting.drive_killed(faults, submission=2, jobs=["embed", "verify"])
         return setting
 
     in_second_round(tmp_path / "count", count := Faults())
     setting = in_second_round(tmp_path / "run", Faults(kill_after=position(count.calls, "SubmitJob", 2)))
     assert setting.live_names() == ["embed-round-2", "verify-round-2"]
     assert setting.ids(2).keys() == {"embed"}
-    setting.drive(round_=3, jobs=["verify"])
+    setting.drive(submission=3, jobs=["verify"])
     assert setting.live_names() == ["embed-round-2", "verify-round-3"]
 
 

@@ -41,12 +41,12 @@ class MemoryFiles(LocalFiles):
     def touch(self) -> None:
         self.touches.append("")
 
-    def state(self, round_: int) -> tuple[JobRecord, ...]:
-        return self.saved.get(round_, ())
+    def state(self, submission: int) -> tuple[JobRecord, ...]:
+        return self.saved.get(submission, ())
 
-    def save_state(self, round_: int, records: tuple[JobRecord, ...]) -> None:
+    def save_state(self, submission: int, records: tuple[JobRecord, ...]) -> None:
         self.before_save()
-        self.saved[round_] = records
+        self.saved[submission] = records
         self.before_save()
 
     def cancelled(self) -> dict[str, str]:

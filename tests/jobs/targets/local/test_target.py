@@ -64,8 +64,8 @@ def target(place: Path, *, grace_s: float = 10.0, say: Callable[[str], None] = l
     return LocalTarget(store, place / "scratch", MACHINE, say, stop, grace_s=grace_s, poll_s=0.01)
 
 
-def submit(to: LocalTarget, plan: JobPlan, round_: int = 1) -> dict[str, JobRecord]:
-    to.submit(plan, round_, [one.name for one in plan.jobs])
+def submit(to: LocalTarget, plan: JobPlan, submission: int = 1) -> dict[str, JobRecord]:
+    to.submit(plan, submission, [one.name for one in plan.jobs])
     return {record.name: record for record in to.records(plan)}
 
 
@@ -226,7 +226,7 @@ def test_a_job_that_may_still_run_is_not_submitted_again(place: Path) -> None:
     engine.kill()
     engine.join()
     with pytest.raises(ConfigError, match=r"a is (STARTING|RUNNING) in round 1"):
-        submit(target(place), plan, round_=2)
+        submit(target(place), plan, submission=2)
     target(place).cancel(plan, "end of the test")
 
 

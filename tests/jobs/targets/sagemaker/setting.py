@@ -78,12 +78,12 @@ class Setting:
         with self.store().submitting(self.plan, "sagemaker", "driver"):
             pass
 
-    def drive(self, meanwhile: Callable[[], object], faults: Faults | None = None, *, round_: int = 1) -> None:
+    def drive(self, meanwhile: Callable[[], object], faults: Faults | None = None, *, submission: int = 1) -> None:
         """One driver from its submission to the end of the cycle, in a process of its own."""
         faults = self.ml.faults = faults or Faults()
         names = [one.name for one in self.plan.jobs]
         try:
-            self.target(self.store(faults), Following(meanwhile)).submit(self.plan, round_, names)
+            self.target(self.store(faults), Following(meanwhile)).submit(self.plan, submission, names)
         finally:
             self.ml.faults = Faults()
 
@@ -97,22 +97,22 @@ class Setting:
 
     def tick(self) -> dict[str, JobRecord]:
         """One advance by a driver; records of leaves by name."""
-        if not self.store().rounds():
+        if not self.store().submissions():
             self.claim()
             self.begin()
         return {task.name: task for one in self.target().advance(self.plan) for task in one.tasks()}
 
-    def begin(self, round_: int = 1, jobs: tuple[str, ...] = ()) -> None:
+    def begin(self, submission: int = 1, jobs: tuple[str, ...] = ()) -> None:
         """Submissions alone, as of a driver that died right after them."""
         stop = StopSignal()
         stop.set("SIGTERM")
         target = self.target(stop=stop)
-        target.record_submissions(self.plan, round_, jobs or tuple(one.name for one in self.plan.jobs))
+        target.record_submissions(self.plan, submission, jobs or tuple(one.name for one in self.plan.jobs))
 
-    def name(self, task: str, attempt: int = 1, round_: int = 1) -> str:
+    def name(self, task: str, attempt: int = 1, submission: int = 1) -> str:
         """Of a training job."""
         job_name, _, index = task.partition(":")
-        wanted = f"-{job_name}{'-' + index if index else ''}-r{round_}a{attempt}-"
+        wanted = f"-{job_name}{'-' + index if index else ''}-r{submission}a{attempt}-"
         (found,) = [name for name in self.ml.jobs if wanted in name]
         return found
 

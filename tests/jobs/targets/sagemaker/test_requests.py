@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.job_states import HOST_TERMINATED, Task, is_tried_again
+from jobs.cycle.job_states import HOST_TERMINATED, Task, should_retry
 from jobs.plan.cycle import plan_script
 from jobs.plan.spec import Retry
 from jobs.settings import JobsConfig, Step
@@ -128,10 +128,10 @@ def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_st
 def test_names_are_short_and_differ_for_every_try_round_child_and_life(pipeline: str) -> None:
     long = plan(job("e" * 40, array_size=2)).model_copy(update={"pipeline": pipeline})
     names = [
-        CycleRun(long, life).training_job(Task(long.jobs[0], index), round_, attempt)
-        for life in (1.0, 2.0)
+        CycleRun(long, claimed_at).training_job(Task(long.jobs[0], index), submission, attempt)
+        for claimed_at in (1.0, 2.0)
         for index in (0, 1)
-        for round_ in (1, 12)
+        for submission in (1, 12)
         for attempt in (1, 10)
     ]
     assert len(set(names)) == len(names)
@@ -192,7 +192,7 @@ def test_every_kind_of_failure_is_tried_again_alike_by_us_and_by_the_rules_of_th
     """Though its reason is cut."""
     retry = Retry.of(3)
     end, strategy = end_of("Failed", "Failed", reason), {"attempts": 3, "evaluateOnExit": retry_rules(retry)}
-    assert (end.exit_code, is_tried_again(retry, 1, end)) == (code, again)
+    assert (end.exit_code, should_retry(retry, 1, end)) == (code, again)
     assert end.status_reason != HOST_TERMINATED
     assert FakeServiceJobs.tries_again({"retryStrategy": strategy, "attempts": []}, RECEIVED + reason) == again
 

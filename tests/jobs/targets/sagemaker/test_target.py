@@ -28,8 +28,15 @@ from jobs.plan.resources import prices_of
 from jobs.plan.spec import JobSpec
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import OpenCycle
-from jobs.targets.sagemaker.routes import QUEUED, Seen
-from jobs.targets.sagemaker.target import LAG_S, LOG_GROUP, Look, SageMakerTarget, looked, observed_record
+from jobs.targets.sagemaker.routes import QUEUED, ObservedAttempt
+from jobs.targets.sagemaker.target import (
+    LAG_S,
+    LOG_GROUP,
+    CycleActions,
+    SageMakerTarget,
+    decide_actions,
+    observed_record,
+)
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from tests.jobs.cycle.cases import TRN1, job
@@ -98,7 +105,7 @@ def test_a_retry_after_the_training_job_was_deleted(one: Setting) -> None:
     assert one.states() == {"train": FAILED}  # from the record
     one.begin(2, ("train",))
     one.tick()
-    one.ml.finish(one.name("train", round_=2), 0)
+    one.ml.finish(one.name("train", submission=2), 0)
     assert one.tick()["train"].state is SUCCEEDED
 
 
@@ -339,9 +346,9 @@ def test_reconcile_alone_takes_a_cycle_to_its_report_and_one_out_of_reach_holds_
 # What is done for jobs that are to end before their time, from records and what was seen of attempts. Pure.
 
 BY_HAND = Cancel(reason=CANCELLED + "by hand", at=100.0)
-RUNS = Seen(started_at=1.0)
-STOPPED = Seen(started_at=1.0, ended_at=120.0, end=AttemptEnd(143, EXITED))
-WAITS = Seen(is_queued=True, note=QUEUED)
+RUNS = ObservedAttempt(started_at=1.0)
+STOPPED = ObservedAttempt(started_at=1.0, ended_at=120.0, end=AttemptEnd(143, EXITED))
+WAITS = ObservedAttempt(is_queued=True, note=QUEUED)
 
 
 def record_of(task: Task, state: JobState = RUNNABLE, reason: str = "") -> JobRecord:
@@ -350,21 +357,21 @@ def record_of(task: Task, state: JobState = RUNNABLE, reason: str = "") -> JobRe
 
 def found(
     jobs: list[JobSpec],
-    seen: Mapping[str, Seen | None],
+    seen: Mapping[str, ObservedAttempt | None],
     cancelled: Mapping[str, Cancel],
     *,
     at: float = 200.0,
     note: str = "",
-) -> Look:
+) -> CycleActions:
     """`seen`: of the attempts that exist."""
     tasks = [task for one in jobs for task in tasks_of(one)]
     states = {task.name: JobState.PENDING if task.spec.depends_on else RUNNABLE for task in tasks}
     records = {task.name: record_of(task, states[task.name], note) for task in tasks}
-    return looked(tasks, records, lambda task, attempt: seen.get(task.name), cancelled=cancelled, at=at)
+    return decide_actions(tasks, records, lambda task, attempt: seen.get(task.name), cancelled=cancelled, at=at)
 
 
 @pytest.mark.parametrize("seen", [STOPPED, None, WAITS, RUNS])
-def test_of_a_cancelled_cycle_every_job_says_so_and_none_that_a_dependency_failed(seen: Seen | None) -> None:
+def test_of_a_cancelled_cycle_every_job_says_so_and_none_that_a_dependency_failed(seen: ObservedAttempt | None) -> None:
     """Whatever it waited for is cancelled with it, and has not failed."""
     jobs = [job("a"), job("b", "a"), job("c", "b"), job("e", "b", array_size=2)]
     after = found(jobs, {"a": seen}, dict.fromkeys(["a", "b", "c", "e:0", "e:1"], BY_HAND))
@@ -376,9 +383,9 @@ def test_of_a_cancelled_cycle_every_job_says_so_and_none_that_a_dependency_faile
 
 
 @pytest.mark.parametrize(("health", "stops"), [(RUNS, ["health"]), (None, []), (WAITS, ["health"])])
-def test_what_feeds_only_a_job_that_cannot_run_is_ended(health: Seen | None, stops: list[str]) -> None:
+def test_what_feeds_only_a_job_that_cannot_run_is_ended(health: ObservedAttempt | None, stops: list[str]) -> None:
     jobs = [job("prepare"), job("health"), job("step"), job("compile", "prepare", "health")]
-    failed = Seen(started_at=1.0, ended_at=50.0, end=AttemptEnd(65, EXITED))
+    failed = ObservedAttempt(started_at=1.0, ended_at=50.0, end=AttemptEnd(65, EXITED))
     after = found(jobs, {"prepare": failed, "health": health}, {})
     reason = "no longer needed: prepare failed"
     assert [(task.name, why) for task, why in after.stops] == [(name, reason) for name in stops]
@@ -400,7 +407,7 @@ def test_an_attempt_that_ended_by_itself_before_it_was_cancelled_keeps_its_end(
 ) -> None:
     task = Task(job("a"))
     running = running_record(starting_record(record_of(task), ["s"]), 1.0)
-    one = Seen(started_at=1.0, ended_at=ended_at, end=AttemptEnd(code, EXITED))
+    one = ObservedAttempt(started_at=1.0, ended_at=ended_at, end=AttemptEnd(code, EXITED))
     assert observed_record(task, running, one, BY_HAND, 200.0).state is state
 
 
@@ -425,9 +432,9 @@ def test_what_waits_in_a_queue_stays_runnable_and_what_vanished_before_it_began_
     assert [task.name for task in after.starts] == ["b"]
     task = Task(job("a"))
     made = starting_record(record_of(task), ["s"])
-    vanished = looked([task], {"a": made}, lambda task, attempt: None, cancelled={}, at=9.0)
+    vanished = decide_actions([task], {"a": made}, lambda task, attempt: None, cancelled={}, at=9.0)
     assert ([one.name for one in vanished.starts], vanished.stops) == (["a"], ())
-    done = observed_record(task, made, Seen(ended_at=5.0, end=AttemptEnd(0, EXITED)), None, 9.0)
+    done = observed_record(task, made, ObservedAttempt(ended_at=5.0, end=AttemptEnd(0, EXITED)), None, 9.0)
     assert (done.state, done.started_at) == (SUCCEEDED, 5.0)
     # Between two attempts Batch has it in its queue again, and our record still has the first as active.
     assert observed_record(task, made, WAITS, None, 9.0).state is STARTING
