@@ -26,6 +26,7 @@ from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target, with_errors, with_placements
 from pipeline.backends import may_use_neuron
+from pipeline.context import check_workspace
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.format import format_duration
 from pipeline.core.machines import NODES
@@ -174,6 +175,7 @@ def open_newest(
 ) -> OpenCycle:
     """Open the cycle that the settings name; if they name none, the newest with jobs."""
     asked = open_cycle(settings, say, stop, is_shown=is_shown)
+    check_workspace(asked.store.storage)
     newest = [] if settings.cycle else newest_cycles(asked.store) or list(claims_by_age(asked.store, runs=True))
     return asked.other(newest[-1]) if newest else asked
 

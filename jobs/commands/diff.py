@@ -7,7 +7,7 @@ from typing import Any
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.tables import value_text
 from jobs.settings import differences
-from jobs.setup import newest_cycles, open_cycle
+from jobs.setup import newest_cycles, open_newest
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_count, shortened
@@ -24,7 +24,7 @@ _SAME = 5e-5
 
 def run_diff(arguments: argparse.Namespace, say: Say) -> int:
     """Print the differences of two cycles (default: the newest two). Raises ConfigError if one is not there."""
-    asked = open_cycle(arguments.settings, say)
+    asked = open_newest(arguments.settings, say)
     names = arguments.cycles or newest_cycles(asked.store)[-2:]
     if len(names) != 2:
         raise ConfigError(

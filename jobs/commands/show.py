@@ -78,6 +78,8 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             say(f"earlier cycles cannot be read: {error.seen}")
         for line in plan_lines(plan, seconds, prices_of(settings.jobs, target), settings.jobs.sla_s):
             say(line)
+        if target == "local" and seconds:
+            say(LOCAL_COST)
         if few:
             say(f"warning: cycle {names[-1]}: {few}")
     return EXIT_OK
@@ -191,7 +193,7 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bo
 
 def run_history(arguments: argparse.Namespace, say: Say) -> int:
     """Print the cycles of a workspace, newest last: one line each, from the records."""
-    asked = open_cycle(arguments.settings, say)
+    asked = open_newest(arguments.settings, say)
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "tries", "why")]
     errors = list[str]()
     for name, claim in list(claims_by_age(asked.store, runs=True).items())[-arguments.last :]:

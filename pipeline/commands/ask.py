@@ -68,9 +68,11 @@ def run_search(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
         say(f"{one_line(query)} | {models[0].name}, {len(models[0].index):,} products, by {by}")
         lines = _one_column(found[0], by)
     else:
-        lines = _two_columns(found[0], found[1], (models[0].name, models[1].name), width)
+        say(f"{one_line(query)} | by {by}")
+        lines = two_columns(found[0], found[1], (models[0].name, models[1].name), width)
+        lines.append("+2: two places higher on the left than on the right; new: not on the right")
     for line in lines:
-        say(line if cell_len(line) <= width else f"{set_cell_size(line, width - 3)}...")
+        say(_cut(line, width))
     if not found[0]:
         say(f"nothing shares a word with {one_line(query)!r}")
     return EXIT_OK
@@ -87,7 +89,7 @@ def _one_column(hits: Sequence[Hit], by: str) -> list[str]:
     return aligned(rows, left=(4,))
 
 
-def _two_columns(left: Sequence[Hit], right: Sequence[Hit], names: tuple[str, str], width: int) -> list[str]:
+def two_columns(left: Sequence[Hit], right: Sequence[Hit], names: tuple[str, str], width: int) -> list[str]:
     """Return both lists side by side, and how far each product on the left moved from its place on the right."""
     room = (width - 4 - 2 - 5 - 2) // 2
     places = {hit.id: rank for rank, hit in enumerate(right, 1)}
@@ -96,9 +98,14 @@ def _two_columns(left: Sequence[Hit], right: Sequence[Hit], names: tuple[str, st
         ours = left[rank] if rank < len(left) else None
         theirs = right[rank].title if rank < len(right) else ""
         moved = "" if ours is None else _moved(places.get(ours.id), rank + 1)
-        texts = [set_cell_size(one_line(title), room) for title in (ours.title if ours else "", theirs)]
+        texts = [set_cell_size(_cut(one_line(title), room), room) for title in (ours.title if ours else "", theirs)]
         lines.append(f"{rank + 1:>3} {texts[0]}  {moved:>5}  {texts[1]}".rstrip())
     return lines
+
+
+def _cut(text: str, width: int) -> str:
+    """Return a text that fits `width` terminal cells, with an ellipsis where it is cut."""
+    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1)}…"
 
 
 def _moved(before: int | None, now: int) -> str:
@@ -124,7 +131,7 @@ def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
     pairs = [pair for pair in registry.pairs() if served and (pair == served) == (beside == _PRODUCTION)]
     if not pairs:
         raise ConfigError(
-            f"no {'earlier ' if served else ''}pair of {registry.model} was served",
+            f"no {'earlier ' if served else ''}vectors of model {registry.model!r} were served",
             expected="two cycles with vectors",
             next_command="trnpipe serving show",
         )

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.backends import Backend, Batch
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
-from pipeline.context import load_result, scratch_folder
+from pipeline.context import check_workspace, load_result, scratch_folder
 from pipeline.core.arrays import Float32s, Float64s, Int64s
 from pipeline.core.errors import ConfigError, DataError, NumericError
 from pipeline.core.stop import StopSignal
@@ -297,6 +297,7 @@ def open_model(settings: Settings, workspace: Storage, named: str, cycle: str, s
 
     Raises ConfigError if nothing is served or in production, CheckpointError, DataError.
     """
+    check_workspace(workspace)
     scratch, vectors, place = scratch_folder(settings, workspace, os.environ) / "asked", None, named
     if cycle and not named:
         trained = load_result(workspace, cycle, "train")
