@@ -261,12 +261,14 @@ def _split(
     lines.append("queries by split: " + ", ".join(f"{name} about {count:,.0f}" for name, count in sizes.items()))
     if sizes["test"] < needed:
         lines.append(
-            f"THE GATE CANNOT JUDGE by {sizes['test']:.0f} test queries, it needs {needed}: judge more queries, or"
+            f"THE GATE CANNOT JUDGE with {sizes['test']:.0f} test queries, it needs {needed}: judge more queries, or"
             " promote a first model unjudged with --gate.first-without-comparison"
         )
     else:
         drop = _HALF_WIDTH / sizes["test"] ** 0.5
-        lines.append(f"the gate will tell differences in nDCG of about {drop:.2g} by {sizes['test']:.0f} test queries")
+        lines.append(
+            f"with {sizes['test']:.0f} test queries the gate can detect differences in nDCG of about {drop:.2g}"
+        )
     return (fraction if fraction != settings.data.test_fraction else None), lines
 
 
@@ -280,7 +282,6 @@ def project_text(path: str, guess: Guess, test_fraction: float | None, settings:
     """Return the content of trnpipe.toml, with all explicitly set `settings`. Pure."""
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path.rstrip("/")).stem).strip("-_") or "search"
     data = {
-        "name": stem,
         "path": path,
         "labels": guess.labels or guess.unordered,
         "numeric": guess.numeric,
@@ -291,29 +292,25 @@ def project_text(path: str, guess: Guess, test_fraction: float | None, settings:
         "": {"model_name": stem, "workspace": f"workspace/{stem}"},
         "data": {name: value for name, value in data.items() if value},
         "data.columns": {name: column for name, column in guess.columns.items() if name != column},
-        "model": {"preset": "tiny"},
-        "train": {"epochs": 2.0, "global_batch_size": 64, "micro_batch_size": 64, "metric": "combined"},
-        "train.optimizer": {"learning_rate": 5e-4},
+        "train": {"metric": "combined"},
         "health": {"min_free_gib": 1},
     }
     for section, name, value in explicit_values(settings) if settings else ():
         if value is not None and (section, name) not in (("", "cycle"), ("data", "path")):
             sections.setdefault(section, {})[name] = value
     comments = {
-        "data.path": f"the next day: move it to {stem}/dt=YYYY-MM-DD/, name that folder here, add days",
+        "data.path": f"when it changes, all of it counts as new; for days, use folders: {stem}/dt=YYYY-MM-DD/",
         "data.labels": "the least relevant first",
-        "model.preset": "a few minutes on a CPU; small: MiniLM's size, with model.init_from (configs/small.toml)",
-        "health.min_free_gib": "what a cycle of this model writes",
+        "train.metric": "of scores and of search, to choose the best checkpoint",
+        "health.min_free_gib": "disk space that a cycle of the tiny model writes",
     }
     if guess.unordered:
         comments["data.labels"] = "PUT THEM IN ORDER, the least relevant first, then remove the # at the beginning"
     if not Path(path).suffix:
         del comments["data.path"]
-    lines = [
-        "# Written by trnpipe init. Commands in this folder and below read it; trnpipe config prints all settings."
-    ]
+    lines = ["# Written by trnpipe init, read by all commands in this folder and below."]
     for section, values in sections.items():
-        lines += ["", f"[{section}]"] if section and values else []
+        lines += [f"[{section}]"] if section and values else []
         for name, value in values.items():
             comment, mark = comments.get(f"{section}.{name}"), "# " if guess.unordered and name == "labels" else ""
             lines.append(f"{mark}{name} = {_toml(value)}" + (f"  # {comment}" if comment else ""))

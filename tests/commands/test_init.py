@@ -9,6 +9,7 @@ from pipeline import cli
 from pipeline.commands.init import Column, guess_columns, project_text
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.settings import PROJECT_FILE, project_files, resolve
+from tests.docs.markdown import ROOT, blocks
 
 
 def columns(**values: list[str]) -> dict[str, Column]:
@@ -121,7 +122,15 @@ def test_the_project_file_is_toml_whatever_columns_are_called() -> None:
     parsed = tomllib.loads(project_text("s3://bucket/a b/", guess, 0.2))
     assert parsed["data"]["columns"] == {"query": 'que"ry\\'}
     assert (parsed["data"]["path"], parsed["data"]["test_fraction"]) == ("s3://bucket/a b/", 0.2)
-    assert parsed["model_name"] == parsed["data"]["name"] == "a-b"
+    assert parsed["model_name"] == "a-b"
+
+
+def test_the_readme_shows_the_file_that_init_writes() -> None:
+    shown = {block.info: block.text for block in blocks(ROOT / "README.md")}
+    names = shown["csv"].splitlines()[0].split(",")
+    prices, brands = ([f"{at % count}{end}" for at in range(400)] for count, end in ((40, ".5"), (7, " brand")))
+    cells = dict(zip(names, (QUERIES, TITLES, GRADES, prices, brands), strict=True))
+    assert project_text("judgements.csv", guess_columns(columns(**cells)), None).rstrip() == shown["toml"]
 
 
 def test_init_writes_a_file_that_prepare_reads_from_a_folder_below(
