@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,13 +20,13 @@ from jobs.cycle.job_states import Closed, JobRecord, without_error
 from jobs.cycle.page.gather import PageData, gather
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import failure_lines
-from jobs.cycle.verdict import verdict_lines
+from jobs.cycle.verdict import outcome_words, verdict_lines
 from jobs.plan.cycle import AFTER, RUN_PREFIX, plan_cycle, plan_script
 from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target, with_errors, with_placements
 from pipeline.backends import may_use_neuron
-from pipeline.context import check_workspace
+from pipeline.context import check_workspace, load_result
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.format import format_duration
 from pipeline.core.machines import NODES
@@ -131,6 +131,13 @@ class OpenCycle:
         """Return a command about this cycle that can be pasted where this one was typed."""
         root = self.store.storage.root.removeprefix("file://")
         return shlex.join([program(), name, "--workspace", root, "--cycle", self.name])
+
+    def outcome(self, closed: Closed) -> str:
+        """Return how this cycle ended, with what became of its model."""
+        judged = None
+        with suppress(DataError):  # a damaged result hides no cycle
+            judged = load_result(self.store.storage, self.name, "evaluate")
+        return outcome_words(closed.outcome, judged.figures if judged else {})
 
     def failure_lines(self, records: Sequence[JobRecord]) -> list[str]:
         """Return the errors of failed jobs, and commands for their logs that can be pasted here."""

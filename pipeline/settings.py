@@ -472,6 +472,8 @@ def _validation_error(model: type[Settings], error: ValidationError, layer: Laye
         members = [f"{key} from {sourced.source}" for key, sourced in layer.items() if key.startswith(f"{name}.")]
         source = layer[name].source if name in layer else ", ".join(members) or DEFAULT
         reason = problem["msg"][:1].lower() + problem["msg"][1:]
+        if "A-Za-z0-9_.-" in str(problem.get("ctx")):  # the pattern of names
+            reason = "only letters, digits and _.- are allowed, the first must be a letter or a digit"
         lines.append(f"{name}{inside} = {problem['input']!r} ({source}): {reason}")
         expected = f"{fields[name].takes} - {fields[name].field.description}" if name in fields else ""
     return ConfigError(

@@ -6,6 +6,7 @@ from typing import Any
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.tables import value_text
+from jobs.cycle.verdict import metric_name
 from jobs.settings import differences
 from jobs.setup import newest_cycles, open_newest
 from pipeline.context import Figure, load_result
@@ -38,7 +39,7 @@ def run_diff(arguments: argparse.Namespace, say: Say) -> int:
     say(f"{one.cycle} -> {other.cycle}")
     for title, lines in (
         ("settings", _changed(_settings(one), _settings(other))),
-        ("data", _changed(_data(one), _data(other))),
+        ("data of all prepared days", _changed(_data(one), _data(other))),
         ("metrics", _metrics(*(load_report(store.storage, store.cycle) for store in (one, other)))),
     ):
         say(f"{title}:" + ("" if lines else " no difference"))
@@ -76,7 +77,7 @@ def _metrics(before: EvaluationReport | None, now: EvaluationReport | None) -> l
         return [f"{'the first' if before is None else 'the second'} was not evaluated"]
     ours, theirs = before.candidate.figures, now.candidate.figures
     rows: list[Sequence[str]] = [
-        (name, f"{ours[name]:.4f}", "->", f"{theirs[name]:.4f}", f"{theirs[name] - ours[name]:+.4f}")
+        (metric_name(name), f"{ours[name]:.4f}", "->", f"{theirs[name]:.4f}", f"{theirs[name] - ours[name]:+.4f}")
         for name in _MAIN_METRICS
         if name in ours and name in theirs and abs(theirs[name] - ours[name]) > _SAME
     ]

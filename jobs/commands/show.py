@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -19,7 +18,6 @@ from jobs.cycle.cycle_store import claims_by_age
 from jobs.cycle.job_states import JobRecord, JobState, outcome_of, without_error
 from jobs.cycle.page.publish import write_page
 from jobs.cycle.tables import GOODPUT, LOCAL_COST, cost_lines, plan_lines, status_lines, total_lines
-from jobs.cycle.verdict import outcome_words
 from jobs.plan.resources import prices_of
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
@@ -29,8 +27,9 @@ from jobs.targets.batch.account import account_problems, account_warnings, chang
 from jobs.targets.batch.requests import check_plan, definition_request, submit_request
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from jobs.targets.sagemaker.requests import sagemaker_requests
+from pipeline.command_line import hint
 from pipeline.context import Figure, load_result
-from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TrnpipeError
+from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
 from pipeline.io.paths import temporary_folder
@@ -139,7 +138,8 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
         return EXIT_OK
     for line in (*status_lines(records), *cycle.failure_lines(records)):
         say(line)
-    say(f"cycle {store.cycle}: {without_error(closed.text, records) if closed else cycle.standing()}")
+    ended = closed and ", ".join(filter(None, (cycle.outcome(closed), without_error(closed.reason, records))))
+    say(f"cycle {store.cycle}: {ended or cycle.standing()}")
     return EXIT_OK
 
 
@@ -170,7 +170,7 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bo
     record = every.get(job)
     if record is None or record.children:
         raise ConfigError(
-            f"{job} is an array of {len(record.children)}" if record else f"no job {job!r} was submitted",
+            f"{job} is an array of {len(record.children)}" if record else f"no job {job!r}{hint(job, every)}",
             expected=f"{job}:0 and so on" if record else f"one of {', '.join(every) or 'none'}",
             next_command="trnjobs status",
         )
@@ -200,12 +200,9 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
         cycle = asked.other(name)
         closed, records = cycle.store.closed(), cycle.with_errors(cycle.store.records())
         errors += [line if line.startswith(" ") else f"cycle {name}: {line}" for line in cycle.failure_lines(records)]
-        outcome, why, judged = "under way", "", None
+        outcome, why = "under way", ""
         if closed is not None:
-            with suppress(DataError):  # a damaged result hides no cycle
-                judged = load_result(cycle.store.storage, name, "evaluate")
-            outcome = outcome_words(closed.outcome, judged.figures if judged else {})
-            why = without_error(closed.reason, records)
+            outcome, why = cycle.outcome(closed), without_error(closed.reason, records)
         target, at, took = "-", "-", "-"
         if claim is None:
             why = "its claim.json is not a valid record"

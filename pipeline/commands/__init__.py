@@ -48,7 +48,9 @@ class ToolCall:
         """Return a whole number from 1 to `most` among the options. Raises ConfigError."""
         text = self.options.get(option, str(default))
         if not text.isdecimal() or not 0 < int(text) <= most:
-            raise ConfigError(f"{option} {text!r}", expected=f"a number from 1 to {most}")
+            raise ConfigError(
+                f"{option} {text!r}", expected=f"a number from 1 to {most}", next_command=f"{option} {default}"
+            )
         return int(text)
 
 
