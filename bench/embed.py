@@ -30,7 +30,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import Embedder, distinct_texts, open_engine, row_batches, row_shapes
-from pipeline.embed.unpadded import PackedLinear, packs_weights
+from pipeline.embed.unpadded import PackedLinear, supports_packed_weights
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.weights import initial_model
 
@@ -109,7 +109,7 @@ def matrix_peak(device: torch.device) -> float:
         large = torch.randn(size, size, device=device, dtype=torch.bfloat16)
         return max(flops / seconds_of(lambda: (large @ large)[0, 0].item()) for _ in range(repeats))
     cores, left, layer = torch.get_num_threads(), torch.randn(size, size), torch.nn.Linear(size, size)
-    packed = PackedLinear(layer, torch.float32, size, packed=packs_weights(torch.float32))
+    packed = PackedLinear(layer, torch.float32, size, packed=supports_packed_weights(torch.float32))
     best = min(seconds_of(lambda: left @ left) for _ in range(repeats))
     with torch.no_grad(), ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         each = min(seconds_of(lambda: list(pool.map(packed, [left] * cores))) for _ in range(repeats))

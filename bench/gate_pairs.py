@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.evaluate.config import GateConfig, MetricsConfig
-from pipeline.evaluate.gate.compare import Side, Verdict
+from pipeline.evaluate.gate.compare import GateInput, Verdict
 from pipeline.evaluate.gate.judge import Baseline, judge
 from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.metrics.ranking import Ranking, ndcg_by_query
@@ -68,8 +68,8 @@ class Population:
             candidate, incumbent = self.holdout(taken)
             ours, theirs = search.searched(taken) if search else (None, None)
             verdict = judge(
-                Side(candidate, METRICS, retrieval=ours),
-                Side(incumbent, METRICS, retrieval=theirs),
+                GateInput(candidate, METRICS, retrieval=ours),
+                GateInput(incumbent, METRICS, retrieval=theirs),
                 config,
                 searched=search is not None,
                 seed=seed + number,
@@ -94,7 +94,7 @@ class Population:
             ours, theirs = search.searched(taken)
             tools = [Baseline("boosting", rows=tool), Baseline("BM25", retrieval=theirs)]
             found.append(
-                judge(Side(candidate, METRICS, retrieval=ours), None, config, baselines=tools, seed=seed + number)
+                judge(GateInput(candidate, METRICS, retrieval=ours), None, config, baselines=tools, seed=seed + number)
             )
         return found
 

@@ -26,7 +26,7 @@ from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
-from pipeline.train.config import batch_share
+from pipeline.train.config import rank_slice
 from pipeline.train.step import TrainProgram, flat_strategy, module_strategy
 
 if TYPE_CHECKING:
@@ -105,13 +105,13 @@ class Task:
 
 def serve_ours(task: Task, line: Line, *, is_flat: bool, is_compiled: bool = False) -> None:
     """Our training program: as it comes, or through a module spread over the one rank there is."""
-    backend, config, share = open_backend(task.device), task.config, batch_share(task.config, 1)
+    backend, config, share = open_backend(task.device), task.config, rank_slice(task.config, 1)
     model = build_model(task.model, task.spec, config.seed)
     for layer in model.encoder.layers if is_compiled else ():
         vars(layer)["forward"] = torch.compile(layer.forward)  # hooks of shards stay outside
     alone = ProcessGroup(World(), timeout_s=60)
     strategy = flat_strategy(model, backend, config) if is_flat else module_strategy(model, backend, config, alone)
-    program = TrainProgram(strategy, backend, config, share, figure_rows=LOG_EVERY, buckets=(task.bucket,))
+    program = TrainProgram(strategy, backend, config, share, metric_rows=LOG_EVERY, buckets=(task.bucket,))
     with open_stepper(program, backend, task.rows, config, LOG_EVERY) as stepper:
         stepper.warm_up()
         task.make_room()

@@ -153,7 +153,7 @@ def mine_here(place: Path, num_items: int, num_queries: int) -> Passed:
     with MemoryPeak() as memory:
         start_bytes, started = memory.anonymous_bytes, time.monotonic()
         of_vectors, parts = parts_at(place, num_items, num_queries, config)
-        found = len(parts.parts.done())
+        found = len(parts.store.done())
         judged = vectors.judged()
 
         def open_search() -> Search:
@@ -165,7 +165,7 @@ def mine_here(place: Path, num_items: int, num_queries: int) -> Passed:
             dataset="made-up", token_sets=(), rows=(num_items,), source="made-up", settings={}, figures=dict(counts)
         )
         ids = np.arange(num_queries, dtype=np.int64)
-        storage, negatives = parts.parts.storage, Negatives(ids, product)
+        storage, negatives = parts.store.storage, Negatives(ids, product)
         made = commit_negatives(storage, "negatives/made-up/x", negatives, info, place / "scratch")
         seconds = time.monotonic() - started
     return Passed(
@@ -222,7 +222,7 @@ def kill_half_way(place: Path, items: int, queries: int) -> float:
     """Start, and kill when half of the parts are there; seconds until then. Raises RuntimeError when it had ended."""
     _, parts = parts_at(place, items, queries, MineConfig())
     began, process = time.monotonic(), start(place, items, queries)
-    while len(parts.parts.done()) < len(parts) // 2:
+    while len(parts.store.done()) < len(parts) // 2:
         if process.poll() is not None:
             raise RuntimeError(f"a mining ended with {process.returncode} before it was half way")
         time.sleep(_LOOK_S)

@@ -15,7 +15,7 @@ from pipeline.data.loader import RowSource
 from pipeline.data.training_groups import GroupedRows
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.weights import initial_model
-from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
+from pipeline.train.config import TrainConfig, batch_lengths, groups_per_batch, rank_slice
 from pipeline.train.step import TrainProgram, flat_strategy
 from pipeline.train.stream import BatchStream
 
@@ -37,7 +37,7 @@ class Program(Protocol):
     """What is stepped: a TrainProgram, or one to compare it with."""
 
     def step(self, micros: Sequence[Mapping[str, Tensor]], *, seeds: Sequence[int] = ()) -> None: ...
-    def read_figures(self, count: int) -> list[dict[str, float]]: ...
+    def read_metrics(self, count: int) -> list[dict[str, float]]: ...
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Stepper:
         self.program.step(micros)
         self.position += 1
         if self.position % self.log_every == 0:
-            self.program.read_figures(self.log_every)
+            self.program.read_metrics(self.log_every)
 
     def warm_up(self) -> None:
         """Steps until every bucket has been met twice, or once, so that nothing is left to compile. From position 0."""
@@ -88,8 +88,8 @@ def open_stepper(
 ) -> Iterator[Stepper]:
     """Endless steps over `source`; leaving the context ends the loader."""
     groups = grouped(source, config)
-    plan = BatchPlan(groups.sizes, groups_of_batch(config), config.seed)
-    share = batch_share(config, 1)
+    plan = BatchPlan(groups.sizes, groups_per_batch(config), config.seed)
+    share = rank_slice(config, 1)
     stream = BatchStream(groups, plan, share, config, 0, ENDLESS)
     with backend.loader(stream) as batches:
         yield Stepper(program, backend, stream, batches, plan, log_every, share.accumulation)
@@ -106,7 +106,7 @@ def make_program(
 ) -> AnyProgram:
     """The program of one rank, from freshly initialised weights or those of `model.init_from`, a local folder."""
     strategy = flat_strategy(initial_model(model, spec, config.seed, Path()), backend, config)
-    return kind(strategy, backend, config, batch_share(config, 1), figure_rows=log_every, buckets=buckets)
+    return kind(strategy, backend, config, rank_slice(config, 1), metric_rows=log_every, buckets=buckets)
 
 
 def train_config(batch_size: int) -> TrainConfig:
@@ -119,7 +119,7 @@ def grouped(source: BucketedRows, config: TrainConfig) -> GroupedRows:
     return GroupedRows.build(
         source,
         slots=config.candidates_per_query,
-        lengths=rows_of_batch(config, source.buckets),
+        lengths=batch_lengths(config, source.buckets),
         positive_gain=config.loss.positive_gain,
         seed=config.seed,
     )

@@ -20,7 +20,7 @@ from jobs.cycle.job_states import Closed, JobRecord, without_error
 from jobs.cycle.page.gather import PageData, gather
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import failure_lines
-from jobs.cycle.verdict import outcome_words, verdict_lines
+from jobs.cycle.verdict import outcome_text, verdict_lines
 from jobs.plan.cycle import AFTER, RUN_PREFIX, plan_cycle, plan_script
 from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
@@ -37,7 +37,7 @@ from pipeline.io.storage import open_storage
 from pipeline.parallel.world import JOB_ID
 from pipeline.proc.children import ENGINE_MARGIN_S, PLATFORM_S
 from pipeline.proc.signals import stop_on_signals
-from pipeline.train.config import batch_share
+from pipeline.train.config import rank_slice
 
 
 def cycle_of(settings: CycleSettings) -> str:
@@ -137,7 +137,7 @@ class OpenCycle:
         judged = None
         with suppress(DataError):  # a damaged result hides no cycle
             judged = load_result(self.store.storage, self.name, "evaluate")
-        return outcome_words(closed.outcome, judged.figures if judged else {})
+        return outcome_text(closed.outcome, judged.figures if judged else {})
 
     def failure_lines(self, records: Sequence[JobRecord]) -> list[str]:
         """Return the errors of failed jobs, and commands for their logs that can be pasted here."""
@@ -212,7 +212,7 @@ def make_plan(settings: CycleSettings) -> JobPlan:
         )
     jobs = settings.jobs
     for job in (jobs.compile, jobs.train, jobs.evaluate):
-        batch_share(settings.train, job.ranks)
+        rank_slice(settings.train, job.ranks)
     on_neuron = {name for name in AFTER if may_use_neuron(settings.backend) and jobs.stage(name).instance in NODES}
     if settings.compile.on_unknown_graph == "error" and {"compile", "train"} <= on_neuron:
         _check_compiled_ranks(settings, on_neuron)

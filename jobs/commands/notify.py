@@ -22,7 +22,7 @@ from jobs.cycle.costs import read_ledger
 from jobs.cycle.job_states import Closed, JobRecord, failed_task, first_failure, without_error
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money
-from jobs.cycle.verdict import outcome_words
+from jobs.cycle.verdict import outcome_text
 from jobs.plan.spec import JobPlan
 from jobs.setup import OpenCycle, open_cycle
 from pipeline.context import load_result
@@ -77,7 +77,7 @@ def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], clo
         return
     evaluated = load_result(store.storage, store.cycle, "evaluate")
     figures = evaluated.figures if evaluated else {}
-    event = outcome_words(closed.outcome, figures)
+    event = outcome_text(closed.outcome, figures)
     took = None if ledger.began_at is None else closed.at - ledger.began_at
     facts = (f"took {format_duration(took)}", DEADLINES[ledger.deadline], money(ledger.total))
     lines = [without_error(closed.reason, records), "; ".join(word for word in facts if word)]

@@ -210,9 +210,9 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
         close_cycle(asked)
         return EXIT_OK
     names = unclosed_cycles(asked.store, claimed_cycles(asked.store, runs=True))
-    busy_reason = [asked.other(name) for name in names]
+    open_cycles = [asked.other(name) for name in names]
     failed: TrnpipeError | None = None
-    for cycle in busy_reason:
+    for cycle in open_cycles:
         try:
             if cycle.store.plan() is None:
                 again = "the same trnjobs run again" if is_run(cycle) else f"trnjobs submit --cycle {cycle.name}"
@@ -222,7 +222,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
         except TrnpipeError as error:  # the others are looked at all the same
             say(f"cycle {cycle.name}: {type(error).__name__}: {error}")
             failed = failed or error
-    if not busy_reason:
+    if not open_cycles:
         say(f"no cycle is under way in {asked.store.storage.root}")
         send_messages(asked)
     if failed is not None:

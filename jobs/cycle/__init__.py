@@ -1,1 +1,1 @@
-"""What became of a cycle: its claim, records, time and money in the workspace, tables and page."""
+"""The state of a cycle in the workspace: claim, records, cost, tables and page."""

@@ -1,8 +1,8 @@
-"""The cost of a cycle: the seconds of every try by category, goodput and dollars. And an estimate for the next one.
+"""The cost of a cycle: the time of every attempt by category, goodput and dollars, and an estimate for the next cycle.
 
-Goodput here: machine seconds of productive work that was kept (training steps, prepared rows, vectors), over all
-machine seconds of the cycle. A machine second is one second of one node. Waiting in a queue costs nothing and is not in
-it.
+Goodput: machine seconds of productive work that was kept (training steps, prepared rows, vectors), divided by all
+machine seconds of the cycle. A machine second is one second of one node. Waiting in a queue costs nothing and is not
+included.
 """
 
 import statistics
@@ -28,28 +28,28 @@ from pipeline.core.record import Record
 from pipeline.io.storage import Storage
 from pipeline.telemetry.events import EventName, read_events
 
-SKEW_MS = 5000  # clocks of a machine and of whoever runs the jobs differ
+SKEW_MS = 5000  # the clocks of a machine and of the process that runs the jobs differ
 MS_PER_HOUR = 3_600_000
 NEVER = float("inf")
 Deadline = Literal["met", "missed", "open", "none"]
 
 
 class Category(StrEnum):
-    """What a machine did with its time. `waiting` is of the job: no machine waits with it."""
+    """How the time of a machine was used. In `waiting` the job has no machine."""
 
     START_UP = "start-up"
-    """Until the work begins, and after it is done; checking the machine."""
+    """Time before and after the work, and health checks."""
     COMPILE = "compile"
     DATA_WAIT = "data wait"
     PRODUCTIVE = "productive"
     """Steps, rows and vectors that were kept."""
     CHECKPOINT = "checkpoint"
-    """Training that stands still to save or to load."""
+    """Training that is blocked by saving or loading."""
     EVALUATION = "evaluation"
     WASTED = "wasted"
-    """Lost by a failure: what was done again, and all of a try that left nothing."""
+    """Lost by a failure: repeated work, and attempts that left nothing."""
     WAITING = "waiting"
-    """Ready to run, in the queue."""
+    """Runnable, in the queue."""
 
 
 SPENT: tuple[Category, ...] = tuple(category for category in Category if category is not Category.WAITING)
@@ -60,13 +60,13 @@ _WORK: Mapping[str, Category] = {
     "verify": Category.EVALUATION,
     "report": Category.EVALUATION,
 }
-"""What the time of a stage is, if it is not productive and its events do not say more."""
+"""Category of stages that are not productive, unless their events are more specific."""
 _ENDS = frozenset({EventName.STAGE_FINISHED, EventName.STAGE_FAILED, EventName.STAGE_SKIPPED})
-_LEFT = frozenset({EventName.PARTITION_PREPARED, EventName.PART_EMBEDDED})
-"""What a failed try has left for the next one counts as work."""
+_KEPT = frozenset({EventName.PARTITION_PREPARED, EventName.PART_EMBEDDED})
+"""Results of a failed attempt that the next one reuses. They count as work."""
 
 
-# Where the time of one try went. Pure, and exact: whole milliseconds that add up.
+# The time of one attempt by category. Pure and exact: whole milliseconds that add up to the length of the attempt.
 
 
 @dataclass(frozen=True)
@@ -78,133 +78,133 @@ class CycleEvent:
     fields: Mapping[str, Any]
 
     def number(self, name: str) -> float:
-        """Return a field that is a number and not negative; 0 for anything else."""
+        """Return a field that is a non-negative number, 0 for any other value."""
         value = self.fields.get(name)
         return float(value) if isinstance(value, int | float) and 0 <= value < NEVER else 0.0
 
 
 def read_cycle_events(storage: Storage, cycle: str, *, last_bytes: int | None = None) -> tuple[CycleEvent, ...]:
-    """Return all events of a cycle, or about as much of the newest; none when there is no log."""
-    found = list[CycleEvent]()
+    """Return the events of a cycle, empty without a log. `last_bytes`: read about this much of the end only."""
+    events = list[CycleEvent]()
     for line in read_events(storage, f"cycles/{cycle}/events.jsonl", last_bytes=last_bytes):
         name, fields = line.get("event"), {key: value for key, value in line.items() if key not in ("time", "event")}
         try:
             at = datetime.fromisoformat(line.get("time"))  # type: ignore[arg-type]
-        except (TypeError, ValueError):  # no event
+        except (TypeError, ValueError):  # not an event
             continue
         if isinstance(name, str):
-            found.append(CycleEvent(round(1000 * at.replace(tzinfo=at.tzinfo or UTC).timestamp()), name, fields))
-    return tuple(found)
+            events.append(CycleEvent(round(1000 * at.replace(tzinfo=at.tzinfo or UTC).timestamp()), name, fields))
+    return tuple(events)
 
 
 @dataclass(frozen=True)
 class AttemptSpan:
-    """One try of one job, on the clock of whoever runs the jobs. `kept`: it ended well, or has not ended yet."""
+    """One attempt, on the clock of the process that runs the jobs. `kept`: it succeeded or still runs."""
 
     stage: str
     start_ms: int
     stop_ms: int
     kept: bool
     events: tuple[CycleEvent, ...] = ()
-    """Its own, in order of time."""
+    """Events of the attempt, in order of time."""
     kept_until: float = NEVER
-    """Training steps after this one were done again, or are lost."""
+    """Training steps after this one were repeated or lost."""
 
 
-def time_by_category(one: AttemptSpan) -> dict[Category, int]:
-    """Return milliseconds by category; they add up to the length of the try.
+def time_by_category(attempt: AttemptSpan) -> dict[Category, int]:
+    """Return the milliseconds by category, which add up to the length of the attempt.
 
-    Events tell when the work began and ended, and how long steps and evaluations took. The rest of a training went into
-    checkpoints, that of another stage is its work, and that of a failed try a waste.
+    Events mark the start and end of the work and the time of steps and evaluations. The remaining time of training is
+    counted as checkpoint, that of other stages as their work, and that of failed attempts as wasted.
     """
-    spent, left = dict.fromkeys(SPENT, 0), one.stop_ms - one.start_ms
-    work = _WORK.get(one.stage, Category.PRODUCTIVE)
-    rest = work if one.kept else Category.WASTED
+    spent, remaining = dict.fromkeys(SPENT, 0), attempt.stop_ms - attempt.start_ms
+    work = _WORK.get(attempt.stage, Category.PRODUCTIVE)
+    rest = work if attempt.kept else Category.WASTED
 
-    def give(category: Category, ms: float) -> None:
-        nonlocal left
-        part = min(left, max(0, round(ms)))
-        spent[category], left = spent[category] + part, left - part
+    def add(category: Category, ms: float) -> None:
+        nonlocal remaining
+        part = min(remaining, max(0, round(ms)))
+        spent[category], remaining = spent[category] + part, remaining - part
 
     def times(*names: EventName) -> list[int]:
-        return [moment.at_ms for moment in one.events if moment.name in names]
+        return [event.at_ms for event in attempt.events if event.name in names]
 
     ended = times(*_ENDS)
-    if one.kept and ended:
-        give(Category.START_UP, one.stop_ms - ended[-1])
+    if attempt.kept and ended:
+        add(Category.START_UP, attempt.stop_ms - ended[-1])
     trained = times(EventName.TRAIN_STARTED)
     if trained:
-        give(Category.START_UP, trained[0] - one.start_ms)
-        if one.kept and not ended:  # steps that are not reported yet
-            give(work, one.stop_ms - one.events[-1].at_ms)
-        _give_steps(one, give)
-        rest = Category.CHECKPOINT if one.kept else Category.WASTED
+        add(Category.START_UP, trained[0] - attempt.start_ms)
+        if attempt.kept and not ended:  # steps since the last report
+            add(work, attempt.stop_ms - attempt.events[-1].at_ms)
+        _add_steps(attempt, add)
+        rest = Category.CHECKPOINT if attempt.kept else Category.WASTED
     else:
         began_ms = max(
-            [one.start_ms, *times(EventName.STAGE_STARTED, *([EventName.STAGE_SKIPPED] if one.kept else []))]
+            [attempt.start_ms, *times(EventName.STAGE_STARTED, *([EventName.STAGE_SKIPPED] if attempt.kept else []))]
         )
-        give(Category.START_UP, began_ms - one.start_ms)
-        if not one.kept:
-            give(work, max([began_ms, *times(*_LEFT)]) - began_ms)
-    spent[rest] += left
-    if one.kept or spent[Category.PRODUCTIVE]:
+        add(Category.START_UP, began_ms - attempt.start_ms)
+        if not attempt.kept:
+            add(work, max([began_ms, *times(*_KEPT)]) - began_ms)
+    spent[rest] += remaining
+    if attempt.kept or spent[Category.PRODUCTIVE]:
         return spent
-    return dict.fromkeys(SPENT, 0) | {Category.WASTED: one.stop_ms - one.start_ms}
+    return dict.fromkeys(SPENT, 0) | {Category.WASTED: attempt.stop_ms - attempt.start_ms}
 
 
-def _give_steps(one: AttemptSpan, give: Callable[[Category, float], None]) -> None:
-    """Give out the time of steps and of evaluations on the holdout; what was done again or is lost is a waste."""
-    compiled_ms = Counter[float]()  # by the step that was reported just before
-    for moment in one.events:
-        if moment.name == EventName.GRAPH_COMPILED:
-            compiled_ms[moment.number("step")] += round(1000 * moment.number("compile_s"))
-    for moment in one.events:
-        step, length_ms = moment.number("step"), 1000 * moment.number("seconds")
-        if moment.name == EventName.TRAIN_STEPS:
-            losses = moment.fields.get("losses")
+def _add_steps(attempt: AttemptSpan, add: Callable[[Category, float], None]) -> None:
+    """Add the time of training steps and evaluations. Repeated and lost ones count as wasted."""
+    compiled_ms = Counter[float]()  # by the last step reported before
+    for event in attempt.events:
+        if event.name == EventName.GRAPH_COMPILED:
+            compiled_ms[event.number("step")] += round(1000 * event.number("compile_s"))
+    for event in attempt.events:
+        step, length_ms = event.number("step"), 1000 * event.number("seconds")
+        if event.name == EventName.TRAIN_STEPS:
+            losses = event.fields.get("losses")
             count = max(1, len(losses)) if isinstance(losses, list) else 1
-            kept_ms = length_ms * min(1.0, max(0.0, (one.kept_until - (step - count)) / count))
-            waiting_ms = kept_ms * min(1.0, moment.number("data_wait_share"))
+            kept_ms = length_ms * min(1.0, max(0.0, (attempt.kept_until - (step - count)) / count))
+            waiting_ms = kept_ms * min(1.0, event.number("data_wait_share"))
             compiling_ms = min(kept_ms - waiting_ms, compiled_ms[step])
-            give(Category.WASTED, length_ms - kept_ms)
-            give(Category.DATA_WAIT, waiting_ms)
-            give(Category.COMPILE, compiling_ms)
-            give(Category.PRODUCTIVE, kept_ms - waiting_ms - compiling_ms)
-        elif moment.name == EventName.HOLDOUT_EVALUATED:
-            give(Category.EVALUATION if step <= one.kept_until else Category.WASTED, length_ms)
+            add(Category.WASTED, length_ms - kept_ms)
+            add(Category.DATA_WAIT, waiting_ms)
+            add(Category.COMPILE, compiling_ms)
+            add(Category.PRODUCTIVE, kept_ms - waiting_ms - compiling_ms)
+        elif event.name == EventName.HOLDOUT_EVALUATED:
+            add(Category.EVALUATION if step <= attempt.kept_until else Category.WASTED, length_ms)
 
 
-def with_kept_until(given: Iterable[AttemptSpan]) -> list[AttemptSpan]:
-    """Return the tries of one training job, with the steps of each that a later one continued from.
+def with_kept_until(attempts: Iterable[AttemptSpan]) -> list[AttemptSpan]:
+    """Set the last kept step of each attempt of a training job.
 
-    A later try that began at an earlier step has done those after it again. If none came later, what was saved last is
-    kept for whoever continues.
+    A later attempt that starts at an earlier step repeats the steps after it. Without a later attempt, the steps up to
+    the last checkpoint are kept.
     """
-    tries, saved, made = list(given), 0.0, []
-    begun = [[m.number("step") for m in one.events if m.name == EventName.TRAIN_STARTED][:1] for one in tries]
-    for index, one in enumerate(tries):
-        saved = max([saved, *(m.number("step") for m in one.events if m.name == EventName.CHECKPOINT_SAVED)])
-        later = [step for steps in begun[index + 1 :] for step in steps]
-        made.append(replace(one, kept_until=min(later, default=NEVER if one.kept else saved)))
-    return made
+    spans, saved, result = list(attempts), 0.0, []
+    starts = [[e.number("step") for e in span.events if e.name == EventName.TRAIN_STARTED][:1] for span in spans]
+    for index, span in enumerate(spans):
+        saved = max([saved, *(e.number("step") for e in span.events if e.name == EventName.CHECKPOINT_SAVED)])
+        later = [step for steps in starts[index + 1 :] for step in steps]
+        result.append(replace(span, kept_until=min(later, default=NEVER if span.kept else saved)))
+    return result
 
 
-# Tries of a whole cycle.
+# The attempts of a whole cycle.
 
 
 class AttemptCost(Record):
-    """One try of one job, or of one child of an array."""
+    """The time and cost of one attempt of one task."""
 
     job: str
     stage: str
-    submission: int = Field(1, description="From 1; `trnjobs retry` submits a job again, and its tries count anew")
+    submission: int = Field(1, description="From 1; a submission by `trnjobs retry` numbers attempts from 1 again")
     attempt: int = Field(description="From 1")
     nodes: int
     start_ms: int = Field(description="Since 1970")
-    waiting_ms: int = Field(description="Ready to run, and not started")
-    spent_ms: Mapping[Category, int] = Field(description="Of one node; adds up to the length of the try")
-    usd: float | None = Field(description="Of all nodes; none: nobody knows the price")
-    ending: str = Field(description="succeeded, running, or how it failed")
+    waiting_ms: int = Field(description="Time between runnable and started")
+    spent_ms: Mapping[Category, int] = Field(description="Of one node; adds up to the length of the attempt")
+    usd: float | None = Field(description="Of all nodes; none: the price is unknown")
+    ending: str = Field(description="succeeded, running, or the reason of the failure")
 
     @property
     def length_ms(self) -> int:
@@ -216,7 +216,7 @@ class AttemptCost(Record):
 
     @property
     def attempt_name(self) -> str:
-        """Its number, and of which submission it is where there was more than the first."""
+        """Return the number of the attempt, and of its submission after the first."""
         return f"{self.attempt} (submission {self.submission})" if self.submission > 1 else f"{self.attempt}"
 
     @property
@@ -227,11 +227,13 @@ class AttemptCost(Record):
 
 
 class Total(Record):
+    """The time and cost of a stage or a cycle."""
+
     name: str
     tries: int
     machine_ms: Mapping[Category, int] = Field(description="Over all nodes")
-    waiting_ms: int = Field(description="Over all tries")
-    usd: float | None = Field(description="None: the price of a machine is not known")
+    waiting_ms: int = Field(description="Over all attempts")
+    usd: float | None = Field(description="None: the price of a machine is unknown")
     wasted_usd: float | None
 
     @property
@@ -240,15 +242,17 @@ class Total(Record):
 
     @property
     def goodput(self) -> float | None:
-        """None before any machine has run."""
+        """Return the productive share of the machine time, None if no machine has run."""
         return self.machine_ms[Category.PRODUCTIVE] / self.all_ms if self.all_ms else None
 
 
 class CycleLedger(Record):
+    """The time and cost of a cycle."""
+
     cycle: str
     outcome: Outcome | Literal["open"]
     entries: tuple[AttemptCost, ...]
-    jobs: int = Field(description="Submitted; children of arrays count each")
+    jobs: int = Field(description="Submitted tasks; every child of an array counts")
     succeeded: int
     failed: int
     began_at: float | None = Field(description="Seconds since 1970")
@@ -258,7 +262,7 @@ class CycleLedger(Record):
 
     @property
     def took_s(self) -> float | None:
-        """None while it is under way."""
+        """Return the duration of the cycle, None while it runs."""
         return None if self.began_at is None or self.ended_at is None else self.ended_at - self.began_at
 
     def stages(self) -> tuple[Total, ...]:
@@ -283,8 +287,8 @@ def _total(name: str, entries: Sequence[AttemptCost]) -> Total:
 
 def sum_if_known(amounts: Sequence[float | None]) -> float | None:
     """Return the sum, or None if an amount is unknown."""
-    known = [amount for amount in amounts if amount is not None]
-    return sum(known) if len(known) == len(amounts) else None
+    numbers = [amount for amount in amounts if amount is not None]
+    return sum(numbers) if len(numbers) == len(amounts) else None
 
 
 def ledger_of(
@@ -298,9 +302,10 @@ def ledger_of(
     deadline_at: float | None,
     earlier: Sequence[JobRecord] = (),
 ) -> CycleLedger:
-    """Return the ledger of a cycle as it is at `now` (seconds since 1970). A try that still runs counts until then.
+    """Return the ledger of a cycle at `now` (seconds since 1970). Running attempts count until then.
 
-    `earlier`: of jobs that were submitted again since, in the order of rounds; their tries count, their states do not.
+    `earlier`: records of jobs that were submitted again, in the order of submissions. Their attempts count, their
+    states do not.
     """
     entries = list(_entries(plan, (*earlier, *records), events, prices, now))
     tasks = [task for record in records for task in record.tasks()]
@@ -308,13 +313,13 @@ def ledger_of(
     stops = [a.stopped_at for record in every for a in record.all_attempts() if a.stopped_at is not None]
     ended_at = max(stops, default=None) if outcome else None
     if outcome == "cancelled" and deadline_at is not None:
-        last = max([*stops, *(record.stopped_at or 0.0 for record in every)], default=0.0)  # a job may have had no try
-        if 0.0 < last <= deadline_at:
-            deadline_at = None  # nobody waits for it any more
+        stops += [record.stopped_at or 0.0 for record in every]  # for jobs without an attempt
+        if 0.0 < max(stops, default=0.0) <= deadline_at:
+            deadline_at = None  # it was cancelled before its deadline
     deadline: Deadline = "none"
     if deadline_at is not None and ended_at is None:
         deadline = "open" if now <= deadline_at else "missed"
-    elif deadline_at is not None and ended_at is not None:  # a cycle that failed never is in time
+    elif deadline_at is not None and ended_at is not None:  # a failed cycle always misses its deadline
         deadline = "met" if outcome in ("succeeded", "refused") and ended_at <= deadline_at else "missed"
     return CycleLedger(
         cycle=plan.cycle,
@@ -333,48 +338,48 @@ def ledger_of(
 def _entries(
     plan: JobPlan, records: Sequence[JobRecord], events: Sequence[CycleEvent], prices: Prices, now: float
 ) -> Iterator[AttemptCost]:
-    """Yield the tries of a plan. `records`: in the order of rounds, the newest of each job last."""
-    ends = {  # a try that still runs counts 0
+    """Yield the attempts of a plan. `records`: in the order of submissions, the newest of each job last."""
+    ends = {  # 0 while an attempt runs
         record.name: max(
             (attempt.stopped_at or 0.0 for attempt in record.all_attempts()), default=record.stopped_at or 0.0
         )
         for record in records
     }
     for job in plan.jobs:
-        runnable_at = max((ends[one.job] for one in job.depends_on if one.job in ends), default=0.0)
+        runnable_at = max((ends[needed.job] for needed in job.depends_on if needed.job in ends), default=0.0)
         nodes, price = max(1, job.num_nodes), node_usd_per_hour(job, prices)
-        own = [moment for moment in events if moment.fields.get("stage", job.stage) == job.stage]
-        rounds = dict[str, list[JobRecord]]()
-        for task in (task for one in records if one.name == job.name for task in one.tasks()):
-            rounds.setdefault(task.name, []).append(task)
-        for name, same in rounds.items():  # one leaf, as it was submitted in each round
+        own = [event for event in events if event.fields.get("stage", job.stage) == job.stage]
+        history = dict[str, list[JobRecord]]()
+        for task in (task for record in records if record.name == job.name for task in record.tasks()):
+            history.setdefault(task.name, []).append(task)
+        for name, same in history.items():  # the records of one task, one per submission
             ran: list[tuple[int, int, JobRecord, AttemptRecord]] = []
             for submission, task in enumerate(same, 1):
                 for number, attempt in enumerate(task.attempts, 1):
-                    if attempt.stopped_at is None and submission < len(same):  # when it was submitted again, at latest
-                        again_at = max(attempt.started_at or 0.0, same[submission].created_at)
-                        attempt = attempt.model_copy(update={"stopped_at": again_at})
+                    if attempt.stopped_at is None and submission < len(same):  # it ended before the next submission
+                        stopped_at = max(attempt.started_at or 0.0, same[submission].created_at)
+                        attempt = attempt.model_copy(update={"stopped_at": stopped_at})
                     if attempt.started_at is not None:
                         ran.append((submission, number, task, attempt))
-            logs = ":" not in name or name.endswith(":0")  # of an array only the first child writes events
-            tries = with_kept_until(_tries(job.stage, [one[-1] for one in ran], own if logs else (), now))
+            logs = ":" not in name or name.endswith(":0")  # only the first child of an array writes events
+            spans = with_kept_until(_spans(job.stage, [attempt for *_, attempt in ran], own if logs else (), now))
             ready_ms = 0
-            for (submission, number, task, attempt), one in zip(ran, tries, strict=True):
+            for (submission, number, task, attempt), span in zip(ran, spans, strict=True):
                 ready_ms = max(ready_ms, round(1000 * max(runnable_at, task.created_at)))
-                paid_ms = one.stop_ms - one.start_ms if attempt.billable_s is None else 1000 * attempt.billable_s
+                paid_ms = span.stop_ms - span.start_ms if attempt.billable_s is None else 1000 * attempt.billable_s
                 yield AttemptCost(
                     job=name,
                     stage=job.stage,
                     submission=submission,
                     attempt=number,
                     nodes=nodes,
-                    start_ms=one.start_ms,
-                    waiting_ms=max(0, one.start_ms - ready_ms),
-                    spent_ms=time_by_category(one),
+                    start_ms=span.start_ms,
+                    waiting_ms=max(0, span.start_ms - ready_ms),
+                    spent_ms=time_by_category(span),
                     usd=None if price is None else price * nodes * paid_ms / MS_PER_HOUR,
                     ending=_ending(attempt),
                 )
-                ready_ms = one.stop_ms
+                ready_ms = span.stop_ms
 
 
 def _ending(attempt: AttemptRecord) -> str:
@@ -382,25 +387,25 @@ def _ending(attempt: AttemptRecord) -> str:
         return "running"
     if attempt.exit_code is None:
         return attempt.status_reason or attempt.reason or "no exit code"
-    failure = ", ".join(word for word in (f"exit {attempt.exit_code}", attempt.reason) if word)
+    failure = ", ".join(text for text in (f"exit {attempt.exit_code}", attempt.reason) if text)
     return "succeeded" if attempt.exit_code == EXIT_OK else failure
 
 
-def _tries(
+def _spans(
     stage: str, attempts: Sequence[AttemptRecord], events: Sequence[CycleEvent], now: float
 ) -> Iterator[AttemptSpan]:
-    """Yield each with the events that fall into it: an event belongs to the last try that had started by then."""
+    """Yield each attempt with its events. An event belongs to the last attempt that had started."""
     starts = [round(1000 * (attempt.started_at or 0.0)) for attempt in attempts]
     for index, (start_ms, attempt) in enumerate(zip(starts, attempts, strict=True)):
         stop_ms = max(start_ms, round(1000 * (now if attempt.stopped_at is None else attempt.stopped_at)))
         from_ms = start_ms - SKEW_MS * (not index)
         until_ms = min([stop_ms + SKEW_MS, *starts[index + 1 : index + 2]])
-        own = sorted((one for one in events if from_ms <= one.at_ms <= until_ms), key=lambda moment: moment.at_ms)
+        own = sorted((e for e in events if from_ms <= e.at_ms <= until_ms), key=lambda event: event.at_ms)
         kept = attempt.stopped_at is None or attempt.exit_code in (EXIT_OK, GateRefused.exit_code)
         yield AttemptSpan(stage, start_ms, stop_ms, kept, tuple(own))
 
 
-# The ledger of a cycle, from what its workspace holds.
+# The ledger of a cycle, read from its workspace.
 
 
 def read_ledger(
@@ -413,19 +418,19 @@ def read_ledger(
     without_report: bool = False,
     events: Sequence[CycleEvent] | None = None,
 ) -> CycleLedger:
-    """Return the ledger of a cycle as it is now, or as it was at its end: of a closed cycle always the same.
+    """Return the ledger of a cycle as of now, or of its end. The ledger of a closed cycle does not change.
 
-    `closed`: an end that is not on record yet. `without_report`: ignore the job `report`, which is still running while
-    the report is written. `moments`: replaces the events of the cycle; only the categories depend on them. The deadline
-    counts from the scheduled time of the cycle, or from when it was claimed if it has none.
+    `closed`: an end that is not on record yet. `without_report`: ignore the job `report`, which still runs while the
+    report is written. `events`: used instead of the events of the cycle, and only affects the categories. The deadline
+    counts from the scheduled time of the cycle, or from the time of the claim.
     """
     claim, closed = store.claim(), closed or store.closed()
     now = closed.at if closed else store.clock()
     if closed is None:
-        judged = tuple(job for job in plan.jobs if not (without_report and job.stage == "report"))
-        names = {job.name for job in judged}
-        shape = plan.model_copy(update={"jobs": judged})
-        closed = outcome_of(shape, [record for record in records if record.name in names])
+        jobs = tuple(job for job in plan.jobs if not (without_report and job.stage == "report"))
+        names = {job.name for job in jobs}
+        relevant = [record for record in records if record.name in names]
+        closed = outcome_of(plan.model_copy(update={"jobs": jobs}), relevant)
     deadline_at = None
     if config.sla_s is not None and claim is not None and not store.cycle.startswith(RUN_PREFIX):
         deadline_at = scheduled_at(config.schedule, store.cycle, claim.claimed_at) + config.sla_s
@@ -442,36 +447,36 @@ def read_ledger(
 
 
 def scheduled_at(config: ScheduleConfig, cycle: str, claimed_at: float) -> float:
-    """Return the time by which a cycle is named, else when it was claimed; seconds since 1970."""
+    """Return the scheduled time in the name of a cycle, else the time of the claim, in seconds since 1970."""
     if not config.is_set:
         return claimed_at
     schedule = config.schedule()
-    for one in islice(schedule.before(datetime.fromtimestamp(claimed_at + 1, UTC)), 1000):
-        name = cycle_name(schedule, one)
-        if name <= cycle:  # names sort as their times do
-            return one.timestamp() if name == cycle else claimed_at
+    for due in islice(schedule.before(datetime.fromtimestamp(claimed_at + 1, UTC)), 1000):
+        name = cycle_name(schedule, due)
+        if name <= cycle:  # names sort like their times
+            return due.timestamp() if name == cycle else claimed_at
     return claimed_at
 
 
-# What a cycle will take, from what earlier ones took. Pure.
+# The expected duration of a cycle, from earlier cycles. Pure.
 
 
 def expected_seconds(history: Iterable[Iterable[JobRecord]]) -> dict[str, float]:
-    """Return the median seconds by job over cycles: of the try that succeeded, of an array the longest child."""
-    seen: dict[str, list[float]] = {}
-    for record in (one for records in history for one in records):
+    """Return the median duration of each job over cycles: of its successful attempt, or the longest child."""
+    durations: dict[str, list[float]] = {}
+    for record in (record for records in history for record in records):
         last = [task.attempts[-1].seconds for task in record.tasks() if task.attempts and task.state == "SUCCEEDED"]
-        known = [seconds for seconds in last if seconds is not None]
-        if len(known) == len(record.tasks()):
-            seen.setdefault(record.name, []).append(max(known))
-    return {name: statistics.median(values) for name, values in seen.items()}
+        completed = [seconds for seconds in last if seconds is not None]
+        if len(completed) == len(record.tasks()):
+            durations.setdefault(record.name, []).append(max(completed))
+    return {name: statistics.median(values) for name, values in durations.items()}
 
 
 def critical_seconds(plan: JobPlan, seconds: Mapping[str, float]) -> float | None:
-    """Return the time from the first job to the end of the last, without waiting; None if a job's is unknown."""
+    """Return the seconds from the first start to the last end without waiting, None if a duration is unknown."""
     ends: dict[str, float] = {}
-    for job in plan.jobs:  # each after those it depends on
+    for job in plan.jobs:  # in topological order
         if job.name not in seconds:
             return None
-        ends[job.name] = seconds[job.name] + max((ends[one.job] for one in job.depends_on), default=0.0)
+        ends[job.name] = seconds[job.name] + max((ends[needed.job] for needed in job.depends_on), default=0.0)
     return max(ends.values(), default=0.0)

@@ -1,13 +1,13 @@
-"""The jobs of a cycle as the workspace knows them: `cycles/<cycle>/jobs/`.
+"""The files of a cycle's jobs in the workspace: `cycles/<cycle>/jobs/`.
 
-claim.json               whose cycle it is: the plan, the target, and who submits at this moment (a lease)
-plan.json, settings.json what was submitted
-submitted/round-<n>/     one file a job, written once; a round is a submission or a `trnjobs retry`
-records.json             what became of the jobs (AWS Batch forgets them after a week)
-records/round-<n>.json   the same of an earlier round, written once, before the next one begins
-earlier/round-<n>/       claim, plan and settings of a submission that another one replaced after round n (--fresh)
-blocked.json             which jobs were seen blocked, and since when
-closed.json              the outcome of the newest round; the next cycle may start
+claim.json               the plan and target that own the cycle, and the process that submits it (a lease)
+plan.json, settings.json the submitted plan and settings
+submitted/round-<n>/     one file per job of submission n (`trnjobs submit` or `retry`), written once
+records.json             the newest records of the jobs (AWS Batch forgets them after a week)
+records/round-<n>.json   the final records of submission n, written once, before the next submission
+earlier/round-<n>/       claim, plan and settings that were replaced after submission n (--fresh)
+blocked.json             which jobs are blocked, and since when
+closed.json              the outcome of the newest submission, after which the next cycle may start
 """
 
 import json
@@ -38,22 +38,20 @@ T = TypeVar("T")
 
 
 class Claim(Record):
-    """Whose cycle it is. A lease that ran out may be taken over."""
+    """The owner of a cycle. Another process may take over a lease that has expired."""
 
     plan_id: str
     target: str
     claimed_at: float
-    owner: str = Field(description="Who submits; empty when nobody does")
+    owner: str = Field(description="Process that submits; empty: none")
     lease_until: float = 0.0
-    first_round: int = Field(1, description="Rounds before this one are of submissions that it has replaced (--fresh)")
-    script: str = Field(
-        "", description="SHA-256 of the file that trnjobs run has run on this machine; empty: not known"
-    )
+    first_round: int = Field(1, description="First submission of this plan; earlier ones were replaced (--fresh)")
+    script: str = Field("", description="SHA-256 of the script of trnjobs run on this machine; empty: not known")
 
 
 @dataclass(frozen=True)
 class CycleStore:
-    """One cycle's jobs in a workspace. `clock`: seconds since 1970."""
+    """The jobs of one cycle in a workspace. `clock`: seconds since 1970."""
 
     storage: Storage
     cycle: str
@@ -64,106 +62,103 @@ class CycleStore:
 
     @contextmanager
     def submitting(self, plan: JobPlan, target: str, owner: str, script: str = "") -> Iterator[Callable[[], None]]:
-        """Claim the cycle for a plan and be the only one who submits it; yields a function that renews the lease.
+        """Claim the cycle for a plan, with an exclusive lease to submit it. Yields a function that renews the lease.
 
-        `script`: digest of the file that is to run; empty: the one on record stays.
+        `script`: digest of the script to run, or empty to keep the recorded one.
 
-        A new claim is withdrawn when the plan is refused before any job was submitted, so that another can be claimed.
-        One without plan.json counts as new: whoever made it died before it could submit anything. Raises ConfigError
-        when the cycle belongs to another plan or target, TransientError while somebody else submits it (or took the
-        lease over meanwhile).
+        If the plan is refused before any job was submitted, a new claim is withdrawn, so that another plan can be
+        submitted. A claim without plan.json also counts as new, because its process died before it could submit
+        anything. Raises ConfigError if the cycle belongs to another plan or target, TransientError while another
+        process submits it, or has taken over the lease.
         """
         is_new = self._has_no_plan()
-        mine, etag = self._take(plan, target, owner, script)
+        claim, etag = self._claim_for(plan, target, owner, script)
 
         def renew() -> None:
-            nonlocal mine, etag
-            mine = mine.model_copy(update={"lease_until": self.clock() + LEASE_S})
-            etag = self._replace(mine, etag)
+            nonlocal claim, etag
+            claim = claim.model_copy(update={"lease_until": self.clock() + LEASE_S})
+            etag = self._replace(claim, etag)
 
         try:
             yield renew
         except ConfigError:
             if is_new and not self.submissions() and self._etag() == etag:
                 self.storage.delete([self.key("settings.json"), self.key("plan.json")])
-                if mine.first_round == 1:  # else it also says which rounds are of an earlier submission
+                if claim.first_round == 1:  # otherwise it also records which submissions were replaced
                     self.storage.delete([self.key("claim.json")])
             raise
-        finally:  # after kill -9 the lease runs out
-            self._free(mine, etag)
+        finally:  # after kill -9 the lease expires
+            self._free(claim, etag)
 
     def claim(self) -> Claim | None:
-        """None when nobody has claimed the cycle."""
+        """Return the claim, or None if the cycle is not claimed."""
         return self._read("claim.json", Claim.model_validate_json)
 
     def plan(self) -> JobPlan | None:
-        """Return the plan that was submitted; None before. Raises DataError when it cannot be read."""
+        """Return the submitted plan, or None. Raises DataError if it is unreadable."""
         return self._read("plan.json", JobPlan.model_validate_json)
 
     def save_settings(self, settings: Mapping[str, Any]) -> None:
-        """Store the settings with which every job of the cycle runs. The first to write wins."""
+        """Store the settings with which every job of the cycle runs. The first write wins."""
         self.storage.write_if_absent(self.key("settings.json"), json.dumps(settings, indent=1).encode())
 
     def settings(self) -> dict[str, Any] | None:
-        """Return the settings that were submitted, as a tree; None before. Raises DataError if they are unreadable."""
+        """Return the tree of submitted settings, or None. Raises DataError if it is unreadable."""
         return self._read("settings.json", _SETTINGS.validate_json)
 
     def submissions(self) -> list[int]:
-        """Submission rounds of the plan; empty before its first job was submitted. From 1, or from where it replaced
-        another plan.
-        """
+        """Return the numbers of the submissions of the plan, from `first_round` of its claim."""
         submissions, claim = self._all_submissions(), self.claim()
-        return [one for one in submissions if claim is None or one >= claim.first_round]
+        return [number for number in submissions if claim is None or number >= claim.first_round]
 
     def _all_submissions(self) -> list[int]:
-        """Also those of submissions that were replaced."""
         folders = self.storage.list_dirs(self.key("submitted"))
         return sorted(int(name.removeprefix("round-")) for name in folders)
 
     def submitted(self, submission: int) -> dict[str, SubmittedJob]:
         names = self._names(f"submitted/round-{submission}")
-        found = [self._read(name, SubmittedJob.model_validate_json) for name in names]
-        return {one.job: one for one in found if one}
+        jobs = [self._read(name, SubmittedJob.model_validate_json) for name in names]
+        return {job.job: job for job in jobs if job}
 
     def current(self) -> dict[str, SubmittedJob]:
-        """Return the newest submission of each job."""
-        return {name: one for submission in self.submissions() for name, one in self.submitted(submission).items()}
+        """Return each job as it was submitted last."""
+        return {name: job for submission in self.submissions() for name, job in self.submitted(submission).items()}
 
     def save_submitted(self, submission: int, submitted_job: SubmittedJob) -> None:
-        """Record a job that was handed over; the first to write wins.
+        """Record a submitted job. The first write wins.
 
-        Raises TransientError when another process has made another job of it.
+        Raises TransientError if another process has recorded a different job.
         """
         name = f"submitted/round-{submission}/{submitted_job.job}.json"
         if self.storage.write_if_absent(self.key(name), submitted_job.model_dump_json().encode()):
             return
-        theirs = self._read(name, SubmittedJob.model_validate_json)
-        if theirs is None or theirs.id != submitted_job.id:
+        existing = self._read(name, SubmittedJob.model_validate_json)
+        if existing is None or existing.id != submitted_job.id:
             raise TransientError(
                 f"{self.storage.uri(self.key(name))}: another process submitted this job", next_command="trnjobs status"
             )
 
     def records(self) -> tuple[JobRecord, ...]:
-        """Return what was last known of the jobs; empty before anything was."""
+        """Return the stored records of the jobs, empty if there are none."""
         return self._read("records.json", _RECORDS.validate_json) or ()
 
     def save_records(self, records: tuple[JobRecord, ...]) -> None:
-        """Store what is known of the jobs now. Those of a closed cycle stay: another has seen its end meanwhile."""
+        """Store the records of the jobs. Those of a closed cycle are final and stay unchanged."""
         if self.closed() is None:
             self.storage.write_bytes(self.key("records.json"), _RECORDS.dump_json(records, indent=1))
 
     def archive_records(self, submission: int, records: Sequence[JobRecord]) -> None:
-        """Before another round begins, whose records take the place of these. The first to write wins."""
+        """Keep the records of a submission before the next one replaces them. The first write wins."""
         key = self.key(f"records/round-{submission}.json")
         self.storage.write_if_absent(key, _RECORDS.dump_json(tuple(records), indent=1))
 
     def earlier_records(self, records: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
-        """Of jobs that were submitted again, in the order of rounds. `records`: the newest of each job."""
-        found = dict[str, JobRecord]()
-        for name in sorted(self._names("records"), key=natural_key):  # round-9 is before round-10
-            found |= {one.id: one for one in self._read(name, _RECORDS.validate_json) or ()}
-        newest = {one.id for one in records}
-        return tuple(one for one in found.values() if one.id not in newest)
+        """Return the archived records that are not among the newest `records`, in the order of submissions."""
+        archived = dict[str, JobRecord]()
+        for name in sorted(self._names("records"), key=natural_key):  # round-9 before round-10
+            archived |= {record.id: record for record in self._read(name, _RECORDS.validate_json) or ()}
+        newest = {record.id for record in records}
+        return tuple(record for record in archived.values() if record.id not in newest)
 
     def blocked_jobs(self) -> tuple[BlockedJob, ...]:
         return self._read("blocked.json", _SIGHTINGS.validate_json) or ()
@@ -172,34 +167,32 @@ class CycleStore:
         self.storage.write_bytes(self.key("blocked.json"), _SIGHTINGS.dump_json(blocked_jobs, indent=1))
 
     def closed(self) -> Closed | None:
-        """None while the cycle is under way, also where somebody retried it while another process closed it."""
-        found = self._read("closed.json", Closed.model_validate_json)
-        is_earlier = (
-            found is not None and found.round is not None and found.round < max(self._all_submissions(), default=0)
-        )
-        return None if is_earlier else found
+        """Return the end of the cycle, or None while it runs. The end of an earlier submission is ignored."""
+        closed = self._read("closed.json", Closed.model_validate_json)
+        newest = max(self._all_submissions(), default=0)
+        return None if closed and closed.round is not None and closed.round < newest else closed
 
     def close(self, closed: Closed) -> None:
         self.storage.write_bytes(self.key("closed.json"), _bytes(closed))
 
     def reopen(self) -> None:
-        """Delete the end of the cycle: with a retry of jobs that failed it is under way again."""
+        """Delete the end of the cycle, because a retry continues it."""
         self.storage.delete([self.key("closed.json")])
 
     def belongs_to_other(self, plan: JobPlan, target: str) -> bool:
-        """Whether another plan was submitted, or this one to another target."""
-        theirs = self.claim()
-        is_other = theirs is not None and (theirs.plan_id, theirs.target) != (plan.plan_id, target)
+        """Return whether another plan was submitted, or this plan to another target."""
+        claim = self.claim()
+        is_other = claim is not None and (claim.plan_id, claim.target) != (plan.plan_id, target)
         return is_other and not self._has_no_plan()
 
     def begin_again(
         self, plan: JobPlan, target: str, owner: str, end: Callable[[JobPlan], Sequence[JobRecord]]
     ) -> None:
-        """Let another submission replace the one on record, whose plan, settings and records are kept.
+        """Replace the submission on record by a new one. The old plan, settings and records are archived.
 
-        `end` is called while nobody else can submit: it returns the final records of the jobs, or raises what must stop
-        this. One write of the claim replaces the submission: killed before it, the earlier one is still on record.
-        Nothing is done where nothing was submitted, or the plan is there and none of its jobs.
+        `end` is called under the lease. It returns the final records of the jobs, or raises to abort. A single write of
+        the claim replaces the submission, so a kill before it leaves the old one on record. Does nothing if no job was
+        submitted.
         """
         etag, old, submissions = self._etag(), self.claim(), self.submissions()
         if old is None or not (submissions or self.belongs_to_other(plan, target)):
@@ -217,13 +210,13 @@ class CycleStore:
                 earlier = self.plan() or self._read(f"{folder}/plan.json", JobPlan.model_validate_json)
                 if earlier is None:
                     uri = self.storage.uri(self.key("plan.json"))
-                    raise DataError(f"{uri} is gone", next_command="restore it, or another --cycle")
+                    raise DataError(f"{uri} does not exist", next_command="restore it, or use another --cycle")
                 self.archive_records(submissions[-1], end(earlier))
-                renew()  # to end jobs may take longer than the lease
+                renew()  # ending jobs may take longer than the lease
                 for name in _REPLACED:
                     if (data := self._read(name, bytes)) is not None:
                         self.storage.write_if_absent(self.key(f"{folder}/{name}"), data)
-            # Killed after this, whoever submits the earlier plan again writes it and its settings again.
+            # After a kill here, a new submission of the earlier plan writes the plan and its settings again.
             self.storage.delete([self.key(name) for name in ("closed.json", "plan.json", "settings.json")])
         except BaseException:
             self._free(old, etag)
@@ -232,45 +225,45 @@ class CycleStore:
         new = Claim(plan_id=plan.plan_id, target=target, claimed_at=old.claimed_at, owner="", first_round=first)
         self._replace(new, etag)
 
-    def _check_lease(self, theirs: Claim, owner: str) -> None:
+    def _check_lease(self, claim: Claim, owner: str) -> None:
         now = self.clock()
-        if theirs.owner not in ("", owner) and theirs.lease_until > now:
+        if claim.owner not in ("", owner) and claim.lease_until > now:
             raise TransientError(
-                f"cycle {self.cycle} is being submitted by {theirs.owner}",
-                expected=f"one at a time; its lease runs out in {theirs.lease_until - now:.0f} s",
+                f"cycle {self.cycle} is being submitted by {claim.owner}",
+                expected=f"one submission at a time; its lease expires in {claim.lease_until - now:.0f} s",
                 next_command="run the same command again then",
             )
 
-    def _take(self, plan: JobPlan, target: str, owner: str, script: str) -> tuple[Claim, str]:
-        """Return the claim of this process, and its etag."""
+    def _claim_for(self, plan: JobPlan, target: str, owner: str, script: str) -> tuple[Claim, str]:
+        """Write the claim of this process. Return it with its etag."""
         now, is_other = self.clock(), False
-        mine = Claim(
+        claim = Claim(
             plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S, script=script
         )
-        if not self.storage.write_if_absent(self.key("claim.json"), _bytes(mine)):
-            etag, theirs = self._etag(), self.claim()
-            if theirs is None:
+        if not self.storage.write_if_absent(self.key("claim.json"), _bytes(claim)):
+            etag, existing = self._etag(), self.claim()
+            if existing is None:
                 raise self._lost()
-            is_other = (theirs.plan_id, theirs.target) != (mine.plan_id, target)
+            is_other = (existing.plan_id, existing.target) != (claim.plan_id, target)
             if is_other and not self._has_no_plan():
                 raise ConfigError(
-                    f"cycle {self.cycle} was submitted to {theirs.target} with other settings",
-                    expected=f"those, or a cycle nobody has submitted (this is {target})",
-                    next_command="the same command again: it names what differs",
+                    f"cycle {self.cycle} was submitted to {existing.target} with other settings",
+                    expected=f"the same settings, or a cycle that was not submitted (this is {target})",
+                    next_command="run the same command again: it lists the differences",
                 )
-            self._check_lease(theirs, owner)
-            kept = {"claimed_at": theirs.claimed_at, "first_round": theirs.first_round}
-            mine = mine.model_copy(update=kept | {"script": script or theirs.script})
-            self._replace(mine, etag)
+            self._check_lease(existing, owner)
+            kept = {"claimed_at": existing.claimed_at, "first_round": existing.first_round}
+            claim = claim.model_copy(update=kept | {"script": script or existing.script})
+            self._replace(claim, etag)
         write_plan = self.storage.write_bytes if is_other else self.storage.write_if_absent
         write_plan(self.key("plan.json"), _bytes(plan))
         etag = self._etag()
-        if self.claim() != mine:  # this process was slower than its lease
+        if self.claim() != claim:  # the lease expired in between
             raise self._lost()
-        return mine, etag
+        return claim, etag
 
     def _has_no_plan(self) -> bool:
-        """plan.json follows the claim, and the first job follows plan.json."""
+        """Return whether nothing was submitted. The order of writes is claim, plan, first job."""
         return self.storage.stat(self.key("plan.json")) is None and not self.submissions()
 
     def _replace(self, claim: Claim, etag: str) -> str:
@@ -279,16 +272,16 @@ class CycleStore:
         return self._etag()
 
     def _free(self, claim: Claim, etag: str) -> None:
-        """Give up the lease; a claim that another process took over stays as it is."""
+        """Release the lease, unless another process has taken it over."""
         free = claim.model_copy(update={"owner": "", "lease_until": 0.0})
         self.storage.write_if_match(self.key("claim.json"), _bytes(free), etag)
 
     def _lost(self) -> DataError | TransientError:
-        """Return the error for a claim that is no longer that of this process."""
+        """Return the error for a claim that this process no longer owns."""
         uri = self.storage.uri(self.key("claim.json"))
         if not self._etag():
-            return DataError(f"{uri} is gone", next_command="trnjobs status")
-        return TransientError(f"{uri}: another process took the cycle over", next_command="trnjobs status")
+            return DataError(f"{uri} does not exist", next_command="trnjobs status")
+        return TransientError(f"{uri}: another process has taken over the cycle", next_command="trnjobs status")
 
     def _names(self, folder: str) -> list[str]:
         return [stat.key.removeprefix(self.key("")) for stat in self.storage.list(self.key(folder))]
@@ -316,37 +309,35 @@ def _bytes(record: Record) -> bytes:
 
 
 def claimed_cycles(store: CycleStore, *, runs: bool = False) -> list[str]:
-    """Return the names of the cycles with jobs, in their own order; arguments as below."""
+    """Return the sorted names of the claimed cycles. `runs`: include those of `trnjobs run`."""
     return sorted(claims_by_age(store, runs=runs))
 
 
 def claims_by_age(store: CycleStore, *, runs: bool = False) -> dict[str, Claim | None]:
-    """Return by name the claims of the cycles in the workspace of `store`, the newest last.
+    """Return the claims of the cycles in the workspace of `store` by name, the newest last.
 
-    `runs`: also of what `trnjobs run` has submitted, which is no cycle.
-
-    None, before all others: a claim that is not a valid record.
+    `runs`: include those of `trnjobs run`, which are not cycles. An invalid claim is None, and comes first.
     """
 
     def read(name: str) -> Claim | DataError | None:
         try:
             return replace(store, cycle=name).claim()
-        except DataError as error:  # one that is damaged hides no other cycle
+        except DataError as error:  # a damaged claim must not hide the other cycles
             return error
 
     names = [name for name in store.storage.list_dirs("cycles") if runs or not name.startswith(RUN_PREFIX)]
-    found = zip(names, _of_each(store.storage, names, read), strict=True)
-    claims = {name: None if isinstance(claim, DataError) else claim for name, claim in found if claim is not None}
-    return dict(sorted(claims.items(), key=lambda one: (one[1].claimed_at if one[1] else -inf, one[0])))
+    results = zip(names, _read_each(store.storage, names, read), strict=True)
+    claims = {name: None if isinstance(claim, DataError) else claim for name, claim in results if claim is not None}
+    return dict(sorted(claims.items(), key=lambda item: (item[1].claimed_at if item[1] else -inf, item[0])))
 
 
 def unclosed_cycles(store: CycleStore, names: Sequence[str]) -> list[str]:
-    """Return those of these cycles, in the workspace of `store`, that nobody has closed; in their order."""
-    found = _of_each(store.storage, names, lambda name: replace(store, cycle=name).closed())
-    return [name for name, closed in zip(names, found, strict=True) if closed is None]
+    """Return those of the named cycles in the workspace of `store` that are not closed."""
+    ends = _read_each(store.storage, names, lambda name: replace(store, cycle=name).closed())
+    return [name for name, closed in zip(names, ends, strict=True) if closed is None]
 
 
-def _of_each(storage: Storage, names: Sequence[str], read: Callable[[str], T]) -> list[T]:
+def _read_each(storage: Storage, names: Sequence[str], read: Callable[[str], T]) -> list[T]:
     return run_parallel(
         read, names, num_threads=NUM_READ_THREADS, stop=storage.stop, doing=f"looking at cycles of {storage.root}"
     )

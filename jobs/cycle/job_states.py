@@ -1,9 +1,7 @@
-"""What is known of the jobs of a cycle, on any target, and how they pass from state to state, as AWS Batch does it.
+"""Records of the jobs of a cycle, on any target, and their state transitions, which are those of AWS Batch. Pure.
 
-Pure: records in, records out.
-
-A leaf is what runs: a job, or one child of an array. The parent of an array has no state of its own: it is PENDING
-while children run, and FAILED when all have ended and one failed.
+A task is a job that runs, or one child of an array. The state of the parent of an array is derived: PENDING while
+children run, FAILED once all have ended and one has failed.
 
 Source: the user guide of AWS Batch (job states, dependencies, array jobs, job retries).
 """
@@ -21,9 +19,9 @@ from pipeline.core.record import Record
 
 
 class JobState(StrEnum):
-    """States of AWS Batch, in the order in which a job passes them. A retry goes back to RUNNABLE.
+    """States of AWS Batch, in the order of the transitions. A retry returns to RUNNABLE.
 
-    CANCELLED is ours: AWS Batch and SageMaker report such a job as failed or stopped.
+    CANCELLED is added by us. AWS Batch and SageMaker report such a job as failed or stopped.
     """
 
     SUBMITTED = "SUBMITTED"
@@ -41,40 +39,38 @@ class JobState(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the job has ended without success."""
+        """Return whether the job has ended without success."""
         return self in (JobState.FAILED, JobState.CANCELLED)
 
     @property
     def is_active(self) -> bool:
-        """Whether a try is under way."""
+        """Return whether an attempt is running."""
         return self in (JobState.STARTING, JobState.RUNNING)
 
 
 class AttemptRecord(Record):
-    """One try of one job. Times are seconds since 1970; None where it has not come to that."""
+    """One attempt of one task. Times are seconds since 1970, None until then."""
 
     started_at: float | None = None
     stopped_at: float | None = None
-    exit_code: int | None = Field(None, description="Of the container, or of the main node's; none: it never ran")
+    exit_code: int | None = Field(None, description="Of the container, or of that of the main node; none: never ran")
     status_reason: str = ""
     reason: str = Field("", description="Of the container, such as OutOfMemoryError")
-    log_streams: tuple[str, ...] = Field((), description="One a node, in the order of nodes")
-    error: str = Field("", description="What its log says went wrong, in a few lines; empty: not known")
-    error_node: int = Field(0, description="Of which node that log is")
-    billable_s: float | None = Field(
-        None, description="Of each machine, where the platform tells; none: from its times"
-    )
+    log_streams: tuple[str, ...] = Field((), description="One per node, in the order of nodes")
+    error: str = Field("", description="Error in its log, a few lines; empty: not known")
+    error_node: int = Field(0, description="Node that wrote this log")
+    billable_s: float | None = Field(None, description="Per machine, as the platform reports it; none: not reported")
 
     @property
     def seconds(self) -> float | None:
-        """None until it has ended, or when it never ran."""
+        """Return the duration, or None if it never ran or has not ended."""
         return None if self.started_at is None or self.stopped_at is None else self.stopped_at - self.started_at
 
 
 class JobRecord(Record):
     """One job, or one child of an array."""
 
-    name: str = Field(description="As in the plan; of a child: name:index")
+    name: str = Field(description="Name in the plan; of a child: name:index")
     id: str
     state: JobState
     status_reason: str = ""
@@ -83,23 +79,23 @@ class JobRecord(Record):
     stopped_at: float | None = None
     attempts: tuple[AttemptRecord, ...] = ()
     children: tuple["JobRecord", ...] = Field((), description="Of an array, by index")
-    num_nodes: int = Field(0, description="0: an ordinary container")
+    num_nodes: int = Field(0, description="0: a single container")
 
     def tasks(self) -> tuple["JobRecord", ...]:
-        """Return what runs: the children of an array, else the job itself."""
+        """Return the children of an array, else the job itself."""
         return self.children or (self,)
 
     def all_attempts(self) -> list[AttemptRecord]:
-        """Of all leaves."""
+        """Return the attempts of all tasks."""
         return [attempt for task in self.tasks() for attempt in task.attempts]
 
 
 Outcome = Literal["succeeded", "failed", "refused", "cancelled"]
-"""Of a cycle. refused: the gate did its work, production stays as it is."""
+"""Outcome of a cycle. refused: the gate refused the candidate, and production is unchanged."""
 
 
 class SubmittedJob(Record):
-    """A job that was handed over. Written before the next one is submitted."""
+    """A submitted job. Written before the next job is submitted."""
 
     job: str
     id: str
@@ -108,19 +104,19 @@ class SubmittedJob(Record):
 
 
 class Cancel(Record):
-    """Why a job is to end before its time. `at`: since when, in seconds since 1970."""
+    """A request to end a job. `at`: seconds since 1970."""
 
     reason: str
     at: float
 
 
 class Closed(Record):
-    """The end of a cycle: from then on the next one may start."""
+    """The end of a cycle, after which the next cycle may start."""
 
     outcome: Outcome
     at: float
     reason: str = ""
-    round: int | None = Field(None, description="Of submission, whose end it is; none: an earlier version wrote it")
+    round: int | None = Field(None, description="Number of the submission; none: written by an earlier version")
 
     @property
     def text(self) -> str:
@@ -128,37 +124,37 @@ class Closed(Record):
 
 
 class BlockedJob(Record):
-    """A job that was seen blocked, at every look since `since` (seconds since 1970) for the same reason."""
+    """A task that has been blocked for the same reason since `since` (seconds since 1970)."""
 
-    job: str = Field(description="Name of the record; of a child: name:index")
+    job: str = Field(description="Name of the task; of a child: name:index")
     id: str
     reason: str
     since: float
 
 
-# How they pass from state to state.
+# State transitions.
 
 EXITED = "Essential container in task exited"
 TIMED_OUT = "Job attempt duration exceeded timeout"
 TASK_NOT_STARTED = "Task failed to start"
 HOST_TERMINATED = "Host EC2 (local) terminated."
 SERVICE_FAULT = "Internal error of the service that runs the job"
-"""SageMaker's, which tells no lost machine from a fault of its own."""
+"""Reported for SageMaker, which does not distinguish a lost machine from its own faults."""
 INTERRUPTED = "Interrupted with the command that ran the jobs"
-"""Ours: such an attempt does not count, and the job goes on with the next submission."""
+"""Such an attempt does not count towards the retries, and the next submission continues the job."""
 CANCELLED = "cancelled: "
-"""Begins the reason that `trnjobs cancel` gives."""
+"""Prefix of the reasons of `trnjobs cancel`."""
 UNNEEDED = "no longer needed: "
-"""Begins the reason of a job that was ended because no job that waits for it can run any more."""
+"""Prefix of the reason of a job that was ended because no job that waits for it can run any more."""
 NOT_RUN = "not run: "
-"""Begins the reason of a job of which a dependency did not succeed."""
+"""Prefix of the reason of a job with a dependency that did not succeed."""
 PAGE_ANYWAY = "not needed: the end of the cycle writes the page"
-"""Of the job `report` without which a cycle ended."""
+"""Reason shown for the job `report` if the cycle ended before it."""
 
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How an attempt ended. `exit_code` None: no container ran. `status_reason`: one of those above, or a user's."""
+    """The end of an attempt. `exit_code`: None if no container ran. `status_reason`: see above, or from the user."""
 
     exit_code: int | None
     status_reason: str
@@ -177,8 +173,8 @@ class Task:
         return self.spec.name if self.index is None else f"{self.spec.name}:{self.index}"
 
     def waits_for(self) -> Iterator[str]:
-        """Names of the jobs that must succeed before."""
-        return (one.job for one in self.spec.depends_on)
+        """Return the names of the jobs that must succeed first."""
+        return (dependency.job for dependency in self.spec.depends_on)
 
 
 def tasks_of(job: JobSpec) -> list[Task]:
@@ -187,14 +183,14 @@ def tasks_of(job: JobSpec) -> list[Task]:
 
 
 def new_record(task: Task, job_id: str, at: float) -> JobRecord:
-    own = job_id if task.index is None else f"{job_id}:{task.index}"
-    return JobRecord(name=task.name, id=own, state=JobState.SUBMITTED, created_at=at, num_nodes=task.spec.num_nodes)
+    task_id = job_id if task.index is None else f"{job_id}:{task.index}"
+    return JobRecord(name=task.name, id=task_id, state=JobState.SUBMITTED, created_at=at, num_nodes=task.spec.num_nodes)
 
 
 def advance_waiting_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord], at: float) -> dict[str, JobRecord]:
-    """One step of every leaf that waits for others; the changed records. Repeat until there is none.
+    """Move every task that waits for others one state forward, and return the changed records.
 
-    What is not among the records is of an earlier round, and has succeeded.
+    Call it again until nothing changes. A job that has no record has succeeded in an earlier submission.
     """
     now = {task.name: records[task.name] for task in tasks}
     children = dict[str, list[str]]()
@@ -202,14 +198,14 @@ def advance_waiting_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord]
         if task.index is not None:
             children.setdefault(task.spec.name, []).append(task.name)
     states = {name: record.state for name, record in now.items()}
-    states |= {name: parent_state([states[one] for one in ones]) for name, ones in children.items()}
+    states |= {name: parent_state([states[child] for child in names]) for name, names in children.items()}
     changed = {}
     for task in tasks:
         record, needs = records[task.name], [states.get(name, JobState.SUCCEEDED) for name in task.waits_for()]
         if record.state is JobState.SUBMITTED:
             record = _move(record, JobState.PENDING if needs else JobState.RUNNABLE)
         elif record.state is JobState.PENDING and any(need.is_failure for need in needs):
-            names = (one for name in task.waits_for() if name in states for one in children.get(name, [name]))
+            names = (part for name in task.waits_for() if name in states for part in children.get(name, [name]))
             failed = [now[name] for name in names if now[name].state.is_failure]
             record = failed_record(record, NOT_RUN + cause_text(failed), at)
         elif record.state is JobState.PENDING and all(need is JobState.SUCCEEDED for need in needs):
@@ -222,9 +218,9 @@ def advance_waiting_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord]
 
 
 def cause_text(failed: Sequence[JobRecord]) -> str:
-    """`prepare failed`: what kept a job from running. `failed`: records that it waited for, and that did not succeed.
+    """Return why a job could not run, such as `prepare failed`. `failed`: its dependencies that did not succeed.
 
-    Of a job that was itself kept from running, or ended for another one, it is the cause of that.
+    If the dependency itself did not run, or was ended because of another job, that cause is returned.
     """
     for record in failed:
         if not record.status_reason.startswith((NOT_RUN, UNNEEDED)):
@@ -236,26 +232,26 @@ def cause_text(failed: Sequence[JobRecord]) -> str:
 
 
 def unneeded_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord]) -> dict[str, str]:
-    """Why to end jobs that have not ended, by name of leaf: none of the jobs that wait for them can run any more.
+    """Return the tasks to end because no job that waits for them can run any more, with the reason, by name.
 
-    A job that no other waits for is always needed. `leaves`: each after those it depends on.
+    A job that no other job waits for is always needed. `tasks`: each after those it depends on.
     """
     failures = dict[str, list[JobRecord]]()
     for task in tasks:
-        record = records[task.name]  # one that was ended as unneeded stays so, and so do the other children
+        record = records[task.name]  # a job that was ended as unneeded, and its other children, stay unneeded
         if record.state.is_failure and not record.status_reason.startswith(UNNEEDED):
             failures.setdefault(task.spec.name, []).append(record)
     specs = {task.spec.name: task.spec for task in tasks}
-    lost, unneeded = dict[str, str](), dict[str, str]()  # by job, with the cause
+    lost, unneeded = dict[str, str](), dict[str, str]()  # cause by job
     for name, spec in specs.items():
-        causes = [lost[one.job] for one in spec.depends_on if one.job in lost]
+        causes = [lost[dependency.job] for dependency in spec.depends_on if dependency.job in lost]
         if name in failures or causes:
             lost[name] = cause_text(failures[name]) if name in failures else causes[0]
     for name in reversed(specs):
-        waiting = [other for other, spec in specs.items() if name in (one.job for one in spec.depends_on)]
-        ends = [lost.get(other) or unneeded.get(other) for other in waiting]
-        if name not in lost and ends and all(ends):
-            unneeded[name] = ends[0] or ""
+        waiting = [other for other, spec in specs.items() if name in (needed.job for needed in spec.depends_on)]
+        causes = [lost.get(other) or unneeded.get(other, "") for other in waiting]
+        if name not in lost and causes and all(causes):
+            unneeded[name] = causes[0]
     return {
         task.name: UNNEEDED + unneeded[task.spec.name]
         for task in tasks
@@ -266,31 +262,33 @@ def unneeded_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord]) -> di
 def normalize_batch_records(
     plan: JobPlan, records: Sequence[JobRecord], cancelled: Mapping[str, Cancel]
 ) -> tuple[JobRecord, ...]:
-    """Return records of AWS Batch, which reports every end without success as FAILED, in our states and reasons.
+    """Distinguish cancelled and skipped jobs in records of AWS Batch, which reports both as FAILED.
 
-    `cancelled`: by id of job, what we have asked to end before it had ended.
+    `cancelled`: our requests to end jobs, by job id.
     """
-    found = dict[str, JobRecord]()
+    normalized = dict[str, JobRecord]()
 
-    def renamed(record: JobRecord, asked: Cancel | None) -> JobRecord:
+    def with_reason(record: JobRecord, cancel: Cancel | None) -> JobRecord:
         if record.state is not JobState.FAILED:
             return record
-        reason = asked.reason if asked else record.status_reason
+        reason = cancel.reason if cancel else record.status_reason
         return _move(record, failed_state(reason), reason=reason)
 
     for record in records:
-        asked = cancelled.get(record.id)
+        cancel = cancelled.get(record.id)
         children = (
-            renamed(child, asked if asked and (child.stopped_at or asked.at) >= asked.at else None)
+            with_reason(child, cancel if cancel and (child.stopped_at or cancel.at) >= cancel.at else None)
             for child in record.children
         )
-        one = renamed(record, asked).model_copy(update={"children": tuple(children)})
-        failed = [found[of.job] for of in plan.job(one.name).depends_on if of.job in found]
-        failed = [of for of in failed if of.state.is_failure]
-        if one.state is JobState.FAILED and failed and asked is None and not one.all_attempts():
-            one = one.model_copy(update={"status_reason": NOT_RUN + cause_text(failed)})
-        found[one.name] = one
-    return tuple(found.values())
+        record = with_reason(record, cancel).model_copy(update={"children": tuple(children)})
+        dependencies = [
+            normalized[needed.job] for needed in plan.job(record.name).depends_on if needed.job in normalized
+        ]
+        failed = [dependency for dependency in dependencies if dependency.state.is_failure]
+        if record.state is JobState.FAILED and failed and cancel is None and not record.all_attempts():
+            record = record.model_copy(update={"status_reason": NOT_RUN + cause_text(failed)})
+        normalized[record.name] = record
+    return tuple(normalized.values())
 
 
 def starting_record(record: JobRecord, log_streams: Sequence[str]) -> JobRecord:
@@ -299,16 +297,18 @@ def starting_record(record: JobRecord, log_streams: Sequence[str]) -> JobRecord:
 
 
 def running_record(record: JobRecord, at: float) -> JobRecord:
-    """Return the record of a job whose container runs; of a node group, that of the main node."""
+    """Return the record of a job after the container (of the main node) has started."""
     record = with_last_attempt(record, started_at=at)
     return _move(record, JobState.RUNNING, started_at=record.started_at or at)
 
 
 def record_after_attempt(
-    record: JobRecord, retry: Retry, end: AttemptEnd, at: float, *, again: bool | None = None
+    record: JobRecord, retry: Retry, end: AttemptEnd, at: float, *, will_retry: bool | None = None
 ) -> JobRecord:
-    """After an attempt: SUCCEEDED, FAILED, or RUNNABLE for the next one. `again`: what the platform has decided of it;
-    None: `retry` decides."""
+    """Return the record after an attempt: SUCCEEDED, FAILED, or RUNNABLE for the next attempt.
+
+    `will_retry`: the decision of the platform, or None to apply `retry`.
+    """
     record = with_last_attempt(
         record, stopped_at=at, exit_code=end.exit_code, status_reason=end.status_reason, reason=end.reason
     )
@@ -317,13 +317,13 @@ def record_after_attempt(
     if end.status_reason == INTERRUPTED:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     counted = sum(attempt.status_reason != INTERRUPTED for attempt in record.attempts)
-    if should_retry(retry, counted, end) if again is None else again:
+    if should_retry(retry, counted, end) if will_retry is None else will_retry:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     return failed_record(record, end.status_reason, at)
 
 
 def should_retry(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
-    """After attempt number `attempt` (from 1) failed. Those that were timed out or cancelled never are."""
+    """Return whether to retry after attempt number `attempt` (from 1) has failed. Time-outs are never retried."""
     if attempt >= retry.attempts:
         return False
     if end.status_reason in (HOST_TERMINATED, TASK_NOT_STARTED, SERVICE_FAULT):
@@ -332,30 +332,30 @@ def should_retry(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
 
 
 def has_succeeded(end: AttemptEnd) -> bool:
-    """Return whether an attempt succeeded. A container that was ended from outside has failed, whatever its code."""
+    """Return whether an attempt succeeded. A container that was stopped has failed even if its exit code is 0."""
     return end.exit_code == 0 and end.status_reason == EXITED
 
 
 def failed_record(record: JobRecord, reason: str, at: float) -> JobRecord:
-    """Return the record of a job that never ran, or will not run again."""
+    """Return the record of a job that ends without success, for this reason."""
     return _move(record, failed_state(reason), reason=reason, stopped_at=at)
 
 
 def failed_state(reason: str) -> JobState:
-    """Return CANCELLED if a user ended the job, or we did because it was of no use any more; else FAILED."""
+    """Return CANCELLED if a user ended the job or it was no longer needed, else FAILED."""
     return JobState.CANCELLED if reason.startswith((CANCELLED, UNNEEDED)) else JobState.FAILED
 
 
 def queue(tasks: Iterable[Task], records: Mapping[str, JobRecord]) -> list[Task]:
-    """RUNNABLE leaves, first in first out; those to be tried again stand at the front."""
+    """Return the RUNNABLE tasks, first in first out, with retries at the front."""
     runnable = [task for task in tasks if records[task.name].state is JobState.RUNNABLE]
-    again = [task for task in runnable if records[task.name].attempts]
-    again.sort(key=lambda task: -(records[task.name].attempts[-1].stopped_at or 0.0))
-    return again + [task for task in runnable if not records[task.name].attempts]
+    retries = [task for task in runnable if records[task.name].attempts]
+    retries.sort(key=lambda task: -(records[task.name].attempts[-1].stopped_at or 0.0))
+    return retries + [task for task in runnable if not records[task.name].attempts]
 
 
 def parent_state(children: Sequence[JobState]) -> JobState:
-    """Of an array. Children go on when one fails, so the parent fails with the last of them."""
+    """Return the state of an array. Children continue after a failure, so the parent fails when the last one ends."""
     if all(child.is_final for child in children):
         failures = [state for state in (JobState.FAILED, JobState.CANCELLED) if state in children]
         return failures[0] if failures else JobState.SUCCEEDED
@@ -387,63 +387,63 @@ def _move(record: JobRecord, to: JobState, *, reason: str = "", **changes: objec
     return record.model_copy(update={"state": to, "status_reason": reason, **changes})
 
 
-# What is said of a job whose state has changed, for people. Pure.
+# Messages about state changes. Pure.
 
 
 class Change(str):
-    """A line about a job whose state has changed, which a picture of all jobs shows by itself."""
+    """A line about a state change of a job, which the live display omits because it shows all states."""
 
 
 def change_line(record: JobRecord, log: str = "") -> Change:
-    """`train  RUNNABLE  attempt 1 ended with exit code 75; tried again`. `log`: of a job that runs."""
-    words = [f"{record.name:<12} {record.state.value:<9}"]
+    """Return a line such as `train  RUNNABLE  attempt 1 ended with exit code 75; retrying`. `log`: of a running job."""
+    fields = [f"{record.name:<12} {record.state.value:<9}"]
     if not record.attempts:
-        return Change("  ".join([*words, record.status_reason]).rstrip())
+        return Change("  ".join([*fields, record.status_reason]).rstrip())
     last, attempt = record.attempts[-1], f"attempt {len(record.attempts)}"
     end = f"{attempt} ended{'' if last.exit_code is None else f' with exit code {last.exit_code}'}"
     why = last.status_reason if last.status_reason != EXITED or last.exit_code is None else ""
     end = ": ".join(filter(None, (end, ", ".join(filter(None, (why, last.reason))))))
     match record.state:
         case JobState.STARTING:
-            words.append(attempt)
+            fields.append(attempt)
         case JobState.RUNNING:
-            words += [attempt, log]
+            fields += [attempt, log]
         case JobState.RUNNABLE:
-            words.append(end if last.status_reason == INTERRUPTED else f"{end}; tried again")
+            fields.append(end if last.status_reason == INTERRUPTED else f"{end}; retrying")
         case JobState.FAILED | JobState.CANCELLED:
-            words.append(end if record.status_reason == last.status_reason else record.status_reason)
-    return Change("  ".join(words).rstrip())
+            fields.append(end if record.status_reason == last.status_reason else record.status_reason)
+    return Change("  ".join(fields).rstrip())
 
 
-# How a cycle ended, from how its jobs did. Pure.
+# The outcome of a cycle, from the records of its jobs. Pure.
 
 _MEANINGS = {rule.exit_code: rule.name for rule in EXIT_TABLE}
 
 
 def outcome_of(plan: JobPlan, records: Sequence[JobRecord], *, cancelled: Closed | None = None) -> Closed | None:
-    """None while a job is not final, or was never submitted.
+    """Return the end of the cycle, or None while a job has not ended or was not submitted.
 
-    A cycle that was submitted half also ends when it is cancelled: a record tells, or whoever cancels now (`cancelled`;
-    it counts alone when every job that was submitted had succeeded).
+    A partially submitted cycle ends if it is cancelled. Its records show this, or the caller passes `cancelled`, which
+    counts if all submitted jobs have succeeded.
     """
     if not all(record.state.is_final for record in records):
         return None
-    is_whole = {job.name for job in plan.jobs} <= {record.name for record in records}
+    is_complete = {job.name for job in plan.jobs} <= {record.name for record in records}
     is_cancelled = any(record.status_reason.startswith(CANCELLED) for record in records)
     ended = max((record.stopped_at or record.created_at for record in records), default=0.0)
     first = first_failure(records)
-    if first is None or not (is_whole or is_cancelled):
-        return Closed(outcome="succeeded", at=ended) if is_whole else cancelled
+    if first is None or not (is_complete or is_cancelled):
+        return Closed(outcome="succeeded", at=ended) if is_complete else cancelled
     outcome: Outcome = "refused" if exit_code(first) == GateRefused.exit_code else "failed"
-    if first.status_reason.startswith(CANCELLED) or not is_whole:
+    if first.status_reason.startswith(CANCELLED) or not is_complete:
         outcome = "cancelled"
     return Closed(outcome=outcome, at=ended, reason=f"{first.name}: {reason_of(first)}")
 
 
 def exit_code_of_cycle(closed: Closed, records: Sequence[JobRecord]) -> int:
-    """Return the exit code of a command that waited for the cycle: that of the job that ended it, if it is a failure.
+    """Return the exit code of a command that waited for the cycle: the code of the job that failed first.
 
-    143 for a cycle that was cancelled, 75 for a job that has no such code: timed out, lost.
+    143 for a cancelled cycle, 75 for a failed job without an exit code, such as a lost one.
     """
     if closed.outcome == "succeeded":
         return EXIT_OK
@@ -456,56 +456,57 @@ def exit_code_of_cycle(closed: Closed, records: Sequence[JobRecord]) -> int:
 
 
 def first_failure(records: Sequence[JobRecord]) -> JobRecord | None:
-    """Return the job that ended the cycle, not one that failed because of it; None when none failed."""
+    """Return the job that caused the cycle to fail, not one that failed because of it. None if no job failed."""
 
     def order(record: JobRecord) -> tuple[int, float]:
-        """Sort jobs that ran first, then jobs that were cancelled before, then those that ended because of them."""
-        why = record.status_reason
-        rank = 0 if record.all_attempts() and not why.startswith(UNNEEDED) else 1 if why.startswith(CANCELLED) else 2
+        """Sort jobs that ran first, then cancelled jobs, then jobs that were skipped because of another job."""
+        reason = record.status_reason
+        has_run = record.all_attempts() and not reason.startswith(UNNEEDED)
+        rank = 0 if has_run else 1 if reason.startswith(CANCELLED) else 2
         return rank, record.stopped_at or float("inf")
 
     return min((record for record in records if record.state.is_failure), key=order, default=None)
 
 
 def exit_code(record: JobRecord) -> int | None:
-    """Of the last try of the first child that failed, or of the job; None when nothing ran."""
+    """Return the exit code of the last attempt, of an array that of the first failed child. None if nothing ran."""
     tasks = [task for task in record.tasks() if task.state.is_failure] or record.tasks()
     return next((task.attempts[-1].exit_code for task in tasks if task.attempts), None)
 
 
 def shown_state(record: JobRecord) -> str:
-    """Return the state for people: a job that was left out because of another one has not failed itself."""
-    return "NOT RUN" if _is_left_out(record) else record.state.value
+    """Return the state to display: NOT RUN for a job that was skipped because of another job."""
+    return "NOT RUN" if _is_skipped(record) else record.state.value
 
 
-def _is_left_out(record: JobRecord) -> bool:
+def _is_skipped(record: JobRecord) -> bool:
     return record.state.is_failure and record.status_reason.startswith(NOT_RUN) and not record.all_attempts()
 
 
 def reason_of(record: JobRecord) -> str:
-    """Return why a job failed, for people."""
-    if _is_left_out(record):
+    """Return why a job failed, as text to display."""
+    if _is_skipped(record):
         return PAGE_ANYWAY if record.name == "report" else record.status_reason.removeprefix(NOT_RUN)
     task = next((task for task in record.tasks() if task.state is record.state and task.state.is_failure), record)
-    words, error = [task.status_reason or record.status_reason], ""
+    causes, error = [task.status_reason or record.status_reason], ""
     if task.attempts:
         last = task.attempts[-1]
-        words, error = [*words, last.reason], headline(last.error.splitlines())
+        causes, error = [*causes, last.reason], headline(last.error.splitlines())
         if last.exit_code is not None:
             meaning = f" ({_MEANINGS[last.exit_code]})" if last.exit_code in _MEANINGS else ""
-            words = [word for word in words if word != EXITED]  # it says less than the code
-            words.append(f"exit code {last.exit_code}{meaning}")
-    said = ", ".join(dict.fromkeys(word for word in words if word)) or "no reason given"
-    return f"{said}: {error}" if error and error not in said else said
+            causes = [cause for cause in causes if cause != EXITED]  # less specific than the exit code
+            causes.append(f"exit code {last.exit_code}{meaning}")
+    reason = ", ".join(dict.fromkeys(cause for cause in causes if cause)) or "no reason given"
+    return f"{reason}: {error}" if error and error not in reason else reason
 
 
 def without_error(reason: str, records: Iterable[JobRecord]) -> str:
-    """Return a reason without the first line of an error, for output that shows the whole error."""
+    """Return a reason without the first line of the error, for output that shows the full error."""
     for task in filter(None, map(failed_task, records)):
         reason = reason.removesuffix(f": {headline(task.attempts[-1].error.splitlines())}")
     return reason
 
 
 def failed_task(record: JobRecord) -> JobRecord | None:
-    """Of a job that failed by itself: the job, or the first child of an array that did; None for any other job."""
+    """Return the job, or the first child of an array, that ran and failed. None if the job has not failed by itself."""
     return next((task for task in record.tasks() if task.state is JobState.FAILED and task.attempts), None)

@@ -1,4 +1,4 @@
-"""The verdict on a cycle in a few lines: what became of it, how good the model is, why it was refused. Pure."""
+"""The verdict on a cycle in a few lines: outcome, quality of the model, reasons of a refusal. Pure."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ from pipeline.evaluate.report import EvaluationReport
 
 SEARCH = "retrieval_ndcg@10"
 WITHOUT = " WITHOUT a comparison"
-"""Follows `promoted` if nothing judged the model."""
+"""Appended to `promoted` if the model was compared with nothing."""
 _NAMES = {SEARCH: "search nDCG@10", "ndcg@10": "nDCG@10", "macro_f1": "macro F1", "bm25": "BM25"}
-_MOST_METRICS, _MOST_REASONS, _WIDTH = 4, 3, 80
+_MAX_METRICS, _MAX_REASONS, _WIDTH = 4, 3, 80
 
 
 class Measure(NamedTuple):
-    """A metric of the candidate beside those of `others`: production and baselines by the names people know.
+    """A metric of the candidate and of `others`: production and the baselines by display name.
 
-    `low`, `high`: the interval of the difference to production.
+    `low`, `high`: confidence interval of the difference to production.
     """
 
     metric: str
@@ -34,7 +34,7 @@ class Measure(NamedTuple):
 
     @property
     def change(self) -> str:
-        """Return the difference to production with its interval, empty if none was judged."""
+        """Return the difference to production with its interval, empty without a comparison."""
         if self.low is None or self.high is None:
             return ""
         return _change(self.candidate - self.others["production"], self.low, self.high)
@@ -47,14 +47,14 @@ def verdict_lines(
     verified: VerifyDigest | None,
     target: str,
 ) -> list[str]:
-    """Return the verdict of a cycle that has ended, its metrics, and why it was refused. `evaluate`: its figures."""
+    """Return the verdict on an ended cycle, its metrics and any reasons of a refusal. `evaluate`: stage figures."""
     took = "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
     late = f", {DEADLINES['missed']}" if ledger.deadline == "missed" else ""
-    verdict = f"{outcome_words(ledger.outcome, evaluate)}{took}{late}"
+    verdict = f"{outcome_text(ledger.outcome, evaluate)}{took}{late}"
     lines = [f"cycle {ledger.cycle}: {verdict}, {cost_text(ledger, target)}"]
     keeps_vectors = bool(evaluate.get("nothing_new") and verified and not verified.counts.embedded)
     if evaluate.get("nothing_new"):
-        stays = "production and vectors stay" if keeps_vectors else "production stays"
+        stays = "production and vectors are unchanged" if keeps_vectors else "production is unchanged"
         lines.append(f"  {stays}; to train again: --train.start scratch")
     if evaluation is not None:
         lines += [f"  {line}" for line in _quality(evaluation)]
@@ -66,8 +66,8 @@ def verdict_lines(
     return lines
 
 
-def outcome_words(outcome: str, evaluate: Mapping[str, Figure]) -> str:
-    """Return how a cycle ended. `evaluate`: figures of that stage, which tell whether a model was promoted."""
+def outcome_text(outcome: str, evaluate: Mapping[str, Figure]) -> str:
+    """Return the outcome of a cycle. `evaluate`: figures of this stage, which show whether a model was promoted."""
     if outcome == "open":
         return "under way"
     if outcome == "succeeded" and evaluate.get("nothing_new"):
@@ -81,57 +81,58 @@ def outcome_words(outcome: str, evaluate: Mapping[str, Figure]) -> str:
 
 
 def cost_text(ledger: CycleLedger, target: str) -> str:
-    """Return what a cycle cost; a machine of one's own costs nothing."""
+    """Return the cost of a cycle. A local machine costs nothing."""
     if target == "local":
         return "local: no charge"
     return "cost unknown" if ledger.total.usd is None else usd(ledger.total.usd)
 
 
 def measures(evaluation: EvaluationReport) -> list[Measure]:
-    """Return the metrics that the gate judged, the first one first, and that of search."""
-    known, found, checks = evaluation.incumbent, evaluation.candidate.figures, evaluation.verdict.checks
-    others = {"production": known.figures} if known else {}
-    others |= {metric_name(one.name): one.figures for one in evaluation.baselines}
+    """Return the metrics of the gate, in its order, and the search metric."""
+    production, candidate = evaluation.incumbent, evaluation.candidate.figures
+    checks = evaluation.verdict.checks
+    others = {"production": production.figures} if production else {}
+    others |= {metric_name(baseline.name): baseline.figures for baseline in evaluation.baselines}
     deltas = {check.metric: check for check in checks if check.kind == "delta" and not check.slice}
-    judged = (check.metric for check in checks if check.metric and not check.slice)
-    names = [name for name in dict.fromkeys((*deltas, *judged, SEARCH)) if name in found] or list(found)[:1]
-    made = []
+    checked = (check.metric for check in checks if check.metric and not check.slice)
+    names = [name for name in dict.fromkeys((*deltas, *checked, SEARCH)) if name in candidate] or list(candidate)[:1]
+    result = []
     for name in names:
-        beside = {who: figures[name] for who, figures in others.items() if name in figures}
-        check = deltas.get(name) if "production" in beside else None
+        values = {label: figures[name] for label, figures in others.items() if name in figures}
+        check = deltas.get(name) if "production" in values else None
         low, high = (check.low, check.high) if check else (None, None)
-        made.append(Measure(name, found[name], beside, low, high))
-    return made
+        result.append(Measure(name, candidate[name], values, low, high))
+    return result
 
 
 def _quality(evaluation: EvaluationReport) -> list[str]:
-    """Return a table of the main metrics: the candidate beside production and baselines, with the difference."""
-    shown = measures(evaluation)[:_MOST_METRICS]
+    """Return a table of the main metrics: candidate, production, baselines and the difference to production."""
+    shown = measures(evaluation)[:_MAX_METRICS]
     if not shown:
         return []
-    whos = list(dict.fromkeys(who for one in shown for who in one.others))
-    rows, changes = [["", "candidate", *whos]], ["", *(one.change for one in shown)]
-    for one in shown:
-        values = (one.candidate, *(one.others.get(who) for who in whos))
-        rows.append([metric_name(one.metric), *map(_number, values)])
+    labels = list(dict.fromkeys(label for measure in shown for label in measure.others))
+    rows, changes = [["", "candidate", *labels]], ["", *(measure.change for measure in shown)]
+    for measure in shown:
+        values = (measure.candidate, *(measure.others.get(label) for label in labels))
+        rows.append([metric_name(measure.metric), *map(_number, values)])
     lines = zip(aligned(rows), changes, strict=True)
-    return [f"{line} {change}".rstrip() for line, change in lines]  # 80 columns with two baselines
+    return [f"{line} {change}".rstrip() for line, change in lines]  # fits 80 columns with two baselines
 
 
 def reasons(checks: Sequence[GateCheck]) -> list[str]:
-    """Return why a model was refused, in numbers where the check has them; the first few reasons."""
+    """Return the first reasons why a model was refused, with numbers if the check has them."""
     failed = [check for check in checks if check.outcome == "fail"]
     lines = list[str]()
-    for check in failed[:_MOST_REASONS]:
+    for check in failed[:_MAX_REASONS]:
         against = check.baseline_value if check.baseline else check.incumbent
         if check.candidate is None or against is None or check.low is None or check.high is None:
             lines.append(check.reason)
             continue
-        where = f"{metric_name(check.metric)}{f' of {check.slice}' if check.slice else ''}"
+        metric = f"{metric_name(check.metric)}{f' of {check.slice}' if check.slice else ''}"
         difference = _change(check.candidate - against, check.low, check.high)
-        who = metric_name(check.baseline) or "production"
-        lines.append(f"{where} {_number(check.candidate)}, {who} {_number(against)}, {difference}{_rule(check)}")
-    return [*lines, *([f"and {len(failed) - _MOST_REASONS} more"] if len(failed) > _MOST_REASONS else [])]
+        other = metric_name(check.baseline) or "production"
+        lines.append(f"{metric} {_number(check.candidate)}, {other} {_number(against)}, {difference}{_rule(check)}")
+    return [*lines, *([f"and {len(failed) - _MAX_REASONS} more"] if len(failed) > _MAX_REASONS else [])]
 
 
 def _rule(check: GateCheck) -> str:
@@ -148,7 +149,7 @@ def _rule(check: GateCheck) -> str:
 
 
 def metric_name(name: str) -> str:
-    """Return what people call a metric or a baseline."""
+    """Return the display name of a metric or a baseline."""
     return _NAMES.get(name, name)
 
 

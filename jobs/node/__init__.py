@@ -1,1 +1,1 @@
-"""What a container starts: one command, watched, in step with the other nodes of its job. Knows no torch."""
+"""The entry point of a container: run and supervise one command in step with the other nodes of its job. No torch."""

@@ -1,4 +1,4 @@
-"""`trnjobs-entry -- COMMAND [ARGUMENT ...]`, the same as `python -m jobs.node`: run a command as a job of a cycle."""
+"""Run a command as a job of a cycle: `trnjobs-entry -- COMMAND [ARGUMENT ...]`, also as `python -m jobs.node`."""
 
 import os
 import sys
@@ -13,29 +13,30 @@ USAGE = "trnjobs-entry -- COMMAND [ARGUMENT ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of the job: the table of pipeline/core/errors.py."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run the command and return the exit code of the job (see pipeline/core/errors.py)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words[:1] != ["--"] or len(words) == 1:
-            raise ConfigError(f"no command: {words}", expected=USAGE, next_command=USAGE)
-        return run(words[1:], os.environ, say)
+        if arguments[:1] != ["--"] or len(arguments) == 1:
+            raise ConfigError(f"no command in the arguments {arguments}", expected=USAGE, next_command=USAGE)
+        return run(arguments[1:], os.environ, say)
     except (TrnpipeError, KeyboardInterrupt) as error:
         say(f"{type(error).__name__}: {error}")
-        failed: BaseException = error
-    except Exception as error:  # a bug: traceback and exit code 1, from one place
+        failure: BaseException = error
+    except Exception as error:  # a bug: exit code 1
         traceback.print_exc()
-        failed = error
-    write_failure(os.environ, exit_code_of(failed), str(failed) if isinstance(failed, TrnpipeError) else repr(failed))
-    return exit_code_of(failed)
+        failure = error
+    code, reason = exit_code_of(failure), str(failure) if isinstance(failure, TrnpipeError) else repr(failure)
+    write_failure(os.environ, code, reason)
+    return code
 
 
 def say(text: str) -> None:
-    """One line of the entry itself, apart from the command's own output."""
+    """Print a line of the entry itself, with a prefix that separates it from the output of the command."""
     print(f"trnjobs-entry: {text}", file=sys.stderr, flush=True)
 
 
 def script() -> None:
-    """Ends the process here: a request to storage that hangs must not hold back the exit code."""
+    """Run `main` and exit at once, because a hanging storage request must not delay the exit code."""
     code = main()
     sys.stdout.flush()
     os._exit(code)

@@ -1,13 +1,14 @@
-"""The nodes of one attempt of a multi-node job: which are here, which have failed, and when to stop.
+"""The node group of one attempt of a multi-node job: connect the nodes, detect failures, agree on the exit code.
 
-Every other node keeps one TCP connection to the main node. A message is a JSON object on a line of its own; an empty
-line is a heartbeat. AWS Batch tells no node that another has died: a broken connection does so at once, missing
-heartbeats after a while. (A TCPStore would cost each entry the import of torch: measured 1.5 s of CPU and 480 MiB.)
+Every other node has one TCP connection to the main node. A message is one line with a JSON object, and an empty line is
+a heartbeat. AWS Batch does not notify nodes when another one dies. A broken connection shows it immediately, missing
+heartbeats after a while. (A TCPStore requires torch, whose import takes 1.5 s of CPU and 480 MiB.)
 
-    hello   other -> main    a node of this attempt has come
-    go      main -> others   all nodes are here: start the command
-    stop    main -> others   end the command
-    end     other -> main    its command has ended; main -> others: all have, with the exit code of the job
+    hello   other -> main    a node of this attempt has connected
+    go      main -> others   all nodes are connected, start the command
+    stop    main -> others   stop the command
+    end     other -> main    the command of the node has ended
+            main -> others   all commands have ended (with the exit code of the job)
 """
 
 import hmac
@@ -28,14 +29,14 @@ from pipeline.core.record import Record
 from pipeline.parallel.launch import ranks_exit_code
 
 MAX_LINE_BYTES = 4096
-MAX_REASON_CHARACTERS = 500  # fits into a line, however JSON writes it
-SETTLE_S = 2.0  # beyond the grace: for the messages of nodes that were just killed to arrive
+MAX_REASON_CHARACTERS = 500  # fits into a line even if JSON escapes every character
+SETTLE_S = 2.0  # after the grace period, for messages from nodes that were just killed
 CONNECT_S, PAUSE_S = 1.0, 0.25
 
 
 @dataclass(frozen=True)
-class NodeSeen:
-    """One node in a post-mortem. `heard_s_ago`: None for this node itself and for one that never came. `lost`: why."""
+class NodeStatus:
+    """A node in a post-mortem. `heard_s_ago` is None for this node and one that never connected. `lost`: the reason."""
 
     node: int
     heard_s_ago: float | None
@@ -52,61 +53,61 @@ class _Node:
 
 
 class NodeGroup:
-    """The nodes as one of them sees them: the main node (0) all of them, every other one the main node and itself.
+    """The node group as seen by one node. The main node (0) tracks all nodes, the others the main node and themselves.
 
-    `ready`: all nodes are here, the command may start. `trouble`: the first thing that went wrong, for which the
-    command must be stopped; empty while all is well. `start`: name of this start of the job, where starts are counted;
-    set on the main node before all nodes are here. `agreed`: exit code of the job and why, as the main node has sent.
+    `ready`: all nodes are connected and the command may start. `failure`: the first failure, which requires stopping
+    the command, or empty. `start`: this start of the job, if starts are counted. It is set on the main node before all
+    nodes are connected. `job_result`: exit code and reason of the job, received from the main node.
     """
 
     def __init__(
         self,
-        place: NodeIdentity,
+        identity: NodeIdentity,
         timing: Timing,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Listens on all interfaces, or at the main address if one is set. Raises TransientError if it cannot."""
-        self._place, self._timing, self._say, self._clock = place, timing, say, clock
-        self._is_main = place.node == 0
-        self._nodes = {node: _Node() for node in (range(place.num_nodes) if self._is_main else (0, place.node))}
+        """Listen on the main node, at `main_address` or on all interfaces. Raises TransientError if that fails."""
+        self._identity, self._timing, self._say, self._clock = identity, timing, say, clock
+        self._is_main = identity.node == 0
+        self._nodes = {node: _Node() for node in (range(identity.num_nodes) if self._is_main else (0, identity.node))}
         self._links = list[Connection]()
         self._opened, self._stop_at, self._stop_reason = clock(), math.inf, ""
-        self._beat_at = self._tried_at = -math.inf
+        self._heartbeat_at = self._connect_at = -math.inf
         self._last_failure, self._has_reported = "nodes are missing", False
-        self.ready, self.trouble = place.num_nodes == 1, ""
+        self.ready, self.failure = identity.num_nodes == 1, ""
         self.start: Start | None = None
-        self.agreed: tuple[int, str] | None = None
+        self.job_result: tuple[int, str] | None = None
         self._listener: socket.socket | None = None
-        if self._is_main and place.num_nodes > 1:
+        if self._is_main and identity.num_nodes > 1:
             try:
-                self._listener = socket.create_server((place.main_address, place.port), backlog=1024)
+                self._listener = socket.create_server((identity.main_address, identity.port), backlog=1024)
             except OSError as error:
                 raise TransientError(
-                    f"cannot listen at {place.main_address or 'all interfaces'}:{place.port}: {error.strerror}",
-                    next_command="run the job again; set MASTER_PORT where several jobs share a machine",
+                    f"cannot listen at {identity.main_address or 'all interfaces'}:{identity.port}: {error.strerror}",
+                    next_command="run the job again; set MASTER_PORT if several jobs share a machine",
                 ) from error
             self._listener.setblocking(False)
 
     @property
     def settled(self) -> bool:
-        """Whether there is nothing left to wait for: on the main node every outcome, elsewhere the main node's word."""
+        """True if nothing is left to wait for: all outcomes on the main node, the job result on the others."""
         if not self._is_main:
-            return self.agreed is not None or bool(self._nodes[0].lost)
-        late = self._missing() if self.trouble else []
-        known = all(one.ended or one.lost or node in late for node, one in self._nodes.items())
-        return known or self._clock() - self._stop_at > self._timing.grace_s + SETTLE_S
+            return self.job_result is not None or bool(self._nodes[0].lost)
+        late = self._missing() if self.failure else []
+        complete = all(state.ended or state.lost or node in late for node, state in self._nodes.items())
+        return complete or self._clock() - self._stop_at > self._timing.grace_s + SETTLE_S
 
-    def tick(self) -> None:
-        """Receive and send messages, and note what has gone wrong; never blocks for long."""
-        if self._place.num_nodes == 1 or (not self._is_main and self.settled):
+    def poll(self) -> None:
+        """Receive and send messages and detect failures. Never blocks for long."""
+        if self._identity.num_nodes == 1 or (not self._is_main and self.settled):
             return
-        now, own = self._clock(), self._nodes[self._place.node]
+        now, own = self._clock(), self._nodes[self._identity.node]
         self._connect(now)
         for link in list(self._links):
             try:
                 for message in link.receive(now):
-                    self._take(link, message)
+                    self._handle(link, message)
             except NodeGone as gone:
                 self._drop(link, str(gone))
             if link.node is not None:
@@ -114,83 +115,83 @@ class NodeGroup:
         if not self._is_main and own.code is not None and self._links and not self._has_reported:
             self._has_reported = True
             self._send(NodeMessage(kind="end", code=own.code))
-        if now - self._beat_at >= self._timing.heartbeat_s:
-            self._beat_at = now
+        if now - self._heartbeat_at >= self._timing.heartbeat_s:
+            self._heartbeat_at = now
             self._send(None)
-        for node, one in self._nodes.items():
-            is_silent = one.heard is not None and now - one.heard > self._timing.lost_after_s
-            if is_silent and not one.ended and not one.lost and (self._is_main or self.ready):
-                self.lose(node, f"no heartbeat for {format_duration(self._timing.lost_after_s)}")
+        for node, state in self._nodes.items():
+            is_silent = state.heard is not None and now - state.heard > self._timing.lost_after_s
+            if is_silent and not state.ended and not state.lost and (self._is_main or self.ready):
+                self.mark_lost(node, f"no heartbeat for {format_duration(self._timing.lost_after_s)}")
                 for link in [link for link in self._links if link.node == node]:
-                    self._drop(link, "silent")  # should it wake, it learns that it is not waited for
+                    self._drop(link, "silent")  # if the node resumes, it notices the closed connection
         missing, is_late = self._missing(), not self.ready and now - self._opened > self._timing.gather_s
         limit = format_duration(self._timing.gather_s)
         if is_late and not self._is_main:
-            where = f"{self._place.main_address}:{self._place.port}"
-            self.lose(0, f"no word to start from {where} within {limit} ({self._last_failure})")
+            address = f"{self._identity.main_address}:{self._identity.port}"
+            self.mark_lost(0, f"no start message from {address} within {limit} ({self._last_failure})")
         elif is_late and missing:
-            late = f"node {', '.join(map(str, missing))} of {self._place.num_nodes} has not come within {limit}"
-            self.trouble = self.trouble or late
+            names, num_nodes = ", ".join(map(str, missing)), self._identity.num_nodes
+            self.failure = self.failure or f"node {names} of {num_nodes} has not connected within {limit}"
             for node in missing:
-                self._nodes[node].lost = "never came"
-        if self._is_main and not (self.ready or self.trouble or missing):
+                self._nodes[node].lost = "never connected"
+        if self._is_main and not (self.ready or self.failure or missing):
             self.ready, start = True, self.start or Start("", 0)
             self._send(NodeMessage(kind="go", text=start.job_id, attempt=start.attempt))
-        if self.trouble:
-            self.stop(self.trouble)
+        if self.failure:
+            self.stop(self.failure)
 
     def report(self, code: int, node: int | None = None) -> None:
-        """Take the exit code of a node's command, by default of this node's.
+        """Record the exit code of the command on a node (default: this node).
 
-        A bug after the trouble began counts for nothing: nodes whose peer vanished fail in ways of their own.
+        A bug after the first failure is ignored, because commands may fail arbitrarily when another node is lost.
         """
-        one = self._nodes[self._place.node if node is None else node]
-        one.ended, one.code = True, None if self._is_main and self.trouble and code == EXIT_BUG else code
-        if self._is_main and code != EXIT_OK and self._place.num_nodes > 1:
-            self.trouble = self.trouble or f"node {node or 0} exited with {code}"
+        state = self._nodes[self._identity.node if node is None else node]
+        state.ended, state.code = True, None if self._is_main and self.failure and code == EXIT_BUG else code
+        if self._is_main and code != EXIT_OK and self._identity.num_nodes > 1:
+            self.failure = self.failure or f"node {node or 0} exited with {code}"
 
-    def lose(self, node: int, why: str) -> None:
-        """Note that a node is gone, unless it has reported."""
-        one = self._nodes[node]
-        if not one.ended and not one.lost:
-            one.lost = why
-            self.trouble = self.trouble or f"{f'node {node}' if node else 'the main node'} is lost: {why}"
+    def mark_lost(self, node: int, why: str) -> None:
+        """Record that a node is lost, unless it has ended."""
+        state = self._nodes[node]
+        if not state.ended and not state.lost:
+            state.lost = why
+            self.failure = self.failure or f"{f'node {node}' if node else 'the main node'} is lost: {why}"
 
     def stop(self, reason: str) -> None:
-        """Tell all nodes to stop, once; only the main node does so."""
+        """Send the stop message to all nodes once. Does nothing except on the main node."""
         if self._is_main and not self._stop_reason:
             self._stop_at, self._stop_reason = self._clock(), reason[:MAX_REASON_CHARACTERS]
             self._send(NodeMessage(kind="stop", text=self._stop_reason))
 
     def exit_code(self, own: int, *, stopped: bool) -> int:
-        """Return the exit code of this node's entry; AWS Batch takes that of the main node for the job's.
+        """Return the exit code of the entry on this node. AWS Batch uses that of the main node for the job.
 
-        `stopped`: by a signal from outside.
+        `stopped`: this node received a signal.
         """
-        if self._is_main and self._place.num_nodes > 1:
-            return ranks_exit_code([one.code for one in self._nodes.values()], stopped=stopped)
+        if self._is_main and self._identity.num_nodes > 1:
+            return ranks_exit_code([state.code for state in self._nodes.values()], stopped=stopped)
         is_unknown = self._nodes[0].lost and own in (EXIT_OK, Preempted.exit_code) and not stopped
         return TransientError.exit_code if is_unknown else own
 
-    def seen(self) -> list[NodeSeen]:
-        now = self._clock()
-        ago = {node: round(now - one.heard, 3) for node, one in self._nodes.items() if one.heard is not None}
-        return [NodeSeen(node, ago.get(node), one.code, one.lost) for node, one in self._nodes.items()]
+    def status(self) -> list[NodeStatus]:
+        """Return the status of all tracked nodes for the post-mortem."""
+        now, nodes = self._clock(), self._nodes
+        ago = {node: round(now - state.heard, 3) for node, state in nodes.items() if state.heard is not None}
+        return [NodeStatus(node, ago.get(node), state.code, state.lost) for node, state in nodes.items()]
 
     def acknowledge(self, code: int, reason: str) -> None:
-        """Send the exit code of the job to the other nodes, which wait for it before they exit."""
+        """Send the exit code of the job from the main node to the others, which wait for it before they exit."""
         if self._is_main:
             self._send(NodeMessage(kind="end", code=code, text=reason[:MAX_REASON_CHARACTERS]))
             for link in self._links:
-                with suppress(OSError):  # it has gone first
-                    link.socket.shutdown(socket.SHUT_WR)  # what was sent still arrives
+                with suppress(OSError):  # the other end has closed first
+                    link.socket.shutdown(socket.SHUT_WR)  # sent messages still arrive
 
     def close(self, limit_s: float) -> None:
-        """Close all connections. The main node first waits up to `limit_s` until the others have left: its end is
-        theirs."""
+        """Close all connections. The main node first waits up to `limit_s` for the others, which end with it."""
         until = time.monotonic() + limit_s
         for link in self._links:
-            with suppress(OSError):  # silent until the limit, or gone in another way
+            with suppress(OSError):  # timed out, or the connection is broken
                 link.socket.settimeout(max(0.001, until - time.monotonic()))
                 while self._is_main and link.node is not None and link.socket.recv(65536):
                     link.socket.settimeout(max(0.001, until - time.monotonic()))
@@ -199,48 +200,49 @@ class NodeGroup:
             self._listener.close()
 
     def _missing(self) -> list[int]:
-        return [node for node, one in self._nodes.items() if node != self._place.node and one.heard is None]
+        return [node for node, state in self._nodes.items() if node != self._identity.node and state.heard is None]
 
     def _connect(self, now: float) -> None:
-        """Accept what has come, or call the main node: again, as long as it has not said `go`."""
-        place = self._place
+        """Accept connections on the main node. On the others connect to it, and retry until it has sent `go`."""
+        identity = self._identity
         if self._listener:
             with suppress(BlockingIOError, ConnectionAbortedError):
                 while True:
                     self._links.append(Connection(self._listener.accept()[0], now))
-        elif not self._links and now - self._tried_at >= PAUSE_S:
-            self._tried_at = now
+        elif not self._links and now - self._connect_at >= PAUSE_S:
+            self._connect_at = now
             try:
-                made = socket.create_connection((place.main_address, place.port), timeout=CONNECT_S)
+                connection = socket.create_connection((identity.main_address, identity.port), timeout=CONNECT_S)
             except OSError as error:
                 self._last_failure = str(error.strerror or error)
                 return
-            self._links.append(Connection(made, now, node=0))
-            self._send(NodeMessage(kind="hello", token=place.token, node=place.node))
+            self._links.append(Connection(connection, now, node=0))
+            self._send(NodeMessage(kind="hello", token=identity.token, node=identity.node))
 
-    def _take(self, link: "Connection", message: "NodeMessage") -> None:
-        """Act on a message. Raises NodeGone for a connection that is none of ours."""
+    def _handle(self, link: "Connection", message: "NodeMessage") -> None:
+        """Act on a message. Raises NodeGone if the connection is not from a node of this attempt."""
         if link.node is None:
-            if message.kind != "hello" or not hmac.compare_digest(message.token.encode(), self._place.token.encode()):
-                raise NodeGone("it is no node of this attempt (wrong token)")
+            expected = self._identity.token.encode()
+            if message.kind != "hello" or not hmac.compare_digest(message.token.encode(), expected):
+                raise NodeGone("it is not a node of this attempt (wrong token)")
             if message.node not in self._missing():
-                raise NodeGone(f"node {message.node} is here already, or not of this job")
+                raise NodeGone(f"node {message.node} is already connected, or not part of this job")
             link.node = message.node
             if self._stop_reason:
                 link.send(NodeMessage(kind="stop", text=self._stop_reason))
         elif message.kind == "end" and self._is_main:
             self.report(message.code, link.node)
         elif message.kind == "end":
-            self.agreed, self._nodes[0].ended = (message.code, message.text), True
+            self.job_result, self._nodes[0].ended = (message.code, message.text), True
         elif message.kind == "go":
             self.ready = True
             self.start = Start(message.text, message.attempt) if message.attempt else None
         elif message.kind == "stop":
-            self.trouble = self.trouble or f"the main node says: {message.text}"
+            self.failure = self.failure or f"stopped by the main node: {message.text}"
 
     def _send(self, message: "NodeMessage | None") -> None:
-        """Send to all nodes that are here."""
-        for link in [one for one in self._links if one.node is not None]:
+
+        for link in [link for link in self._links if link.node is not None]:
             try:
                 link.send(message)
             except NodeGone as gone:
@@ -251,8 +253,8 @@ class NodeGroup:
         link.socket.close()
         if link.node is None:
             self._say(f"refused a connection: {why}")
-        elif self._is_main or self.ready or self._has_reported or self.trouble:
-            self.lose(link.node, why)
+        elif self._is_main or self.ready or self._has_reported or self.failure:
+            self.mark_lost(link.node, why)
         else:
             self._last_failure = why
 
@@ -267,13 +269,13 @@ class NodeMessage(Record):
 
 
 class NodeGone(Exception):
-    """The other end has closed, or does not speak this protocol. The text says which."""
+    """The other end has closed the connection or does not speak this protocol, as the message states."""
 
 
 class Connection:
-    """One end of a connection; never blocks. Messages are so short and few that the kernel's buffer holds them all.
+    """One end of a non-blocking connection. Messages are short and few enough for the kernel's buffer.
 
-    `node`: at the other end, once it has said hello.
+    `node`: rank of the node at the other end, known after its hello message.
     """
 
     def __init__(self, connection: socket.socket, now: float, node: int | None = None) -> None:
@@ -283,7 +285,7 @@ class Connection:
         self._unread = b""
 
     def send(self, message: NodeMessage | None) -> None:
-        """Send a message, or a heartbeat. Raises NodeGone."""
+        """Send a message, or a heartbeat if it is None. Raises NodeGone if the connection is broken."""
         line = (message.model_dump_json(exclude_defaults=True) if message else "").encode() + b"\n"
         try:
             sent = self.socket.send(line)
@@ -292,10 +294,10 @@ class Connection:
         except OSError as error:
             raise NodeGone(f"the connection is broken ({error.strerror or error})") from None
         if sent != len(line):
-            raise NodeGone("it reads nothing")
+            raise NodeGone("the other end does not read")
 
     def receive(self, now: float) -> list[NodeMessage]:
-        """Return what has come, in order. Raises NodeGone once all was read and the other end has closed."""
+        """Return received messages in order. Raises NodeGone if the other end has closed and everything was read."""
         try:
             block = self.socket.recv(65536)
         except BlockingIOError:
@@ -311,4 +313,4 @@ class Connection:
         try:
             return [NodeMessage.model_validate_json(line) for line in lines if line]
         except ValidationError:
-            raise NodeGone("no message of an entry") from None
+            raise NodeGone("it sent an invalid message") from None

@@ -1,4 +1,4 @@
-"""One attempt of one node of a job, from the environment to the exit code."""
+"""Run one attempt of a job on one node, from the environment to the exit code."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from jobs.node.environment import (
     write_failure,
 )
 from jobs.node.group import NodeGroup
-from jobs.node.post_mortem import PostMortem, ProcessSeen, as_bytes, shown_environment
+from jobs.node.post_mortem import PostMortem, ProcessStatus, as_bytes, shown_environment
 from pipeline.core.errors import (
     EXIT_BUG,
     EXIT_OK,
@@ -61,58 +61,55 @@ TAIL_BYTES = BLOCK_BYTES = 64 * 1024
 END_S = 2.0
 
 
-def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
-    """Run a command as this node's part of the job; return the exit code. Raises ConfigError for a broken environment.
+def run(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
+    """Run a command as this node's part of the job and return the exit code.
 
-    All processes it started have ended when this returns. If this process is killed, its container ends the rest, or
-    the keeper of the local target. Main thread only, for good: it sets handlers of signals.
+    All processes of the command have ended when this returns. If this process is killed, its container or the keeper of
+    the local target ends them. Main thread only (signal handlers). Raises ConfigError if the environment is invalid.
     """
     timing = Timing.from_env(env)
-    ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)
-    place = NodeIdentity.from_env({**env, **ours})
+    variables = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)
+    identity = NodeIdentity.from_env({**env, **variables})
     stop = StopSignal()
-    for signum in (signal.SIGTERM, signal.SIGINT):  # as PID 1 too, where the kernel drops signals without a handler
+    for signum in (signal.SIGTERM, signal.SIGINT):  # required for PID 1, which ignores signals without a handler
         signal.signal(signum, lambda number, frame: stop.set(signal.Signals(number).name))
     with guarded_temp_folder() as folder:
-        env = {**env, **ours}  # with what the guard has set in it
-        group, linger_s = NodeGroup(place, timing, say), 0.0
+        env = {**env, **variables}  # after the guard, which also sets variables
+        group, linger_s = NodeGroup(identity, timing, say), 0.0
         try:
-            attempt = Attempt(place, timing, words, env, folder, group, stop, say)
+            attempt = Attempt(identity, timing, command, env, folder, group, stop, say)
             attempt.run()
             code = attempt.code
             if attempt.reason:
                 say(f"exit {code}: {attempt.reason}")
-            # In one line without secrets: the reason, else what the log says.
-            error = error_in_log(attempt.command.log(), code) if attempt.command else ()
-            why = str(without_secrets(attempt.reason or headline(error), secret_values(attempt.env)))
-            group.acknowledge(code, why)
-            attempt.explain()
-            write_failure(env, *(group.agreed or (code, why)))
-            # The other nodes explain themselves too.
+            # One line without secrets: the reason, or else the error in the log.
+            error = error_in_log(attempt.process.log(), code) if attempt.process else ()
+            reason = str(without_secrets(attempt.reason or headline(error), secret_values(attempt.env)))
+            group.acknowledge(code, reason)
+            attempt.write_post_mortem()
+            write_failure(env, *(group.job_result or (code, reason)))
+            # The other nodes also need time to write their post-mortems.
             linger_s = timing.bundle_s if code and not attempt.stopped else LINGER_S
             return code
         finally:
             group.close(linger_s)
 
 
-# The command as a child process: started without a shell, watched, and ended with all it has started.
-
-
 class Command:
-    """A running command. Its output goes to ours, and its last part is kept."""
+    """A command as a child process. Its output is copied to standard output, and the end of it is kept."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], stacks: Path) -> None:
-        """`stacks`: an empty folder for the stacks that its Python processes may be asked for.
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], stacks: Path) -> None:
+        """Start the command without a shell. `stacks`: an empty folder for stack traces of its Python processes.
 
-        Raises ConfigError when there is no such command.
+        Raises ConfigError if the command cannot be started.
         """
         self._stacks = stacks
         adopt_orphans()
         source, target = os.pipe()
         try:
-            # A session of its own: a signal to our group reaches us alone, and we pass it on once.
+            # Use a new session, so that a signal to this process group is forwarded only once.
             self._process = subprocess.Popen(  # noqa: S603 - a list, no shell
-                words,
+                command,
                 env={**env, STACKS_VARIABLE: str(stacks)},
                 stdin=subprocess.DEVNULL,
                 stdout=target,
@@ -121,9 +118,10 @@ class Command:
             )
         except OSError as error:
             os.close(source)
-            seen = f"{words[0]!r} cannot be started: {error.strerror}"
             raise ConfigError(
-                seen, expected="a command that is in the image", next_command="run it in that image by hand"
+                f"{command[0]!r} cannot be started: {error.strerror}",
+                expected="a command that exists in the image",
+                next_command="run it in that image by hand",
             ) from error
         finally:
             os.close(target)
@@ -132,11 +130,11 @@ class Command:
         self._pump.start()
 
     def log(self) -> tuple[str, ...]:
-        """Return its last lines; bytes that are no UTF-8 show as such."""
+        """Return the last lines of the output, with invalid UTF-8 replaced."""
         return tuple(self._tail.decode(errors="replace").splitlines())
 
     def returncode(self) -> int | None:
-        """Return None while it runs, minus the signal that ended it. Also reaps orphans."""
+        """Return the return code (minus a signal), or None while the command runs. Also reaps orphans."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -150,49 +148,52 @@ class Command:
                 with suppress(ChildProcessError):
                     os.waitpid(ended.si_pid, os.WNOHANG)
 
-    def tell(self, signum: signal.Signals) -> None:
-        """Send a signal to the command itself, which is to pass it on as it sees fit."""
+    def send_signal(self, signum: signal.Signals) -> None:
+        """Send a signal to the command itself, not to its children."""
         self._process.send_signal(signum)
 
-    def ask_stacks(self) -> None:
-        """Ask every Python process of the command that knows how for the stacks of its threads."""
-        for process in self._family():
+    def request_stacks(self) -> None:
+        """Request stack traces from every Python process of the command that supports it."""
+        for process in self._descendants():
             with suppress(psutil.Error, ProcessLookupError):
                 if has_stack_dumps(process.pid, self._stacks):
                     process.send_signal(signal.SIGUSR1)
 
     def stacks(self) -> dict[int, str]:
-        shown = {int(path.name): path.read_text(errors="replace") for path in sorted(self._stacks.glob("[0-9]*"))}
-        return {pid: text for pid, text in shown.items() if text}
+        """Return the stack traces by process id."""
+        texts = {int(path.name): path.read_text(errors="replace") for path in sorted(self._stacks.glob("[0-9]*"))}
+        return {pid: text for pid, text in texts.items() if text}
 
-    def processes(self) -> tuple[ProcessSeen, ...]:
-        found = []
-        for process in self._family():
-            with suppress(psutil.Error), process.oneshot():  # gone meanwhile
+    def processes(self) -> tuple[ProcessStatus, ...]:
+        """Return the status of all running processes of the command."""
+        statuses = []
+        for process in self._descendants():
+            with suppress(psutil.Error), process.oneshot():  # the process has ended
                 times, words = process.cpu_times(), tuple(process.cmdline())
                 cpu_s, memory_bytes = round(times.user + times.system, 3), process.memory_info().rss
-                found.append(ProcessSeen(process.pid, words, process.status(), cpu_s, memory_bytes))
-        return tuple(found)
+                statuses.append(ProcessStatus(process.pid, words, process.status(), cpu_s, memory_bytes))
+        return tuple(statuses)
 
     def end(self) -> None:
-        """Kill all processes that are left, and wait for the last of the output."""
+        """Kill all remaining processes and wait for the rest of the output."""
         until = time.monotonic() + END_S
-        while (family := self._family()) and time.monotonic() < until:
-            for process in family:
+        while (processes := self._descendants()) and time.monotonic() < until:
+            for process in processes:
                 with suppress(psutil.Error):
                     process.kill()
-            psutil.wait_procs(family, timeout=0.05)
+            psutil.wait_procs(processes, timeout=0.05)
             self.returncode()
         self._pump.join(max(0.1, until - time.monotonic()))
 
-    def _family(self) -> list[psutil.Process]:
-        """Return the living processes below us: orphans come to us, see `adopt_orphans`."""
+    def _descendants(self) -> list[psutil.Process]:
+        """Return the living descendants of this process, including adopted orphans (see `adopt_orphans`)."""
         with suppress(psutil.Error):
-            return [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+            children = psutil.Process().children(recursive=True)
+            return [process for process in children if process.status() != psutil.STATUS_ZOMBIE]
         return []
 
     def _copy_output(self, source: int) -> None:
-        """Copy until the last writer has closed. When nobody reads our output any more, the command still goes on."""
+        """Copy the output until it is closed. If standard output fails, keep reading so the command can continue."""
         target: int | None = 1
         while block := os.read(source, BLOCK_BYTES):
             self._tail = (self._tail + block)[-TAIL_BYTES:]
@@ -204,49 +205,47 @@ class Command:
         os.close(source)
 
 
-# From how a process ended to an exit code of the family.
-
-TOLD = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-MAY_PASS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT})
-"""A killer for lack of memory, a faulty device or its driver: another try, perhaps on another machine, may succeed."""
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+TRANSIENT_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT})
+"""Caused by the out-of-memory killer, a faulty device or its driver, so another attempt may succeed."""
 
 
 def exit_code_of_return(returncode: int) -> int:
-    """The code of a command from the return code of its process, which is minus the signal that ended it."""
+    """Convert the return code of a process, which is minus the signal that ended it, to an exit code."""
     if returncode >= 0:
         return returncode
-    if -returncode in TOLD:
+    if -returncode in STOP_SIGNALS:
         return Preempted.exit_code
-    return TransientError.exit_code if -returncode in MAY_PASS else EXIT_BUG
+    return TransientError.exit_code if -returncode in TRANSIENT_SIGNALS else EXIT_BUG
 
 
 @dataclass
 class Attempt:
-    """This node's part of the job: run the command once all nodes are here, until the end of every node is known.
+    """One attempt of a job on this node, from the start of all nodes until the outcome of every node is known.
 
-    After `run` its attributes say how it ended. `code`: of the job, as far as this node decides it. `returncode`: of
-    the process; None: it never ran. `reason`: why it was stopped or failed to start; empty when it ended by itself.
-    `told_at`: when it was told to stop, by the monotonic clock. `killed`: it did not stop within the grace, and
-    `processes` were left.
+    Results after `run`: `code` is the exit code of the job as known to this node, `own_code` that of the command.
+    `returncode` is that of the process, None if it never ran. `reason` is why the command was stopped or did not start,
+    empty if it ended by itself. `stop_requested_at` is on the monotonic clock. `killed` is True if the command did not
+    stop within the grace period, and `processes` are those that were left.
     """
 
-    place: NodeIdentity
+    identity: NodeIdentity
     timing: Timing
-    words: Sequence[str]
+    command: Sequence[str]
     env: Mapping[str, str]
     folder: Path
     group: NodeGroup
     stop: StopSignal
     say: Say
-    command: Command | None = None
+    process: Command | None = None
     code: int = EXIT_BUG
     own_code: int | None = None
     returncode: int | None = None
     reason: str = ""
-    told_at: float | None = None
+    stop_requested_at: float | None = None
     killed: bool = False
-    processes: tuple[ProcessSeen, ...] = ()
-    _asked_stacks: bool = False
+    processes: tuple[ProcessStatus, ...] = ()
+    _stacks_requested: bool = False
     _settings: bytes | None = None
     _failure: TrnpipeError | None = None
     _kills_before: int | None = field(default_factory=oom_kill_count)
@@ -254,59 +253,59 @@ class Attempt:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal came from outside."""
+        """True if this node received a signal."""
         return self.stop.is_set()
 
     def run(self) -> None:
-        """Run the command, or note why it did not start."""
+        """Run the command, or record why it did not start."""
         self._prepare()
         while self.own_code is None or not self.group.settled:
-            self.group.tick()
-            if self.command is not None and self.own_code is None:
-                self.returncode = self.command.returncode()
+            self.group.poll()
+            if self.process is not None and self.own_code is None:
+                self.returncode = self.process.returncode()
                 if self.returncode is not None:
-                    self.command.end()  # what it has started ends with it
+                    self.process.end()  # also ends its children
                     self._end(self._code_when_killed() if self.killed else exit_code_of_return(self.returncode))
-            self._stop_when_asked()
-            if self.command is None and self.own_code is None and self.group.ready:
+            self._stop_if_requested()
+            if self.process is None and self.own_code is None and self.group.ready:
                 try:
-                    self.command = self._start()
+                    self.process = self._start()
                 except TrnpipeError as error:
                     self.reason = f"{type(error).__name__}: {error}"
                     self._end(error.exit_code)
             elif self.own_code is None or not self.group.settled:
                 time.sleep(min(POLL_S, self.timing.heartbeat_s / 4))
         self.code = self.group.exit_code(self.own_code, stopped=self.stopped)
-        self.reason = self.reason or self.group.trouble
+        self.reason = self.reason or self.group.failure
 
-    def _stop_when_asked(self) -> None:
-        asked = signal.Signals[self.stop.reason] if self.stopped else None
-        reason = f"{asked.name} from outside" if asked else self.group.trouble
+    def _stop_if_requested(self) -> None:
+        received = signal.Signals[self.stop.reason] if self.stopped else None
+        reason = f"received {received.name}" if received else self.group.failure
         if not reason:
             return
-        if self.told_at is None:
-            self.told_at = time.monotonic()
+        if self.stop_requested_at is None:
+            self.stop_requested_at = time.monotonic()
             self.group.stop(reason)
             if self.own_code is not None:
                 return
             self.reason = reason
             self.say(f"stopping the command: {reason}")
-            if self.command is None:
+            if self.process is None:
                 self._end(self._code_when_killed())
                 return
-            if not asked:  # it may hang in a collective: that is the moment to see where
-                self.command.ask_stacks()
-            self.command.tell(asked or signal.SIGTERM)
-        elif self.command is not None and self.own_code is None:
-            waited_s = time.monotonic() - self.told_at
-            if waited_s > self.timing.grace_s - STACKS_S and not self._asked_stacks:
-                self._asked_stacks = True
-                self.command.ask_stacks()
+            if not received:  # it may hang in a collective, so record where
+                self.process.request_stacks()
+            self.process.send_signal(received or signal.SIGTERM)
+        elif self.process is not None and self.own_code is None:
+            waited_s = time.monotonic() - self.stop_requested_at
+            if waited_s > self.timing.grace_s - STACKS_S and not self._stacks_requested:
+                self._stacks_requested = True
+                self.process.request_stacks()
             if waited_s > self.timing.grace_s and not self.killed:
-                self.say(f"the command has not stopped within {self.timing.grace_s:g} s: killing it")
+                self.say(f"killing the command, which has not stopped within {self.timing.grace_s:g} s")
                 self.killed = True
-                self.processes = self.command.processes()
-                self.command.end()
+                self.processes = self.process.processes()
+                self.process.end()
             elif waited_s > self.timing.grace_s + UNKILLABLE_S:  # stuck in a driver
                 self._end(self._code_when_killed())
 
@@ -318,78 +317,78 @@ class Attempt:
         self.group.report(code)
         if code != EXIT_OK:
             self.group.stop(f"the main node exited with {code}")
-        self.group.tick()
+        self.group.poll()
 
     def _prepare(self) -> None:
-        """Look for the network of a node group, read the settings of the cycle.
+        """Configure the network of a node group and read the settings of the cycle.
 
-        `_start` raises what fails here, so that the other nodes learn of it.
+        Errors are raised later by `_start`, so that the other nodes are notified of them.
         """
         try:
-            if self.place.num_nodes > 1 and self.place.main_address not in LOOPBACK:
+            if self.identity.num_nodes > 1 and self.identity.main_address not in LOOPBACK:
                 network = network_variables(own_interface(), has_efa=has_efa(), kernel=platform.release())
                 self.env = {**network, **self.env}
-            if self.place.is_in_cycle:
-                storage = open_storage(self.place.workspace, stop=self.stop)
-                with suppress(KeyNotFound):  # nothing was submitted
-                    self._settings = storage.read_bytes(f"cycles/{self.place.cycle}/jobs/settings.json")
-                if STARTS in self.env and self.place.node == 0:
-                    self.group.start = count_start(storage, self.place.cycle, self.env)
+            if self.identity.is_in_cycle:
+                storage = open_storage(self.identity.workspace, stop=self.stop)
+                with suppress(KeyNotFound):  # the job was not submitted by trnjobs
+                    self._settings = storage.read_bytes(f"cycles/{self.identity.cycle}/jobs/settings.json")
+                if STARTS in self.env and self.identity.node == 0:
+                    self.group.start = count_start(storage, self.identity.cycle, self.env)
         except TrnpipeError as error:
             self._failure = error
 
     def _start(self) -> Command:
-        """Start the command. Raises what went wrong while preparing, and ConfigError for an unknown command."""
+        """Start the command. Raises the error of `_prepare`, if any, and ConfigError if the command does not exist."""
         if self._failure is not None:
             raise self._failure
         start = self.group.start
-        if start is None and STARTS in self.env and self.place.is_in_cycle:
-            raise TransientError("the main node has not counted this start", next_command="the log of the main node")
+        if start is None and STARTS in self.env and self.identity.is_in_cycle:
+            raise TransientError("the main node sent no start number", next_command="see the log of the main node")
         if start is not None:
-            self.env = {**self.env, **start.words}
-            self.place = replace(self.place, job_id=start.job_id, attempt=start.attempt)
-        words = list(self.words)
-        # `trnpipe ...` or `trnjobs ...`, at any path, or `python [-u -P] -m ...`; other commands stay as they are.
-        module = words[words.index("-m") + 1 :][:1] if "-m" in words[1:4] else []
-        is_ours = Path(words[0]).name in ("trnpipe", "trnjobs") or module in (["pipeline"], ["jobs"])
-        if self._settings is not None and is_ours:
+            self.env = {**self.env, **start.variables}
+            self.identity = replace(self.identity, job_id=start.job_id, attempt=start.attempt)
+        command = list(self.command)
+        # `trnpipe ...` or `trnjobs ...`, at any path, or `python [-u -P] -m ...`. Other commands are not changed.
+        module = command[command.index("-m") + 1 :][:1] if "-m" in command[1:4] else []
+        takes_settings = Path(command[0]).name in ("trnpipe", "trnjobs") or module in (["pipeline"], ["jobs"])
+        if self._settings is not None and takes_settings:
             file = self.folder / "settings.json"
             file.write_bytes(self._settings)
-            end = words.index("--") if "--" in words else len(words)  # behind it is a command of the user
-            words[end:end] = ["--config", str(file)]
+            end = command.index("--") if "--" in command else len(command)  # a command of the user follows `--`
+            command[end:end] = ["--config", str(file)]
         stacks = self.folder / "stacks"
         stacks.mkdir()
-        return Command(words, self.env, stacks)
+        return Command(command, self.env, stacks)
 
-    def explain(self) -> None:
-        """Write a post-mortem of a failure. Whatever happens here, the exit code stays what it is.
+    def write_post_mortem(self) -> None:
+        """Write a post-mortem of a failed attempt, without affecting the exit code.
 
-        A refusal by the gate is no failure, nor a command that stopped when it was told to.
+        A refusal by the gate is not a failure, nor is a command that stopped on request.
         """
         code = self.own_code or self.code
-        is_well = code in (EXIT_OK, GateRefused.exit_code) or (self.stopped and code == Preempted.exit_code)
-        if (is_well and not self.killed) or not self.place.is_in_cycle:
+        is_expected = code in (EXIT_OK, GateRefused.exit_code) or (self.stopped and code == Preempted.exit_code)
+        if (is_expected and not self.killed) or not self.identity.is_in_cycle:
             return
         limit_s = self.timing.bundle_s
-        if self.stopped and self.told_at is not None:
-            left_s = EXPLAIN_S - (time.monotonic() - self.told_at)
-            limit_s = max(MIN_BUNDLE_S, min(limit_s, left_s))
-        told: list[str] = []
-        work = threading.Thread(target=self._write, args=(told,), name="post-mortem", daemon=True)
-        work.start()
-        work.join(limit_s)
-        self.say(told[0] if told else f"no post-mortem: not written within {limit_s:g} s")
+        if self.stopped and self.stop_requested_at is not None:
+            remaining_s = EXPLAIN_S - (time.monotonic() - self.stop_requested_at)
+            limit_s = max(MIN_BUNDLE_S, min(limit_s, remaining_s))
+        messages: list[str] = []
+        writer = threading.Thread(target=self._write, args=(messages,), name="post-mortem", daemon=True)
+        writer.start()
+        writer.join(limit_s)
+        self.say(messages[0] if messages else f"no post-mortem: not written within {limit_s:g} s")
 
-    def _write(self, told: list[str]) -> None:
+    def _write(self, messages: list[str]) -> None:
         try:
-            storage, place = open_storage(self.place.workspace), self.place
-            name = f"{place.job}-{place.attempt}-node{place.node}"
-            name += f"-round-{place.round_}" if place.round_ > 1 else ""
-            key = f"cycles/{place.cycle}/jobs/post-mortem/{name}.json"
+            storage, identity = open_storage(self.identity.workspace), self.identity
+            name = f"{identity.job}-{identity.attempt}-node{identity.node}"
+            name += f"-round-{identity.submission}" if identity.submission > 1 else ""
+            key = f"cycles/{identity.cycle}/jobs/post-mortem/{name}.json"
             unread, kills, events = list[str](), oom_kill_count(), list[str]()
             try:
-                found = read_events(storage, f"cycles/{place.cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
-                events = [json.dumps(event) for event in found]
+                last = read_events(storage, f"cycles/{identity.cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
+                events = [json.dumps(event) for event in last]
             except TrnpipeError as error:
                 unread.append(f"events: {error.seen}")
             versions = {"trnpipe": code_version(), "python": platform.python_version(), "kernel": platform.release()}
@@ -397,13 +396,13 @@ class Attempt:
                 with suppress(PackageNotFoundError):
                     versions[package] = version(package)
             bundle = PostMortem(
-                job=place.job,
-                job_id=place.job_id,
-                attempt=place.attempt,
-                node=place.node,
-                num_nodes=place.num_nodes,
+                job=identity.job,
+                job_id=identity.job_id,
+                attempt=identity.attempt,
+                node=identity.node,
+                num_nodes=identity.num_nodes,
                 host=socket.gethostname(),
-                command=tuple(self.words),
+                command=tuple(self.command),
                 exit_code=self.code,
                 own_exit_code=self.own_code or 0,
                 returncode=self.returncode,
@@ -415,14 +414,14 @@ class Attempt:
                 versions=versions,
                 environment=shown_environment(self.env),
                 settings=json.loads(self._settings) if self._settings else None,
-                nodes=tuple(self.group.seen()),
+                nodes=tuple(self.group.status()),
                 processes=self.processes,
-                stacks=self.command.stacks() if self.command else {},
-                log=self.command.log() if self.command else (),
+                stacks=self.process.stacks() if self.process else {},
+                log=self.process.log() if self.process else (),
                 events=tuple(events),
                 unread=tuple(unread),
             )
             storage.write_bytes(key, as_bytes(bundle, secret_values(self.env)))
-            told.append(f"post-mortem: {storage.uri(key)}")
-        except Exception as error:  # the exit code says more than what goes wrong while explaining it
-            told.append(f"no post-mortem: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            messages.append(f"post-mortem: {storage.uri(key)}")
+        except Exception as error:  # must not hide the original exit code
+            messages.append(f"no post-mortem: {type(error).__name__}: {''.join(str(error).splitlines()[:1])}")

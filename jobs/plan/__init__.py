@@ -1,1 +1,1 @@
-"""What to run: jobs and their dependencies, retry rules and cost. Pure: no AWS, no clock, no files."""
+"""Plans: jobs and their dependencies, retry rules and prices. Pure: no AWS, no clock, no files."""

@@ -1,9 +1,9 @@
-"""Settings -> the jobs of a cycle, or the one of a script. Pure: the same on every machine, whoever plans.
+"""Plan the jobs of a cycle, or the single job of a script, from the settings. Pure and deterministic.
 
     prepare ──┐
     health  ──┴─> compile [-> mine] -> train -> evaluate -> embed -> verify -> report
 
-Nothing here but the shape is ours to choose: sizes come from `[jobs]`, retry rules from the table of exit codes.
+Only the shape is defined here. Sizes are in `[jobs]`, and retry rules in the table of exit codes.
 """
 
 import math
@@ -21,23 +21,22 @@ AFTER: dict[str, tuple[str, ...]] = {
     "prepare": (),
     "health": (),
     "compile": ("prepare", "health"),
-    "mine": ("compile",),  # on devices it embeds with compiled graphs
+    "mine": ("compile",),  # embeds with compiled graphs
     "train": ("mine",),
     "evaluate": ("train",),
     "embed": ("evaluate",),
     "verify": ("embed",),
     "report": ("verify",),
 }
-MINE = "mine"
-"""The one stage that a cycle may be without."""
-_WORDS = {"verify": ("trnpipe", "embed", "verify"), "report": ("trnjobs", "report")}
-_RANKS = frozenset({"health", "compile", "mine", "train", "evaluate", "embed"})  # that start ranks of their own
-_GANGS = frozenset({"health", "compile", "train", "evaluate"})
+MINE = "mine"  # the only optional stage
+_COMMANDS = {"verify": ("trnpipe", "embed", "verify"), "report": ("trnjobs", "report")}
+_RANKS = frozenset({"health", "compile", "mine", "train", "evaluate", "embed"})  # stages that start ranks
+_NODE_GROUPS = frozenset({"health", "compile", "train", "evaluate"})
 _ARRAYS = frozenset({"prepare", "mine", "embed"})
-_SECTION = {"prepare": "data"}  # of the settings of a stage, where it is not its name
+_SECTION = {"prepare": "data"}  # settings section of a stage, if it differs from its name
 USUAL_TIMEOUT_S = {"health": 5400, "train": 24 * 3600} | dict.fromkeys(("compile", "mine", "embed"), 12 * 3600)
-"""Of other stages: 3600."""
-START_S = 900  # for nodes to gather (jobs/node/environment.py), and for what a stage does before its own clock runs
+"""Default time limits. Other stages: 3600."""
+START_S = 900  # for nodes to gather (jobs/node/environment.py) and for start-up before the stage starts its clock
 
 
 def plan_cycle(
@@ -49,10 +48,10 @@ def plan_cycle(
     mines: bool = False,
     stage_limits_s: Mapping[str, float] = MappingProxyType({}),
 ) -> JobPlan:
-    """The plan of a cycle. `mines`: whether it mines hard negatives. `stage_limits_s`: how long stages allow themselves
-    at most, where they have such a limit.
+    """Plan a cycle, with the mine stage if `mines`. `stage_limits_s`: time limits that stages enforce themselves.
 
-    Raises ConfigError for a shape that no stage has, an unknown instance, or a job that would end its stage too early.
+    Raises ConfigError if a stage does not support the configured shape, an instance type is unknown, or the time limit
+    of a job is shorter than that of its stage.
     """
     steps = {step.name: step for step in jobs.steps}
     specs = tuple(
@@ -65,7 +64,7 @@ def plan_cycle(
 
 
 def stages(mines: bool) -> dict[str, tuple[str, ...]]:
-    """Which stages a cycle has, each after which others; what would follow a stage left out follows those before it."""
+    """Return the stages of a cycle with their dependencies. A dependency on an omitted stage is replaced by its own."""
     if mines or MINE not in AFTER:
         return AFTER
     before = AFTER[MINE]
@@ -73,70 +72,70 @@ def stages(mines: bool) -> dict[str, tuple[str, ...]]:
 
 
 def _job(jobs: JobsConfig, name: str, after: tuple[str, ...], stage_limit_s: float) -> JobSpec:
-    wanted = jobs.stage(name)
+    config = jobs.stage(name)
     for setting, value, stages in (
-        ("nodes", wanted.nodes, _GANGS),
-        ("processes", wanted.processes, _RANKS),
-        ("workers", wanted.workers, _ARRAYS),
+        ("nodes", config.nodes, _NODE_GROUPS),
+        ("processes", config.processes, _RANKS),
+        ("workers", config.workers, _ARRAYS),
     ):
         if value > 1 and name not in stages:
-            expected = f"1: only {', '.join(sorted(stages))} can have more"
             raise ConfigError(
-                f"jobs.{name}.{setting} is {value}", expected=expected, next_command="correct [jobs], then trnjobs plan"
+                f"jobs.{name}.{setting} is {value}",
+                expected=f"1, because only {', '.join(sorted(stages))} support more",
+                next_command="correct [jobs], then trnjobs plan",
             )
-    words = _WORDS.get(name, ("trnpipe", name))
-    if wanted.processes > 1:
-        words += ("--launch.processes", str(wanted.processes))
-    if wanted.workers > 1:
-        words += (f"--{_SECTION.get(name, name)}.workers", str(wanted.workers))
-    # A stage that reaches its own limit says why, and may be tried again; a job that does is lost.
-    timeout_s = wanted.timeout_s
+    command = _COMMANDS.get(name, ("trnpipe", name))
+    if config.processes > 1:
+        command += ("--launch.processes", str(config.processes))
+    if config.workers > 1:
+        command += (f"--{_SECTION.get(name, name)}.workers", str(config.workers))
+    # A stage that reaches its own limit reports why and may be retried. A job that reaches its limit is lost.
+    timeout_s = config.timeout_s
     if timeout_s is None:
         timeout_s = max(USUAL_TIMEOUT_S.get(name, 3600), math.ceil(stage_limit_s + START_S))
     elif timeout_s < stage_limit_s:
         raise ConfigError(
-            f"jobs.{name}.timeout_s is {timeout_s:,}; the stage itself may take {math.ceil(stage_limit_s):,} s",
-            expected="more than that, or no timeout_s: the plan then takes enough",
-            next_command=f"remove jobs.{name}.timeout_s, or lower the limits under [{name}]; then trnjobs plan",
+            f"jobs.{name}.timeout_s is {timeout_s:,}, but the stage may take {math.ceil(stage_limit_s):,} s",
+            expected="a larger value, or no timeout_s to let the plan choose one",
+            next_command=f"remove jobs.{name}.timeout_s or lower the limits under [{name}], then trnjobs plan",
         )
     return job_of(
         jobs,
-        wanted,
+        config,
         name=name,
         stage=name,
-        command=ENTRY + words,
+        command=ENTRY + command,
         environment=jobs.environment,
         timeout_s=timeout_s,
         after=after,
     )
 
 
-# Scripts as jobs: the steps of `[[jobs.steps]]` beside the stages of a cycle, and the one of `trnjobs run`.
+# Scripts as jobs: the steps of `[[jobs.steps]]` in a cycle, and the script of `trnjobs run`.
 
-STAGE = "run"
-"""The kind of every script: they share a definition of AWS Batch and a line of the ledger."""
-RUN_PREFIX = "run-"
-"""Begins the cycle that a `trnjobs run` is on record as; no cycle of a schedule is named so."""
+STAGE = "run"  # stage name of all scripts, which share an AWS Batch job definition and a line of the ledger
+RUN_PREFIX = "run-"  # Prefix of the cycle names of `trnjobs run`. No scheduled cycle has it.
 CHECKPOINT_URI = "TRNJOBS_CHECKPOINT_URI"
 SCRIPT_TIMEOUT_S = 24 * 3600
-_OURS = ("AWS_BATCH", "TRNJOBS_")
+_RESERVED_PREFIXES = ("AWS_BATCH", "TRNJOBS_")
 _TORCHRUN = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 
 
 def script_job(jobs: JobsConfig, step: Step, after: Iterable[str], *, workspace: str, cycle: str) -> JobSpec:
-    """The job of a step. Raises ConfigError for ranks of a command that torchrun cannot start, and taken variables."""
+    """Plan the job of a step. Raises ConfigError for reserved variables, and for ranks of a non-Python command."""
     for variable in step.environment:
-        if variable.startswith(_OURS) or variable in _TORCHRUN:
-            expected = "a variable that is not set for the job: not AWS_BATCH*, TRNJOBS_*, or one of torchrun"
+        if variable.startswith(_RESERVED_PREFIXES) or variable in _TORCHRUN:
             raise ConfigError(
-                f"jobs.steps: {step.name} sets {variable}", expected=expected, next_command="choose another name"
+                f"jobs.steps: {step.name} sets the reserved variable {variable}",
+                expected="no variable of torchrun, AWS_BATCH* or TRNJOBS_*",
+                next_command="choose another name",
             )
     return job_of(
         jobs,
         step,
         name=step.name,
         stage=STAGE,
-        command=_script_words(step),
+        command=_script_command(step),
         environment={
             **jobs.environment,
             **step.environment,
@@ -153,32 +152,31 @@ def plan_script(jobs: JobsConfig, step: Step, *, cycle: str, workspace: str) -> 
 
 
 def ordered(stages: Mapping[str, Sequence[str]], steps: Sequence[Step]) -> dict[str, tuple[str, ...]]:
-    """Stages and steps, each after those it waits for; without steps the stages as they are.
+    """Return stages and steps with their dependencies, in topological order. Without steps the order is unchanged.
 
-    Raises ConfigError for a name that is taken or unknown, and for a circle.
+    Raises ConfigError if a name is duplicate or unknown, or if dependencies are circular.
     """
     after = {name: list(names) for name, names in stages.items()}
     for step in steps:
         if step.name in after:
-            raise ConfigError(f"jobs.steps: {step.name} is the name of two jobs", expected="a name of its own")
+            raise ConfigError(f"jobs.steps: {step.name} is the name of two jobs", expected="unique names")
         after[step.name] = list(step.after)
     for step in steps:
         if unknown := [name for name in (*step.after, *step.before) if name not in after]:
             raise ConfigError(
-                f"jobs.steps: {step.name} stands after or before {unknown[0]}, which is no job",
+                f"jobs.steps: {step.name} refers to {unknown[0]}, which is not a job",
                 expected=f"one of {', '.join(name for name in after if name != step.name)}",
             )
         for name in step.before:
             after[name].append(step.name)
     order: dict[str, tuple[str, ...]] = {}
     while len(order) < len(after):
-        ready = next((name for name in after if name not in order and all(one in order for one in after[name])), None)
+        pending = [name for name in after if name not in order]
+        ready = next((name for name in pending if all(earlier in order for earlier in after[name])), None)
         if ready is None:
-            circle = ", ".join(name for name in after if name not in order)
-            expected = "an order (after and before under [[jobs.steps]])"
             raise ConfigError(
-                f"jobs.steps: {circle} wait for each other",
-                expected=expected,
+                f"jobs.steps: {', '.join(pending)} depend on each other",
+                expected="no circular dependency (after and before under [[jobs.steps]])",
                 next_command="correct [jobs], then trnjobs plan",
             )
         order[ready] = tuple(dict.fromkeys(after[ready]))
@@ -186,30 +184,30 @@ def ordered(stages: Mapping[str, Sequence[str]], steps: Sequence[Step]) -> dict[
 
 
 def script_of(job: JobSpec) -> str:
-    """The file that the job runs, as it was typed; empty for a module, a command on the path, or a stage."""
+    """Return the script file of a job as typed. Empty for a module, a command on the path, or a stage."""
     if job.stage != STAGE:
         return ""
-    words = list(job.command[len(ENTRY) :])
-    if words[:2] == ["trnpipe", "launch"]:
-        words = strip_interpreter(words[words.index("--") + 1 :])
-        return "" if words[:1] == ["-m"] else words[0] if words else ""
-    return words[0] if "/" in words[0] else ""
+    command = list(job.command[len(ENTRY) :])
+    if command[:2] == ["trnpipe", "launch"]:
+        command = strip_interpreter(command[command.index("--") + 1 :])
+        return "" if command[:1] == ["-m"] else command[0] if command else ""
+    return command[0] if "/" in command[0] else ""
 
 
-def _script_words(step: Step) -> tuple[str, ...]:
-    """Run Python under torchrun, any other command as it is."""
+def _script_command(step: Step) -> tuple[str, ...]:
+    """Return the command of a step: Python under torchrun, other commands unchanged."""
     first = step.command[0]
     script = strip_interpreter(step.command)
     if len(script) < len(step.command) or first == "-m" or first.endswith(".py"):
         if not script or (script[0].startswith("-") and script[0] != "-m"):
-            seen = f"{step.name}: {first} " + (f"with option {script[0]}" if script else "without a script")
-            raise ConfigError(seen, expected="-- python SCRIPT.py [ARGUMENT ...], or -m MODULE")
+            problem = f"step {step.name} runs {first} {f'with option {script[0]}' if script else 'without a script'}"
+            raise ConfigError(problem, expected="-- python SCRIPT.py [ARGUMENT ...], or -m MODULE")
         ranks = ("--launch.processes", str(step.processes))
         return (*ENTRY, "trnpipe", "launch", *ranks, "--", *step.command)
     if step.nodes > 1 or step.processes > 1:
         raise ConfigError(
-            f"{step.name}: {step.nodes} nodes of {step.processes} processes run {first}",
-            expected="a script of Python, whose ranks are started as torchrun does; other commands run once",
-            next_command="-- python SCRIPT.py, or 1 node of 1 process",
+            f"step {step.name} runs {first} on {step.nodes} nodes with {step.processes} processes",
+            expected="a Python script, because other commands run only once",
+            next_command="use -- python SCRIPT.py, or 1 node with 1 process",
         )
     return (*ENTRY, *step.command)

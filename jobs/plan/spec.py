@@ -1,6 +1,6 @@
-"""Jobs and plans, whatever runs them: a plan is any DAG of jobs, of which a cycle is one and a single command another.
+"""Jobs and plans, independent of the target. A plan is a DAG of jobs, such as a cycle or a single command.
 
-Where a job runs (queue, role, log group, ...) is a placement of the target.
+Queue, role, log group and the like are in the placement that the target adds to a job.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,32 +14,32 @@ from pipeline.core.record import Record
 
 
 class Retry(Record):
-    """When a job is tried again: after a lost machine, a container that did not start, and these exit codes.
+    """Retry policy: a job is retried after a lost machine, a container that did not start, and these exit codes.
 
-    Everything else is final. Stored as the rules that AWS Batch gets of it (see `as_rules`).
+    All other failures are final. Stored as the rules for AWS Batch (see `as_rules`).
     """
 
-    attempts: int = Field(1, description="Tries in all, the first included")
+    attempts: int = Field(1, description="Maximum number of attempts, including the first")
     exit_codes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, attempts: int) -> Self:
-        """For any stage: the codes that the table of exit codes calls worth another try."""
+        """Build the policy of a stage, with the retryable codes of the table of exit codes."""
         return cls(attempts=attempts, exit_codes=tuple(sorted(rule.exit_code for rule in EXIT_TABLE if rule.retry)))
 
     def as_rules(self) -> tuple[dict[str, str], ...]:
-        """Conditions and what follows: the first that matches decides. A trailing * matches any rest.
+        """Return conditions with actions, of which the first match applies. A trailing * is a wildcard.
 
-        Source: the API reference of AWS Batch, EvaluateOnExit. Without a matching entry it would try again, so the last
-        entry matches everything.
+        Source: AWS Batch API reference, EvaluateOnExit. It retries without a match, so the last entry matches all.
         """
-        again = [
+        retryable = [
             {"on_status_reason": "Host EC2*"},
             {"on_status_reason": "Task failed to start*"},  # images not pulled, containers not created
             *({"on_exit_code": str(code)} for code in self.exit_codes),
         ]
-        none = {"on_status_reason": "", "on_reason": "", "on_exit_code": ""}
-        return (*({"action": "RETRY"} | none | one for one in again), {"action": "EXIT"} | none | {"on_reason": "*"})
+        empty = {"on_status_reason": "", "on_reason": "", "on_exit_code": ""}
+        retries = ({"action": "RETRY"} | empty | condition for condition in retryable)
+        return (*retries, {"action": "EXIT"} | empty | {"on_reason": "*"})
 
     @model_validator(mode="before")
     @classmethod
@@ -55,15 +55,14 @@ class Retry(Record):
 
 
 class Dependency(Record):
-    """A job that must succeed before: the whole of it, every child of an array."""
+    """A job that must succeed first, including every task of an array."""
 
     job: str
-    type: Literal["ALL"] = "ALL"
-    """The only one; part of stored plans and of their ids."""
+    type: Literal["ALL"] = "ALL"  # The only type. It is part of stored plans and of their ids.
 
 
 class Ulimit(Record):
-    """A limit of a container; -1 is none."""
+    """A limit of a container, -1 for unlimited."""
 
     name: str
     soft: int
@@ -76,54 +75,53 @@ class Resources(Record):
     shared_memory_mib: int = Field(64, description="Size of the tmpfs for shared memory")
     devices: tuple[str, ...] = Field((), description="Device files, such as /dev/neuron0")
     ulimits: tuple[Ulimit, ...] = ()
-    instance_type: str = Field("", description="What it is meant for and priced as; told to multi-node jobs")
+    instance_type: str = Field("", description="Instance type for prices and for placing multi-node jobs")
     processes_per_node: int = Field(1, description="Ranks to start on a node")
 
 
 class JobSpec(Record):
-    """One job: what to run, with how much, and after what."""
+    """A job: its command, resources and dependencies."""
 
     name: str = Field(description="Unique within the plan")
-    stage: str = Field(description="Kind of job: jobs of one kind share a definition and a line of the ledger")
+    stage: str = Field(description="Stage: jobs of the same stage share a job definition and a line of the ledger")
     command: tuple[str, ...]
     resources: Resources
     image: str = ""
-    num_nodes: int = Field(0, description="Nodes that run at once; 0: an ordinary container")
-    array_size: int = Field(0, description="Children; 0: no array")
-    environment: Mapping[str, str] = Field(default={}, description="Never a secret: it is shown in plans and logs")
+    num_nodes: int = Field(0, description="Nodes of a node group (0: a single container)")
+    array_size: int = Field(0, description="Tasks of an array (0: no array)")
+    environment: Mapping[str, str] = Field(default={}, description="Must not contain secrets, shown in plans and logs")
     retry: Retry = Retry()
-    timeout_s: int = Field(description="Of one attempt, over all nodes")
+    timeout_s: int = Field(description="Time limit of one attempt")
     depends_on: tuple[Dependency, ...] = ()
 
     @property
     def vcpus(self) -> int:
-        """Of all nodes or children together."""
+        """Total vCPUs of all nodes or tasks."""
         return self.resources.vcpus * max(1, self.num_nodes, self.array_size)
 
 
 class JobPlan(Record):
-    """Jobs that belong together, each after those it depends on (see `ordered` in cycle.py).
+    """A DAG of jobs in topological order (see `ordered` in cycle.py).
 
-    Stored with each placement beside the fields of its job: so cycles that an earlier revision planned are read, and
-    keep their id.
+    Placements are stored inside their jobs, so that cycles planned by earlier revisions are readable and keep their id.
     """
 
-    pipeline: str = Field(description="First word of all names of jobs")
+    pipeline: str = Field(description="Prefix of all job names on the platform")
     cycle: str
     workspace: str
-    settings: str = Field("", description="Fingerprint of the settings of the pipeline that all jobs share")
+    settings: str = Field("", description="Fingerprint of the pipeline settings of all jobs")
     jobs: tuple[JobSpec, ...]
     placements: Mapping[str, Mapping[str, JsonValue]] = Field(
-        default={}, description="Where a job runs, by its name, in the words of the target that made the placement"
+        default={}, description="Placement of each job by name, with the fields of the target"
     )
 
     @property
     def plan_id(self) -> str:
-        """Names the content: equal plans have equal ids on every machine."""
+        """Fingerprint of the content. Equal plans have equal ids on every machine."""
         return fingerprint(self.model_dump(mode="json"))
 
     def job(self, name: str) -> JobSpec:
-        """One job by name. Raises KeyError."""
+        """Return a job by name. Raises StopIteration if there is none."""
         return next(job for job in self.jobs if job.name == name)
 
     @model_validator(mode="before")
@@ -131,17 +129,17 @@ class JobPlan(Record):
     def _split_placements(cls, data: Any) -> Any:
         if not isinstance(data, Mapping) or "placements" in data:
             return data
-        jobs = [one if isinstance(one, Mapping) else None for one in data.get("jobs", ())]
+        jobs = [job if isinstance(job, Mapping) else None for job in data.get("jobs", ())]
         if None in jobs:
-            return data  # made in Python
-        known = JobSpec.model_fields.keys()
+            return data  # constructed in Python
+        fields = JobSpec.model_fields.keys()
         return {
             **data,
-            "jobs": [{key: value for key, value in job.items() if key in known} for job in jobs if job],
+            "jobs": [{key: value for key, value in job.items() if key in fields} for job in jobs if job],
             "placements": {
                 job.get("name", ""): placement
                 for job in jobs
-                if job and (placement := {key: value for key, value in job.items() if key not in known})
+                if job and (placement := {key: value for key, value in job.items() if key not in fields})
             },
         }
 
@@ -153,9 +151,9 @@ class JobPlan(Record):
 
 
 def refuse(plan: JobPlan, problems: Iterable[str], *, platform: str, next_command: str) -> None:
-    """Raises ConfigError with every problem (`job: what`), and the jobs that share one; nothing where there is none."""
+    """Raise ConfigError if there are problems (each `job: text`), listing each with all its jobs."""
     jobs_of: dict[str, list[str]] = {}
-    for job, _, problem in (one.partition(": ") for one in problems):
+    for job, _, problem in (text.partition(": ") for text in problems):
         jobs_of.setdefault(problem, []).append(job)
     if jobs_of:
         lines = [
@@ -163,7 +161,7 @@ def refuse(plan: JobPlan, problems: Iterable[str], *, platform: str, next_comman
             for problem, jobs in jobs_of.items()
         ]
         raise ConfigError(
-            "\n  ".join([f"{platform} would not run this plan ({len(lines)} problems):", *lines]),
+            "\n  ".join([f"{platform} cannot run this plan ({len(lines)} problems):", *lines]),
             expected=f"jobs within the limits of {platform}",
             next_command=f"correct the settings under [jobs], then {next_command}",
         )

@@ -1,4 +1,4 @@
-"""Where jobs run: this machine, AWS Batch, or SageMaker. All keep the same words, states and records."""
+"""Where jobs run: this machine, AWS Batch, or SageMaker. All use the same states and records."""
 
 import os
 import re
@@ -32,124 +32,123 @@ from pipeline.core.secrets import secret_values, without_secrets
 from pipeline.io.storage import KeyNotFound
 
 PATIENCE_S = 900.0
-"""How long neither AWS nor the workspace may answer before whoever follows a cycle gives up."""
+"""How long AWS or the workspace may be unreachable before a process that follows a cycle gives up."""
 
 
 More = Callable[[], bool]
 
 
 def until_ended(has_ended: Callable[[], bool], pause: Callable[[], object]) -> More:
-    """Return a `more` that waits for newer lines until `has_ended()`, and then looks once more."""
+    """Return a `more` that calls `pause` before each new read until `has_ended()`, then allows one last read."""
 
-    def looks() -> Iterator[bool]:
+    def reads() -> Iterator[bool]:
         while not has_ended():
             pause()
             yield True
         yield True
 
-    found = looks()
-    return lambda: next(found, False)
+    remaining = reads()
+    return lambda: next(remaining, False)
 
 
 class Target(Protocol):
-    """One place that runs the jobs of a cycle."""
+    """A platform that runs the jobs of a cycle."""
 
     name: ClassVar[str]
     """`local`, `batch` or `sagemaker`."""
 
     def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
-        """Submit these jobs of a claimed plan in its order; those of this round that were submitted stay as they are.
+        """Submit these jobs of a claimed plan in its order. Jobs already submitted in this submission are skipped.
 
-        `local` and `sagemaker` also follow them, and return when the last has ended. Dependencies on jobs that are
-        not among `jobs` are those of earlier rounds, which have succeeded.
+        `local` and `sagemaker` also follow the jobs, and return when the last has ended. A dependency that is not
+        among `jobs` has succeeded in an earlier submission.
         """
 
     def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
-        """Return what is known of every submitted job now, in the order of the plan."""
+        """Return the current record of every submitted job, in the order of the plan."""
 
     def advance(self, plan: JobPlan) -> tuple[JobRecord, ...]:
-        """Do what is due now and return the records; `local` needs nobody for that."""
+        """Start and end the jobs that are due and return the records. `local` does this by itself."""
         return self.records(plan)
 
     def busy_reason(self, records: Sequence[JobRecord]) -> str:
-        """Return why another submission cannot replace that of these records now; empty if nothing of it runs."""
-        left = [record.name for record in records if not record.state.is_final]
-        return f"{', '.join(left)} {'has' if len(left) == 1 else 'have'} not ended" if left else ""
+        """Return why a new submission cannot replace these jobs yet, empty if none of them runs."""
+        unfinished = [record.name for record in records if not record.state.is_final]
+        return f"{', '.join(unfinished)} {'has' if len(unfinished) == 1 else 'have'} not ended" if unfinished else ""
 
     def check(self, plan: JobPlan) -> None:
-        """Raises ConfigError with everything for which the plan could not run there; changes nothing."""
+        """Check that the plan can run on this platform, without changing anything. Raises ConfigError if not."""
 
     def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
-        """Return why jobs cannot start. End those that never will, once the reason has stood for a while."""
+        """Return why jobs cannot start. Ends jobs that can never start, after a grace period."""
         return ()
 
     def interrupted_at(self) -> float | None:
-        """Return when the process that the jobs need was last alive, in seconds since 1970; None while it is, and
-        where the jobs go on without one."""
+        """Return when the process that runs the jobs was last alive (seconds since 1970) if it has died, else None."""
         return None
 
     def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
-        """Yield the lines of one attempt (from 1) on one node. Raises ConfigError when there is no such log.
+        """Yield the lines of one attempt (from 1) on one node. Raises ConfigError if there is no such log.
 
-        At the end of the log `more()` says whether to look for newer lines; it may take its time.
+        At the end of the log, `more()` returns whether to read newer lines. It may block.
         """
 
     def newest_line(self, record: JobRecord) -> str:
-        """Return the last line of the log of a job or child that runs; empty where that would take long."""
+        """Return the last log line of a running task, empty if reading it would be slow."""
         return ""
 
     def cancel(self, plan: JobPlan, reason: str) -> None:
-        """End everything that is not final, from the sinks backwards; what runs gets SIGTERM, and 30 s."""
+        """End every unfinished job, the last in the plan first. Running jobs get SIGTERM, and SIGKILL 30 s later."""
 
 
 @dataclass(frozen=True)
 class LatestRecords:
-    """The newest record and its round of every leaf that was ever submitted, in the order of the plan."""
+    """The newest record of every task that was ever submitted, with its submission, in the order of the plan."""
 
     tasks: Sequence[Task]
     records: dict[str, JobRecord]
     submissions: Mapping[str, int]
 
     def by_job(self, plan: JobPlan, records: Mapping[str, JobRecord]) -> tuple[JobRecord, ...]:
-        """Return one record per job, from `records` of its leaves."""
-        shown = []
+        """Return one record per job, from the `records` of its tasks."""
+        merged = []
         for job in plan.jobs:
-            if mine := [records[task.name] for task in self.tasks if task.spec.name == job.name]:
-                shown.append(parent_record(job, job_id_of(mine[0]), mine) if job.array_size else mine[0])
-        return tuple(shown)
+            if parts := [records[task.name] for task in self.tasks if task.spec.name == job.name]:
+                merged.append(parent_record(job, job_id_of(parts[0]), parts) if job.array_size else parts[0])
+        return tuple(merged)
 
 
 def latest_records(plan: JobPlan, store: CycleStore, saved: Iterable[JobRecord]) -> LatestRecords:
-    """Return the latest. `saved`: what is on record of leaves, of any round."""
+    """Return the newest record of each submitted task. `saved`: stored records of tasks, of any submission."""
     by_id = {record.id: record for record in saved}
     newest = dict[str, tuple[int, SubmittedJob]]()
     for submission in store.submissions():
-        newest |= {name: (submission, one) for name, one in store.submitted(submission).items()}
+        newest |= {name: (submission, job) for name, job in store.submitted(submission).items()}
     tasks = [task for job in plan.jobs if job.name in newest for task in tasks_of(job)]
     records, submissions = dict[str, JobRecord](), dict[str, int]()
     for task in tasks:
-        submissions[task.name], one = newest[task.spec.name]
-        fresh = new_record(task, one.id, one.submitted_at)
+        submissions[task.name], submitted_job = newest[task.spec.name]
+        fresh = new_record(task, submitted_job.id, submitted_job.submitted_at)
         records[task.name] = by_id.get(fresh.id, fresh)
     return LatestRecords(tasks, records, submissions)
 
 
 def job_id_of(record: JobRecord) -> str:
-    """Return the id of the whole job, for a child of an array too."""
+    """Return the id of the job, also for a child of an array."""
     return record.id.partition(":")[0]
 
 
 def log_stream(record: JobRecord, attempt: int, node: int) -> str:
-    """Return the name of the log of one attempt (from 1) on one node; empty if there is none (yet)."""
+    """Return the name of the log of one attempt (from 1) on one node, empty if it has none yet."""
     streams = record.attempts[attempt - 1].log_streams if 1 <= attempt <= len(record.attempts) else ()
     return streams[node] if 0 <= node < len(streams) else ""
 
 
 def no_log_error(record: JobRecord, attempt: int, node: int) -> ConfigError:
-    tries, nodes = len(record.attempts), max(1, record.num_nodes)
+    attempts, nodes = len(record.attempts), max(1, record.num_nodes)
     return ConfigError(
         f"{record.name}: no log of attempt {attempt}, node {node} ({record.state})",
-        expected=f"one of {tries} attempts, on one of {nodes} nodes, once it has started (of an array: a child)",
+        expected=f"a started attempt (it has {attempts}) on one of {nodes} nodes; for an array, a child such as name:0",
         next_command="trnjobs status",
     )
 
@@ -159,7 +158,7 @@ _CANCELS = TypeAdapter(dict[str, Cancel])
 
 
 def read_cancels(store: CycleStore) -> dict[str, Cancel]:
-    """Return which jobs are to end before their time, by id."""
+    """Return the cancellations on record, by job id."""
     try:
         return _CANCELS.validate_json(store.storage.read_bytes(store.key(CANCELS)))
     except KeyNotFound:
@@ -167,114 +166,113 @@ def read_cancels(store: CycleStore) -> dict[str, Cancel]:
 
 
 def save_cancels(store: CycleStore, cancels: Mapping[str, Cancel]) -> None:
-    """Put on record which jobs are to end, by id. The first reason stays."""
-    known = read_cancels(store)
-    if not cancels.keys() <= known.keys():
-        store.storage.write_bytes(store.key(CANCELS), _CANCELS.dump_json({**cancels, **known}))
+    """Record cancellations by job id. The first reason of each job is kept."""
+    existing = read_cancels(store)
+    if not cancels.keys() <= existing.keys():
+        store.storage.write_bytes(store.key(CANCELS), _CANCELS.dump_json({**cancels, **existing}))
 
 
 def seconds_of(milliseconds: float | None) -> float | None:
-    """Return a time of AWS Batch as records have it."""
+    """Convert a timestamp of AWS Batch to seconds."""
     return milliseconds / 1000 if milliseconds else None
 
 
-# The errors of failed jobs: from the post-mortem of the node that failed, which lies in the workspace whatever the
-# target; if there is none (the entry was killed, the gate refused the model), from the end of the log itself.
+# The errors of failed jobs, read from the post-mortem of the failed node, which every target stores in the workspace.
+# Without one (the entry point was killed, or the gate refused the model) the error is read from the end of the log.
 
 TAIL_LINES = 400
 MAX_NODES = 32
 NO_OUTPUT = "(it printed nothing)"
 Logs = Callable[[JobRecord, int, int], Iterable[str]]
-"""Lines of one attempt (from 1) on one node. Raises TrnpipeError where there are none."""
+"""Returns the lines of one attempt (from 1) on one node. Raises TrnpipeError if there are none."""
 
 
 def with_errors(
     store: CycleStore, records: Sequence[JobRecord], logs: Logs, env: Mapping[str, str] = os.environ
 ) -> tuple[JobRecord, ...]:
-    """Return the records, with the error of the last attempt of each job that failed by itself.
+    """Add to each job that failed the error of its last attempt.
 
-    What cannot be read is left out. `env`: whose secrets must not be shown.
+    Logs that cannot be read are skipped. Values of secrets in `env` are masked.
     """
     failed = [task for record in records if (task := failed_task(record)) and not task.attempts[-1].error]
     if not failed:
         return tuple(records)
-    known = {task.id: task for record in store.records() for task in record.tasks()}
-    found = dict[str, JobRecord]()
+    stored = {task.id: task for record in store.records() for task in record.tasks()}
+    explained = dict[str, JobRecord]()
     for task in failed:
-        last = known[task.id].attempts[-1:] if task.id in known else ()
-        if last and last[0].error and len(known[task.id].attempts) == len(task.attempts):
+        last = stored[task.id].attempts[-1:] if task.id in stored else ()
+        if last and last[0].error and len(stored[task.id].attempts) == len(task.attempts):
             lines, node = [last[0].error], last[0].error_node
         else:
             lines, node = _from_post_mortem(store, task) or (_from_log(logs, task), 0)
         error = str(without_secrets("\n".join(lines), secret_values(env)))
-        found[task.id] = with_last_attempt(task, error=error, error_node=node)
+        explained[task.id] = with_last_attempt(task, error=error, error_node=node)
 
     def updated(record: JobRecord) -> JobRecord:
-        children = tuple(found.get(child.id, child) for child in record.children)
-        return record.model_copy(update={"children": children}) if children else found.get(record.id, record)
+        children = tuple(explained.get(child.id, child) for child in record.children)
+        return record.model_copy(update={"children": children}) if children else explained.get(record.id, record)
 
     return tuple(map(updated, records))
 
 
 def _from_post_mortem(store: CycleStore, task: JobRecord) -> tuple[list[str], int] | None:
-    """Return the lines, and the node: of several the one whose own command ended the job."""
+    """Return the error lines and the node, preferring the node whose own command ended the job."""
     job, attempt, bundles = task.name.partition(":")[0], task.attempts[-1], list[PostMortem]()
+    job_id = job_id_of(task)
     submissions = [
-        one for one in store.submissions() if (made := store.submitted(one).get(job)) and made.id == job_id_of(task)
+        number for number in store.submissions() if (own := store.submitted(number).get(job)) and own.id == job_id
     ]
     end = f"-round-{submissions[-1]}" if submissions and submissions[-1] > 1 else ""
     name = f"{task.name.replace(':', '-')}-{len(task.attempts)}-node"
-    wanted = re.compile(rf".*/{re.escape(name)}\d+{end}\.json")
-    keys = [stat.key for stat in store.storage.list(store.key("post-mortem")) if wanted.fullmatch(stat.key)]
+    pattern = re.compile(rf".*/{re.escape(name)}\d+{end}\.json")
+    keys = [stat.key for stat in store.storage.list(store.key("post-mortem")) if pattern.fullmatch(stat.key)]
     for key in keys[:MAX_NODES]:
         with suppress(KeyNotFound, ValidationError):
             bundles.append(PostMortem.model_validate_json(store.storage.read_bytes(key)))
     if not bundles:
         return None
-    first = min(
-        bundles, key=lambda one: (one.own_exit_code != attempt.exit_code, bool(one.reason and one.log), one.node)
-    )
+    first = min(bundles, key=lambda pm: (pm.own_exit_code != attempt.exit_code, bool(pm.reason and pm.log), pm.node))
     lines = list(error_in_log(first.log, first.own_exit_code))
     if first.returncode is None:  # its command never ran
         lines = list(error_in_log(f"trnjobs-entry: {first.reason}".splitlines()))
     elif first.returncode < 0:
         name = signal.Signals(-first.returncode).name
-        lines.append(f"(ended by {name}{', for want of memory' if first.out_of_memory_kills else ''})")
+        lines.append(f"(killed by {name}{', out of memory' if first.out_of_memory_kills else ''})")
     return lines or [NO_OUTPUT], first.node
 
 
 def _from_log(logs: Logs, task: JobRecord) -> list[str]:
-    """Return the error in the log of the main node; empty if it cannot be read."""
+    """Return the error in the log of the main node, empty if the log cannot be read."""
     try:
         lines = deque(logs(task, len(task.attempts), 0), maxlen=TAIL_LINES)
     except Preempted:
         raise
-    except Exception:  # also of a bug: the cycle ends as it ends, whatever its logs say
+    except Exception:  # even a bug here must not change the outcome of the cycle
         return []
     return list(error_in_log(lines, task.attempts[-1].exit_code)) or [NO_OUTPUT]
 
 
-# Queue, share, role and log of AWS Batch; network and capacity of SageMaker. A plan holds the placement of every job,
-# whatever target it is given to, so that its id is the same on all of them. Pure.
+# Placement: queue, share, role and log of AWS Batch, network and capacity of SageMaker. A plan holds the placement of
+# every job for all targets, so that its id does not depend on the target. Pure.
 
 SAGEMAKER = "sagemaker"
-"""Key of its placement within that of a job; plans of settings without `[jobs.sagemaker]` have none."""
+"""Key of the SageMaker placement within the placement of a job. Absent without `[jobs.sagemaker]`."""
 SPOT_WAIT_S = 6 * 3600
 """Seconds that a job may wait for Spot capacity beyond its timeout."""
 
 
 class BatchPlacement(Record):
-    """As SubmitJob and RegisterJobDefinition need it."""
+    """Arguments of SubmitJob and RegisterJobDefinition."""
 
     queue: str = Field("", description="Name or ARN")
     share_identifier: str = ""
     priority: int = Field(0, description="Among the jobs of the same share")
-    job_role: str = Field("", description="ARN of the credentials that the code sees; empty: none")
+    job_role: str = Field("", description="ARN of the role that the job assumes; empty: none")
     log_group: str = "/aws/batch/job"
 
 
 class SageMakerPlacement(Record):
-    """As CreateTrainingJob needs it; the role is that of the placement in AWS Batch."""
+    """Arguments of CreateTrainingJob. The role is the one of BatchPlacement."""
 
     retired: ClassVar[Mapping[str, Any]] = {"output": "", "infra_check": True}
     subnets: tuple[str, ...] = ()
@@ -286,18 +284,18 @@ class SageMakerPlacement(Record):
 
 
 def with_placements(plan: JobPlan, jobs: JobsConfig) -> JobPlan:
-    """Return the plan with where each job runs, on AWS Batch and, if `[jobs.sagemaker]` is set, on SageMaker."""
-    wanted = jobs.sagemaker
+    """Add the placement of each job: on AWS Batch and, if `[jobs.sagemaker]` is set, on SageMaker."""
+    sagemaker = jobs.sagemaker
     fields = SageMakerPlacement.model_fields.keys()
-    where = SageMakerPlacement.model_validate({k: v for k, v in wanted.model_dump().items() if k in fields})
+    defaults = SageMakerPlacement.model_validate({k: v for k, v in sagemaker.model_dump().items() if k in fields})
     pools = {}
     for job in plan.jobs:
         needs = job.resources
         machine = (needs.instance_type,) if needs.instance_type else (needs.vcpus, needs.memory_mib)
         pools[job.name] = jobs.stage(job.name).role or jobs.role, machine, max(1, job.num_nodes), job.array_size
-    # A job takes over the machines of the one before it: same role, machines and number of them. A warm pool without
-    # such a job is paid for nothing. Source: SageMaker developer guide, managed warm pools.
-    is_followed = {one.job for job in plan.jobs for one in job.depends_on if pools[one.job] == pools[job.name]}
+    # A job can reuse the machines of the job before it if role, machine type and number of machines are equal. A warm
+    # pool without such a job costs money for nothing. Source: SageMaker developer guide, managed warm pools.
+    is_followed = {edge.job for job in plan.jobs for edge in job.depends_on if pools[edge.job] == pools[job.name]}
     placements = {}
     for job in plan.jobs:
         stage = jobs.stage(job.name)
@@ -308,14 +306,14 @@ def with_placements(plan: JobPlan, jobs: JobsConfig) -> JobPlan:
             job_role=stage.role or jobs.role,
             log_group=jobs.log_group,
         ).model_dump()
-        said = where.model_copy(
-            update={  # warm pools know no Spot capacity
-                "spot_wait_s": SPOT_WAIT_S if wanted.spot else 0,
-                "keep_alive_s": wanted.keep_alive_s if not wanted.spot and job.name in is_followed else 0,
+        placement = defaults.model_copy(
+            update={  # warm pools do not support Spot capacity
+                "spot_wait_s": SPOT_WAIT_S if sagemaker.spot else 0,
+                "keep_alive_s": sagemaker.keep_alive_s if not sagemaker.spot and job.name in is_followed else 0,
             }
         ).model_dump(mode="json", exclude_defaults=True)
-        if said:
-            placements[job.name][SAGEMAKER] = said
+        if placement:
+            placements[job.name][SAGEMAKER] = placement
     return plan.model_copy(update={"placements": placements})
 
 
@@ -324,5 +322,5 @@ def sagemaker_placement_of(plan: JobPlan, job: JobSpec) -> SageMakerPlacement:
 
 
 def placement_of(plan: JobPlan, job: JobSpec) -> BatchPlacement:
-    where = plan.placements.get(job.name, {})  # another target may have its words beside ours
-    return BatchPlacement.model_validate({name: where[name] for name in BatchPlacement.model_fields if name in where})
+    stored = plan.placements.get(job.name, {})  # may also hold the fields of another target
+    return BatchPlacement.model_validate({name: stored[name] for name in BatchPlacement.model_fields if name in stored})

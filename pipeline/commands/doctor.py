@@ -24,7 +24,7 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.inputs import Shapes, shapes_of
 from pipeline.telemetry.console import Console
-from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, needs_two_passes, rows_of_batch
+from pipeline.train.config import TrainConfig, batch_lengths, groups_per_batch, needs_two_passes, rank_slice
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
@@ -35,7 +35,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     with open_context(settings, stop) as ctx:
         shapes = shapes_of(settings, ctx, say)
     world = World(world_size=settings.launch.processes)
-    share = batch_share(settings.train, world.world_size, world.rank)
+    share = rank_slice(settings.train, world.world_size, world.rank)
     found = estimates(settings, shapes, share)
     for line in estimate_lines(found, contrastive_batch(settings.train, share)):
         say(line)
@@ -122,7 +122,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankSlice) -> dict[int,
                 module.weight.numel() for head in heads for module in head.modules() if isinstance(module, nn.Linear)
             ),
         )
-        for length in rows_of_batch(settings.train, shapes.buckets)
+        for length in batch_lengths(settings.train, shapes.buckets)
     }
 
 
@@ -130,7 +130,7 @@ def contrastive_batch(train: TrainConfig, share: RankSlice) -> ContrastiveBatch 
     """Return what the contrastive loss of a step is computed over, on Neuron, whose ranks gather within the graph."""
     if not train.loss.contrastive_weight:
         return None
-    groups = groups_of_batch(train)
+    groups = groups_per_batch(train)
     slots = train.candidates_per_query + train.mined_per_query
     return ContrastiveBatch(groups, groups * slots, needs_two_passes(train, share, gathers_in_graph=True))
 

@@ -14,21 +14,21 @@ from pipeline.core.errors import EXIT_OK, DataError
 from pipeline.core.progress import Say, use_display
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.embed.config import chunk_of
+from pipeline.embed.config import max_chunk_tokens
 from pipeline.embed.digest import VerifyCheck, digest_key
 from pipeline.embed.engine import open_embedder
 from pipeline.embed.plan import catalogue_storage, open_pinned, pinned_plan
 from pipeline.embed.vectors import VectorSet, find_vectors
 from pipeline.embed.verify import (
-    Picked,
+    SampleText,
     check_catalogue,
     check_files,
     check_numbers,
     check_sample,
     check_unique,
-    digest_of,
+    make_digest,
     run_check,
-    skipped,
+    skipped_check,
 )
 from pipeline.registry.model import DeployedPair, Vectors, serve_verified_pair
 from pipeline.registry.records import Author, current_user
@@ -50,7 +50,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             checks.append(check)
             if "--json" not in call.switches:
                 say(check.line())
-        digest, key = digest_of(checks, vectors), digest_key(ctx.cycle)
+        digest, key = make_digest(checks, vectors), digest_key(ctx.cycle)
         ctx.workspace.write_bytes(key, digest.model_dump_json(indent=1).encode() + b"\n")
         if "--json" in call.switches:
             say(digest.model_dump_json(indent=1, include={"cycle", "rows", "checks"}))
@@ -99,12 +99,14 @@ def _serve(ctx: StageContext, vectors: VectorSet) -> str:
 
 def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[VerifyCheck]:
     """Make the cheap checks first; the sample is picked while the catalogue is read."""
-    picked: list[Picked] = []
+    picked: list[SampleText] = []
 
     def catalogue() -> VerifyCheck:
         plan = pinned_plan(ctx.workspace, ctx.cycle)
         if plan is None or plan.fingerprint != vectors.info.plan:
-            return skipped("catalogue", "the plan of these vectors no longer exists, so their catalogue is unknown")
+            return skipped_check(
+                "catalogue", "the plan of these vectors no longer exists, so their catalogue is unknown"
+            )
         storage, num_workers = catalogue_storage(plan, settings, ctx), settings.data.num_workers
         check, found = check_catalogue(vectors, plan, storage, ctx.stop, num_workers=num_workers)
         picked.extend(found)
@@ -112,11 +114,11 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
 
     def sample() -> VerifyCheck:
         if not picked:
-            return skipped("sample", "no text was sampled: the catalogue was not read")
+            return skipped_check("sample", "no text was sampled: the catalogue was not read")
         checkpoint = open_pinned(vectors.info.model, settings, ctx)
         made_by = vectors.info.made_by
         max_tokens, chunks = int(str(made_by["max_tokens"])), int(str(made_by.get("chunks", 1)))
-        chunk = chunk_of(max_tokens, chunks)
+        chunk = max_chunk_tokens(max_tokens, chunks)
         buckets = (*(length for length in settings.embed.buckets if length < chunk), chunk)
         as_made = {"precision": "fp32", "chunks": chunks, "buckets": buckets, "tokens_per_batch": 0}
         fp32 = settings.embed.model_copy(update=as_made)

@@ -99,7 +99,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             expected="a folder without one: what you wrote there would be lost",
             next_command=f"edit it, or move it away: mv {PROJECT_FILE} {PROJECT_FILE}.old",
         )
-    columns, rows = look_at(path, settings.data, stop)
+    columns, rows = read_columns(path, settings.data, stop)
     guess = guess_columns(columns, settings.data, path)
     for line in _preview(guess, rows):
         say(line)
@@ -115,7 +115,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     return EXIT_OK
 
 
-def look_at(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[str, Column], list[dict[str, str]]]:
+def read_columns(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[str, Column], list[dict[str, str]]]:
     """Read up to MAX_ROWS rows. Return the columns, and the first rows by column. Raises DataError without any row."""
     wanted = "auto" if config.format == "esci" else config.format
     files = open_files(path, wanted, stop, "FILE")

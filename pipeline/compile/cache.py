@@ -112,10 +112,7 @@ class CacheEntry:
 
 
 def list_entries(storage: Storage, key: str = "") -> list[CacheEntry]:
-    """List the entries below the root of a storage, or only the entry `key`, sorted by name, without reading files.
-
-    Raises ConfigError if the root is unreadable.
-    """
+    """List the entries of a cache, or only `key`, by name without reading files. Raises ConfigError if unreadable."""
     root, entries = storage.local_path(""), dict[str, dict[str, CacheFile]]()
     files = _local_files(root, key) if root else ((s.key, s.size_bytes, s.age_s) for s in storage.list(key))
     for path, size_bytes, age_s in files:

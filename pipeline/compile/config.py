@@ -13,10 +13,7 @@ ALL_THERE_S = 1800.0
 
 
 class CompilerFlags(Record):
-    """The flags of neuronx-cc, in a fixed spelling and order because the Neuron cache key hashes their literal tokens.
-
-    The framework adds the target for the instance type.
-    """
+    """Flags of neuronx-cc without the target, in a fixed order because the Neuron cache key hashes their tokens."""
 
     retired: ClassVar[Mapping[str, Any]] = {"model_type": "transformer", "auto_cast_type": "bf16"}
 

@@ -115,10 +115,9 @@ def embed_plan(
 
 
 def open_guard(workspace: Storage, plan: Plan, tracer: Tracer, config: CompileConfig, console: Console) -> GraphWatch:
-    """Return a guard that compares a run with the manifest of exactly its plan.
+    """Return a guard that compares a run with the manifest of exactly its plan, if the workspace has manifests.
 
-    Logs a line if the workspace has no manifest. Raises ConfigError, before anything is traced, if it has manifests of
-    other plans only.
+    Raises ConfigError, before anything is traced, if it has manifests of other plans only.
     """
     manifest = load_manifest(workspace, plan)
     if manifest is not None:

@@ -86,10 +86,7 @@ def store_manifest(workspace: Storage, manifest: GraphManifest) -> None:
 
 
 def load_manifest(workspace: Storage, plan: Plan) -> GraphManifest | None:
-    """Return the manifest of exactly this plan, or None if there is none of this schema.
-
-    Raises DataError if it is damaged.
-    """
+    """Return the manifest of exactly this plan and this schema, if any. Raises DataError if it is damaged."""
     return _read(workspace, f"{FOLDER}/{fingerprint(dict(plan))}.json")
 
 

@@ -354,10 +354,9 @@ class NeuronCompile:
         return attempt
 
     def _run_tool(self, tool: list[str], env: Mapping[str, str], folder: Path, trial_exit: Path) -> int:
-        """Run the tool and return its exit code.
+        """Run the tool and return its exit code. Raises Preempted when stopped, TransientError after the time limit.
 
-        Raises Preempted when stopped, and TransientError if the time limit is exceeded or another node fails during the
-        trial run. After the trial run compiling continues, because its results stay in the cache.
+        Also raises TransientError if another node fails during the trial run, but not later, for the cache's sake.
         """
         checked, log_file, last_line, pending = time.monotonic(), folder / LOG_NAME, "", b""
         with process_tree(tool, cwd=folder, env=env, log=log_file) as tree, log_file.open("rb") as log:
@@ -417,9 +416,8 @@ def compile_on_neuron(
     """Compile on all nodes and return (manifests to publish, whether all graphs were cached).
 
     Only the main node returns manifests, that of `plan` first, then those of `scoring`: plans of evaluation and
-    embedding for other numbers of ranks, which only the main node compiles. A node is warm if the manifests of its
-    plans exist and its cache has all of their entries. If any node is cold, all nodes run the trial, which is one
-    process group.
+    embedding for other numbers of ranks, which it compiles alone. A node is warm if the manifests of its plans exist
+    and its cache has all of their entries. If any node is cold, all run the trial, which is one process group.
     """
     root, config = settings.compile.cache_root(ctx.workspace.root), settings.compile
     say = Console().info  # every node has its own log, but ctx.console prints on the main node only

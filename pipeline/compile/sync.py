@@ -3,9 +3,9 @@
 PyTorch/XLA: entries of a local cache are copied to and from a storage that all nodes share. In the storage an entry is
 a committed folder, `<entry>/<content id>/<files>` and a marker `<entry>/MANIFEST.json`. Nodes that compile the same
 graph produce different bytes (a NEFF contains times and ids), so files are in a folder named by their content, and the
-marker, which is created only once, refers to the folder of the first node. An empty marker withdraws a damaged entry,
-and the next node that has the entry replaces the marker. Only new entries are copied. Concurrent and killed processes
-are safe: the marker is written last, and on the disk an entry appears by one rename, or with `model.done` last.
+marker, which is created once, refers to the folder of the first node. An empty marker withdraws a damaged entry until
+a node that has the entry replaces it. Concurrent and killed processes are safe, because the marker is written last, and
+on the disk an entry appears by one rename, or with `model.done` last.
 
 The native device: programs are files named by their content, `<folders>/<hash>.neff`, which torch-neuronx writes under
 another name and renames ("safe for concurrent access across processes and nodes", its source).
@@ -239,8 +239,7 @@ def shared_compile_cache(
     """Prepare the compile cache of a stage and share new programs, once per node and not in each rank.
 
     PyTorch/XLA uses a cache on S3 directly, so only stale locks are deleted there. Programs of the native device are
-    copied from and to the storage. Enter it after `use_neuron_cache`. Raises TransientError or ConfigError if the
-    storage fails, and Preempted when stopped.
+    copied from and to the storage. Enter it after `use_neuron_cache`. Raises the storage's errors.
     """
     config, root = settings.compile, settings.compile.cache_root(settings.workspace)
     is_rank = "WORLD_SIZE" in env or TRACE_FILE in env

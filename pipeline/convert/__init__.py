@@ -1,1 +1,1 @@
-"""Models from and for other people's tools: Hugging Face and sentence-transformers folders, plain weights, programs."""
+"""Import and export models: Hugging Face and sentence-transformers folders, plain weights, TorchScript programs."""

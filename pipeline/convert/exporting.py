@@ -1,4 +1,4 @@
-"""A checkpoint as a folder for other tools: sentence-transformers, plain safetensors, or a TorchScript program."""
+"""Export a checkpoint as a folder for other tools: sentence-transformers, safetensors or a TorchScript program."""
 
 import json
 import warnings
@@ -55,76 +55,74 @@ WEIGHTS, HEAD, CARD = "model.safetensors", "relevance_head.safetensors", "README
 TOLERANCE = 1e-5
 SHORTEST = 3  # [CLS], a token, [SEP]
 CLAIM = ".trnpipe-export"
-"""Marks a folder as ours from before its first file until its manifest is written."""
+"""Marks the folder of an export in progress, until its manifest is written."""
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is asked for."""
+    """The parameters of an export."""
 
     format: Format
     max_tokens: int
     model_name: str
     ancestors: tuple[Ancestor, ...]
-    """The checkpoint first, the root of its lineage last."""
+    """From the checkpoint to the root of its lineage."""
     bucket: Bucket
-    """Of a TorchScript program: tokens of a query and of a product."""
+    """Tokens of a query and of a product in a TorchScript program."""
     batch_size: int
-    """Of a TorchScript program."""
+    """Batch size of a TorchScript program."""
 
 
 @contextmanager
 def destination(
     text: str, *, retry: RetryPolicy, stop: StopSignal, scratch: Path, fields: Mapping[str, JsonValue]
 ) -> Iterator[Path]:
-    """Yield an empty folder to fill, which is committed at `text` when the block succeeds.
+    """Yield an empty folder that is committed to `text`, replacing an earlier export, if the block succeeds.
 
-    An earlier export there is replaced. Raises ConfigError for a folder with other files, DiskFull, TransientError,
-    Preempted.
+    Raises ConfigError if the destination has other files.
     """
     storage, name = open_parent(text, retry=retry, stop=stop, follow_links=True)
 
-    def check_free() -> None:
-        found = {stat.key.removeprefix(f"{name}/") for stat in storage.list(name)}
+    def check_replaceable() -> None:
+        existing = {stat.key.removeprefix(f"{name}/") for stat in storage.list(name)}
         try:
-            manifest = read_manifest(storage, name) if MANIFEST_NAME in found else None
-        except DataError:  # of another program, or damaged
+            manifest = read_manifest(storage, name) if MANIFEST_NAME in existing else None
+        except DataError:  # damaged, or written by another program
             manifest = None
-        ours = {CLAIM, MANIFEST_NAME, *manifest.files} if manifest and manifest.kind == EXPORT else set()
-        foreign = set() if manifest is None and CLAIM in found else found - ours
+        exported = {CLAIM, MANIFEST_NAME, *manifest.files} if manifest and manifest.kind == EXPORT else set()
+        foreign = set() if manifest is None and CLAIM in existing else existing - exported
         if foreign or storage.stat(name) is not None:
             uri = storage.uri(name)
             raise ConfigError(
-                f"{uri} holds {min(foreign)}, which trnpipe export did not write" if foreign else f"{uri} is a file",
+                f"{uri} has {min(foreign)}, which trnpipe export did not write" if foreign else f"{uri} is a file",
                 expected="a new or empty folder, or an earlier export",
-                next_command="name another with --out, or move that file away",
+                next_command="set another folder with --out, or move that file",
             )
 
-    check_free()
+    check_replaceable()
     folder, claim = scratch / "export", join_key(name, CLAIM)
     with os_errors("writing", f"file://{folder}"):
         folder.mkdir(parents=True)
         yield folder
-    check_free()  # it may have been written to meanwhile
+    check_replaceable()  # again, because files may have been added since
     storage.delete_prefix(name)
-    storage.write_bytes(claim, b"an export that is being written, or was interrupted\n")
+    storage.write_bytes(claim, b"an export in progress, or an interrupted one\n")
     commit_dir(storage, folder, name, kind=EXPORT, fields=fields)
     storage.delete([claim])
 
 
 def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: StopSignal) -> ExportRecord:
-    """Fill an empty folder.
+    """Write the files of an export into an empty folder.
 
-    Raises ConfigError for texts longer than the model has positions for, and for a module that transformers cannot
-    open, CheckpointError, DataError, OSError, Preempted.
+    Raises ConfigError if texts exceed the model's positions or transformers cannot open the module.
     """
     state, bucket = checkpoint.state, plan.bucket
     lengths = [plan.max_tokens, *((bucket.query_tokens, bucket.product_tokens) if plan.format == "torchscript" else ())]
     if not SHORTEST <= min(lengths) <= max(lengths) <= state.model.max_positions:
         raise ConfigError(
-            f"texts of {' and '.join(map(str, lengths))} tokens",
-            expected=f"{SHORTEST} to {state.model.max_positions}, which the model has positions for",
-            next_command="give --max-tokens, or --bucket of a TorchScript program",
+            f"the model does not support texts of {' and '.join(map(str, lengths))} tokens",
+            expected=f"{SHORTEST} to {state.model.max_positions} tokens",
+            next_command="set --max-tokens, or --bucket for a TorchScript program",
         )
     tokenizer = TextTokenizer(checkpoint.tokenizer(), f"{checkpoint.uri}/tokenizer.json")
     has_types = state.model.architecture == "bert" and state.model.factory is None
@@ -132,7 +130,7 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
     stop.raise_if_set("exporting a model")
     weights = checkpoint.weights()
     model = build_model(state.model, state.inputs, seed=0)
-    model.load_state_dict(from_hf(weights, model.state_dict(), source=checkpoint.uri))  # every tensor, in its shape
+    model.load_state_dict(from_hf(weights, model.state_dict(), source=checkpoint.uri))  # checks names and shapes
     files: tuple[str, ...] = ()
     if plan.format == "torchscript":
         write_program(folder / program_name(plan.bucket), model, state.inputs, plan)
@@ -142,8 +140,8 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
     else:
         files = (WEIGHTS, HEAD)
         _write_sentence_transformers(plan, weights, state, folder, model)
-    carried = ("model", "inputs", "tokenizer_fingerprint", "watermark", "partitions", "also_seen", "trained_head")
-    fields: dict[str, Any] = {name: getattr(state, name) for name in (*carried, "published", "settings_hash")}
+    copied = ("model", "inputs", "tokenizer_fingerprint", "watermark", "partitions", "also_seen", "trained_head")
+    fields: dict[str, Any] = {name: getattr(state, name) for name in (*copied, "published", "settings_hash")}
     record = ExportRecord(
         **fields,
         format=plan.format,
@@ -158,25 +156,22 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
     return record
 
 
-# Weights, and what transformers and sentence-transformers read beside them.
+# Weights, and the other files of transformers and sentence-transformers.
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write plain safetensors; transformers asks for the field `format`. Raises OSError."""
+    """Write a safetensors file with the field `format`, which transformers requires. Raises OSError."""
     try:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path, {"format": "pt"})
-    except SafetensorError as error:  # how safetensors reports a full disk
+    except SafetensorError as error:  # raised for a full disk
         raise OSError(str(error)) from error
-    path.chmod(0o644)  # safetensors lets nobody else read it
+    path.chmod(0o644)  # safetensors makes the file readable only for its owner
 
 
 def _write_sentence_transformers(
     plan: ExportPlan, weights: Mapping[str, Tensor], state: TrainState, folder: Path, model: RelevanceModel
 ) -> None:
-    """Write encoder and head apart, config.json and the modules encoder, pooling, unit length.
-
-    The names are those up to release 5.3, which later ones read too. transformers opens the same folder.
-    """
+    """Write a folder for transformers and sentence-transformers, with names of release 5.3 that later ones read."""
     config, prefix = state.model, FACTORY_PREFIX
     if not isinstance(model.encoder, FactoryEncoder):
         prefix = FAMILIES[config.architecture].prefix
@@ -185,9 +180,9 @@ def _write_sentence_transformers(
         cast(Any, model.encoder.module).config.save_pretrained(folder)
     else:
         raise ConfigError(
-            f"--format {plan.format} of a {type(model.encoder.module).__name__} that {config.factory} builds",
-            expected="a model of transformers, which its AutoModel opens",
-            next_command="--format safetensors, in which names begin with encoder.module., or --format torchscript",
+            f"--format {plan.format} does not support the {type(model.encoder.module).__name__} of {config.factory}",
+            expected="a model that AutoModel of transformers can open",
+            next_command="--format safetensors (names begin with encoder.module.), or --format torchscript",
         )
     encoder = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     write_weights(folder / WEIGHTS, encoder)
@@ -208,10 +203,7 @@ def _write_sentence_transformers(
 
 
 def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int, *, has_types: bool = True) -> None:
-    """Write tokenizer.json, with [CLS] and [SEP] around a text, and what AutoTokenizer needs to read it as it is.
-
-    `has_types`: the encoder takes token types.
-    """
+    """Write tokenizer.json, which adds [CLS] and [SEP] to a text, and a tokenizer_config.json for AutoTokenizer."""
     parsed, data = tokenizers.Tokenizer.from_str(tokenizer.data.decode()), tokenizer.data
     ids = {"cls": tokenizer.cls_id, "pad": tokenizer.pad_id, "sep": tokenizer.sep_id, "unk": tokenizer.unk_id}
     special = {f"{name}_token": parsed.id_to_token(number) for name, number in ids.items()}
@@ -231,7 +223,7 @@ def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int, *, 
     _write_json(
         folder / TOKENIZER_CONFIG,
         {
-            "tokenizer_class": "PreTrainedTokenizerFast",  # the only one that leaves lower-casing to the file
+            "tokenizer_class": "PreTrainedTokenizerFast",  # the only class that does not override lower-casing
             "model_max_length": max_tokens,
             "model_input_names": ["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"],
             "padding_side": "right",
@@ -246,7 +238,7 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# The model as a TorchScript program of static shapes that needs no trnpipe.
+# The model as a TorchScript program with static shapes, which does not need trnpipe.
 
 
 class Program(nn.Module):
@@ -258,8 +250,9 @@ class Program(nn.Module):
         self.has_numeric, self.has_categorical = bool(spec.numeric), bool(spec.categorical_ids)
 
     def forward(self, query: Tensor, product: Tensor, *features: Tensor) -> Tensor:
-        """Return logits [B, K] of query int32 [B, Tq], product int32 [B, Tp], numeric fp32 [B, F], categorical int32
-        [B, C]. A kind of feature that the model has none of is no input.
+        """Compute logits [B, K] of query int32 [B, Tq], product int32 [B, Tp] and features.
+
+        `features` are numeric fp32 [B, F] and categorical int32 [B, C], without those that the model does not have.
         """
         none = query.new_zeros((query.shape[0], 0))
         numeric = features[0] if self.has_numeric else none.float()
@@ -268,11 +261,11 @@ class Program(nn.Module):
         return logits
 
     def embed_query(self, tokens: Tensor) -> Tensor:
-        """Return fp32 [B, D] of int32 [B, Tq]."""
+        """Embed query tokens int32 [B, Tq] as fp32 [B, D]."""
         return l2_normalize(self.model.encoder(tokens))
 
     def embed_product(self, tokens: Tensor) -> Tensor:
-        """Return fp32 [B, D] of int32 [B, Tp]."""
+        """Embed product tokens int32 [B, Tp] as fp32 [B, D]."""
         return l2_normalize(self.model.encoder(tokens))
 
 
@@ -282,14 +275,14 @@ def program_name(bucket: Bucket) -> str:
 
 @torch.no_grad()
 def write_program(path: Path, model: RelevanceModel, spec: InputSpec, plan: ExportPlan) -> None:
-    """Trace, save, load again and compare. The model's operators are chosen for compilers, so it is used up."""
-    # Compilers get attention as plain products: how they treat the fused operator is their decision.
+    """Trace and save a program, then load it and compare its outputs. Takes over the model."""
+    # Attention is traced as plain matrix products, because compilers differ in their support of the fused operator.
     choose_forms(model, traced=True, sums_by_matmul=False)
     program, rows = Program(model.eval().requires_grad_(False), spec).eval(), plan.batch_size
     generator = torch.Generator().manual_seed(0)
 
     def sample_tokens(length: int) -> Tensor:
-        """Return random texts, the later ones shorter, so that a program is traced and compared with padding in it."""
+        """Return random texts of decreasing length, so that the program is traced and compared with padding."""
         ids = torch.randint(0, spec.vocab_size, (rows, length), generator=generator, dtype=torch.int32)
         ends = length - 1 - torch.arange(rows)[:, None] % (length - 1)
         return torch.where(torch.arange(length) < ends.clamp(min=1), ids, spec.pad_id)
@@ -301,9 +294,9 @@ def write_program(path: Path, model: RelevanceModel, spec: InputSpec, plan: Expo
     if spec.categorical_ids:
         features.append(torch.zeros((rows, len(spec.categorical_ids)), dtype=torch.int32))
     inputs = {"forward": (query, product, *features), "embed_query": (query,), "embed_product": (product,)}
-    buffer = BytesIO()  # torch reports a full disk as a RuntimeError; the file is written here
+    buffer = BytesIO()  # torch.jit.save to a file would raise RuntimeError for a full disk
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TracerWarning)  # shapes are meant to be constants
+        warnings.simplefilter("ignore", TracerWarning)  # shapes are constants on purpose
         traced = torch.jit.trace_module(program, inputs, check_trace=False)  # type: ignore[no-untyped-call]
         torch.jit.save(traced, buffer)  # type: ignore[no-untyped-call]
         path.write_bytes(buffer.getbuffer())
@@ -311,10 +304,10 @@ def write_program(path: Path, model: RelevanceModel, spec: InputSpec, plan: Expo
     for name, tensors in inputs.items():
         difference = float((getattr(loaded, name)(*tensors) - getattr(program, name)(*tensors)).abs().max())
         if not difference <= TOLERANCE:
-            raise RuntimeError(f"{name} of {path.name} differs by {difference:g} from the model it was made of")
+            raise RuntimeError(f"{name} of {path.name} differs from the original model by {difference:g}")
 
 
-# README.md for people, with the front matter that Hugging Face tools read.
+# README.md, with the front matter that Hugging Face tools read.
 
 
 _POOLER = "A report on loading that names `pooler.dense` is harmless: vectors need no pooler.\n"
@@ -355,19 +348,19 @@ def _card(record: ExportRecord, plan: ExportPlan) -> str:
         f" product fits a query: the softmax of its logits times the gains ({gains}). It also reads {features}.\n",
         f"```python\n{use}\n```\n",
         *([_POOLER] if plan.format == "sentence-transformers" else []),
-        f"Texts are `[CLS] ... [SEP]` of `tokenizer.json`, cut to {record.max_tokens} tokens; padding {spec.pad_id}.",
-        *(["`trnpipe import` of this folder gives the whole model back, bit for bit."] if record.weights else []),
+        f"Texts are `[CLS] ... [SEP]` of `tokenizer.json`, cut to {record.max_tokens} tokens. Padding: {spec.pad_id}.",
+        *(["`trnpipe import` of this folder restores the model bit for bit."] if record.weights else []),
         "",
         *(f"- {_text(name)}: {figures[name]:.6g}" for name in names),
-        f"\nMade from `{one_line(record.checkpoint.uri)}`, digest `{record.checkpoint.digest}`. Its lineage:\n",
+        f"\nExported from `{one_line(record.checkpoint.uri)}`, digest `{record.checkpoint.digest}`. Its lineage:\n",
     ]
-    for one in plan.ancestors:
-        parts = [one.checkpoint, f"data to {one.watermark or '-'}", f"digest {one.digest}", one.note]
+    for node in plan.ancestors:
+        parts = [node.checkpoint, f"data to {node.watermark or '-'}", f"digest {node.digest}", node.note]
         lines.append(f"- {', '.join(_text(part) for part in parts if part)}")
     lines += [f"- {_text(record.published.text)}"] if record.published else []
     return "\n".join(lines) + "\n"
 
 
 def _text(value: str) -> str:
-    """Return text from data on one line, without anything that Markdown would read as markup."""
+    """Return text from data on one line, with Markdown markup escaped."""
     return "".join(f"\\{char}" if char in "\\|`*<>[]#" else char for char in one_line(value))

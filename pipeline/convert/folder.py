@@ -1,7 +1,7 @@
-"""A model of other tools: a folder or one file on any storage, read within limits. No code of it is ever run.
+"""Read the model of another tool from a folder or file on any storage, with size limits and without running its code.
 
-For a BERT tokenizer, `transformers` takes lower-casing and accents from tokenizer_config.json, whatever tokenizer.json
-says (tokenization_bert.py), and sentence-transformers may lower-case on top of both.
+For a BERT tokenizer, `transformers` takes lower-casing and accents from tokenizer_config.json and ignores those of
+tokenizer.json (tokenization_bert.py), and sentence-transformers may lower-case in addition.
 """
 
 import json
@@ -35,7 +35,7 @@ TOKENIZER_BYTES = 128 * 2**20
 _WEIGHT_BYTES = 32 * 2**30  # eight billion parameters in fp32
 
 EXPORT, EXPORT_FILE = "export", "trnpipe.json"
-"""Kind of the manifest of an exported folder, and the file that describes it."""
+"""Manifest kind and description file of an exported folder."""
 SCHEMA_VERSION = 1
 Format = Literal["sentence-transformers", "safetensors", "torchscript"]
 
@@ -43,42 +43,42 @@ Json = TypeVar("Json", bound=BaseModel)
 
 
 class ExportRecord(Record):
-    """The checkpoint behind an exported folder, and the files that hold its weights."""
+    """The description of an exported folder: its checkpoint and weight files."""
 
     retired: ClassVar[dict[str, Any]] = {"programs": []}
 
     schema_version: int = SCHEMA_VERSION
     format: str = Field(description="A Format, or transformers or torch, which earlier versions wrote")
-    checkpoint: Parent = Field(description="What was exported; the parent of what is imported from here")
+    checkpoint: Parent = Field(description="The exported checkpoint, which becomes the parent when imported")
     model: ModelConfig
     inputs: InputSpec
     max_tokens: int = Field(ge=3, description="Texts are cut to this, [CLS] and [SEP] included")
     tokenizer_fingerprint: str
     watermark: str
     partitions: dict[str, str]
-    also_seen: dict[str, str] = Field({}, description="As in the state of a checkpoint")
+    also_seen: dict[str, str] = Field({}, description="See the state of a checkpoint")
     trained_head: bool = True
-    published: PublishedWeights | None = Field(None, description="As in the state of a checkpoint")
+    published: PublishedWeights | None = Field(None, description="See the state of a checkpoint")
     settings_hash: str
     code_version: str
-    weights: tuple[str, ...] = Field(description="Files that together hold every tensor; none: a program only")
+    weights: tuple[str, ...] = Field(description="Files that together have every tensor (empty: only a program)")
     family: Literal["bert", "roberta", "xlm-roberta", "camembert", "mpnet", "modernbert"] = Field(
-        "bert", description="Whose names the encoder has; those of RoBERTa were written by earlier versions alone"
+        "bert", description="Naming scheme of the encoder's tensors (RoBERTa's only by earlier versions)"
     )
 
 
 @dataclass
 class ImportSource:
-    """What is to be imported. Files of an export of trnpipe are checked against its manifest."""
+    """A folder or file to import. Files of a trnpipe export are checked against its manifest."""
 
     storage: Storage
     folder: str
-    """Prefix of the folder; empty for a single file."""
+    """Prefix of the folder, empty for a single file."""
     file: str = ""
     """Name of a single file."""
     manifest: Manifest | None = None
     records: dict[str, FileRecord] = field(default_factory=dict)
-    """Of every file that was read."""
+    """Size and checksum of every file that was read."""
 
     @property
     def uri(self) -> str:
@@ -86,11 +86,11 @@ class ImportSource:
 
     @property
     def fingerprint(self) -> str:
-        """Names the content of all that was read."""
+        """Fingerprint of all files that were read."""
         return fingerprint({name: record.xxh3_128 for name, record in self.records.items()})
 
     def where(self, name: str) -> str:
-        """Return the URI of one file; '' for the folder itself."""
+        """Return the URI of a file, or of the folder for ''."""
         return self.storage.uri(join_key(self.folder, name) if name else self.folder)
 
     def has(self, name: str) -> bool:
@@ -98,17 +98,17 @@ class ImportSource:
 
     def read(self, name: str, limit_bytes: int = _JSON_BYTES) -> bytes:
         """Read a small file. Raises CheckpointError if it is missing, too large or differs from its manifest."""
-        data = self.storage.read_bytes(self._key_of(name, limit_bytes))
-        self._note(name, stream_record(BytesIO(data)))
+        data = self.storage.read_bytes(self._checked_key(name, limit_bytes))
+        self._check(name, stream_record(BytesIO(data)))
         return data
 
     def json(self, name: str, model: type[Json]) -> Json:
-        """Read a small JSON file. Raises ConfigError naming the field that does not fit."""
+        """Read a small JSON file. Raises ConfigError naming the first invalid field."""
         return parse_json(self.read(name), model, self.where(name))
 
     def local(self, name: str, scratch: Path) -> Path:
-        """Return a file of weights as a local one, downloaded if needed. Raises as `read` does."""
-        key = self._key_of(name, _WEIGHT_BYTES)
+        """Return the local path of a weights file, downloaded if necessary. Raises the same errors as `read`."""
+        key = self._checked_key(name, _WEIGHT_BYTES)
         path = self.storage.local_path(key)
         if path is None:
             path = scratch / name.replace("/", "-")
@@ -118,21 +118,21 @@ class ImportSource:
             path.open("rb") as file,
             progress(f"reading {name}", path.stat().st_size, "bytes") as advance,
         ):
-            self._note(name, stream_record(file, self.storage.stop, advance))
+            self._check(name, stream_record(file, self.storage.stop, advance))
         return path
 
-    def _key_of(self, name: str, limit_bytes: int) -> str:
+    def _checked_key(self, name: str, limit_bytes: int) -> str:
         key = join_key(self.folder, name)
         stat = self.storage.stat(key)
         if stat is None or stat.size_bytes > limit_bytes:
             raise CheckpointError(
                 f"{self.where(name)} {f'has {format_bytes(stat.size_bytes)}' if stat else 'does not exist'}",
                 expected=f"a file of at most {format_bytes(limit_bytes)}",
-                next_command="copy the whole folder, or name the file with the weights",
+                next_command="copy the complete folder, or import the weights file itself",
             )
         return key
 
-    def _note(self, name: str, record: FileRecord) -> None:
+    def _check(self, name: str, record: FileRecord) -> None:
         self.records[name] = record
         if self.manifest is not None and name in self.manifest.files:
             try:
@@ -142,7 +142,7 @@ class ImportSource:
 
 
 def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> ImportSource:
-    """Open the folder or file at a path or URI. Raises ConfigError if nothing is there, or a checkpoint of ours."""
+    """Open the folder or file at a path or URI. Raises ConfigError if it does not exist or is a trnpipe checkpoint."""
     storage, name = open_parent(text, retry=retry, stop=stop)
     if storage.stat(name) is not None:
         return ImportSource(storage, "", file=name)
@@ -158,18 +158,18 @@ def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> ImportSou
         manifest = None
     if manifest is not None and manifest.kind == CHECKPOINT:
         raise ConfigError(
-            f"{storage.uri(name)} is a checkpoint of trnpipe already",
-            expected="a model of other tools, or a folder that trnpipe export wrote",
+            f"{storage.uri(name)} is already a trnpipe checkpoint",
+            expected="a model of another tool, or a folder of trnpipe export",
             next_command=f"--train.start {storage.uri(name)}",
         )
     return ImportSource(storage, name, manifest=manifest if manifest is not None and manifest.kind == EXPORT else None)
 
 
-# What sentence-transformers adds to a Hugging Face folder: pooling, prompts, lengths.
+# The files that sentence-transformers adds to a Hugging Face folder: pooling, prompts, lengths.
 
 MODULES, SENTENCE, MODEL = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"
 POOLINGS: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
-"""Name in sentence-transformers to the name here."""
+"""Names of poolings in sentence-transformers -> in trnpipe."""
 LEGACY = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -178,12 +178,12 @@ LEGACY = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Poolings as saved by sentence-transformers before 5.4, in its order."""
-# The names under which SentenceTransformer.encode_query and encode_document look for a prompt, in their order.
+"""Keys of poolings in sentence-transformers before 5.4, in its order."""
+# Prompt names of SentenceTransformer.encode_query and encode_document, in order of precedence.
 QUERY, PRODUCT = ("query",), ("document", "passage", "corpus")
 
 _LENGTHS = ("max_seq_length", "processor_kwargs.model_max_length", "tokenizer_args.model_max_length")
-# Keys that are read here, or that change no vector. What has no counterpart must say nothing.
+# Keys that are read here or do not change vectors. Every other key must be empty or have the value of _ONLY.
 _READ = frozenset(
     {*_LENGTHS, "do_lower_case", "unpad_inputs", "embedding_dimension", "word_embedding_dimension", "pooling_mode"}
     | {*LEGACY, "include_prompt", "__version__", "prompts", "default_prompt_name", "similarity_fn_name"}
@@ -199,12 +199,12 @@ _ONLY: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class FolderSettings:
-    """How a text becomes a vector there."""
+    """How the other tool computes the vector of a text."""
 
     format: Literal["sentence-transformers", "transformers"]
     pooling: Pooling
     folder: str = ""
-    """Prefix of the Hugging Face files in the folder, with a slash at its end; mostly ''."""
+    """Prefix of the Hugging Face files in the folder, with a trailing slash. Usually ''."""
     max_tokens: int | None = None
     lowercase: bool = False
     query_prefix: str = ""
@@ -218,91 +218,90 @@ class _Module(Foreign):
 
 
 class _Modules(RootModel[tuple[_Module, ...]]):
-    """modules.json as sentence-transformers writes it"""
+    """The modules.json of sentence-transformers."""
 
 
 class _Object(RootModel[dict[str, JsonValue]]):
-    """A JSON object as sentence-transformers writes it"""
+    """A JSON object of sentence-transformers."""
 
 
-def _refused(where: str, seen: str, expected: str) -> ConfigError:
-    return ConfigError(f"{where}: {seen}", expected=expected, next_command="correct that file, or import another model")
+def _unsupported(where: str, seen: str, expected: str) -> ConfigError:
+    return ConfigError(f"{where}: {seen}", expected=expected, next_command="correct the file, or import another model")
 
 
 def _read_keys(source: ImportSource, name: str) -> dict[str, Any]:
-    """Return the keys that are set, nested ones joined by dots. Raises ConfigError for what has no counterpart here."""
-    found: dict[str, JsonValue] = {}
-    left = list(source.json(name, _Object).root.items())
-    while left:
-        key, value = left.pop()
+    """Return the keys that are set, nested ones joined by dots. Raises ConfigError if one is not supported."""
+    values: dict[str, JsonValue] = {}
+    pending = list(source.json(name, _Object).root.items())
+    while pending:
+        key, value = pending.pop()
         if isinstance(value, dict) and key not in _READ:
-            left += [(f"{key}.{inner}", content) for inner, content in value.items()]
+            pending += [(f"{key}.{inner}", content) for inner, content in value.items()]
         elif value and key not in _READ and value != _ONLY.get(key):
-            expected = repr(_ONLY[key]) if key in _ONLY else "nothing under that key"
-            raise _refused(source.where(name), f"{key} = {value!r} has no counterpart in trnpipe", expected)
+            expected = repr(_ONLY[key]) if key in _ONLY else "no value for that key"
+            raise _unsupported(source.where(name), f"{key} = {value!r} has no counterpart in trnpipe", expected)
         else:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
-def read_folder_settings(source: ImportSource, pooling_of_plain: Pooling) -> FolderSettings:
-    """Read what sentence-transformers adds to a Hugging Face folder; without modules.json, return `pooling_of_plain`.
+def read_folder_settings(source: ImportSource, default_pooling: Pooling) -> FolderSettings:
+    """Read the sentence-transformers settings of a Hugging Face folder, if it has a modules.json.
 
-    Raises ConfigError naming what has no counterpart here.
+    Raises ConfigError naming a setting that is not supported.
     """
     if not source.has(MODULES):
-        return FolderSettings("transformers", pooling_of_plain, notes=(f"pooling {pooling_of_plain}, model.pooling",))
+        return FolderSettings("transformers", default_pooling, notes=(f"pooling is model.pooling: {default_pooling}",))
     modules = source.json(MODULES, _Modules).root
     kinds = [module.type.removeprefix("sentence_transformers.").rpartition(".")[2] for module in modules]
-    is_theirs = all(module.type.startswith("sentence_transformers.") for module in modules)
-    if not is_theirs or kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+    is_standard = all(module.type.startswith("sentence_transformers.") for module in modules)
+    if not is_standard or kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         seen = f"modules {', '.join(module.type for module in modules) or 'none'}"
-        raise _refused(
-            source.where(MODULES), seen, "Transformer, Pooling and perhaps Normalize, of sentence-transformers"
-        )
+        expected = "Transformer, Pooling and optionally Normalize of sentence-transformers"
+        raise _unsupported(source.where(MODULES), seen, expected)
     folder, pooling = (f"{path}/" if (path := folder_key(module.path)) else "" for module in modules[:2])
     sentence = _read_keys(source, folder + SENTENCE) if source.has(folder + SENTENCE) else {}
     model = _read_keys(source, MODEL) if source.has(MODEL) else {}
-    found = _read_keys(source, f"{pooling}config.json")
+    pooling_config = _read_keys(source, f"{pooling}config.json")
 
     where = source.where(f"{pooling}config.json")
-    modes = found.get("pooling_mode") or [mode for key, mode in LEGACY.items() if found.get(key)] or "mean"
+    modes = pooling_config.get("pooling_mode") or [m for key, m in LEGACY.items() if pooling_config.get(key)] or "mean"
     mode = " + ".join(map(str, modes)) if isinstance(modes, list) else str(modes)
     if mode not in POOLINGS:
-        raise _refused(where, f"pooling {mode}", f"one of {', '.join(POOLINGS)}")
+        raise _unsupported(where, f"pooling {mode}", f"one of {', '.join(POOLINGS)}")
     query, product, notes = _prompts(source.where(MODEL), model)
-    if (query or product) and found.get("include_prompt") is False:
-        raise _refused(where, "include_prompt false, with prompts before texts", "a pooling over all tokens")
+    if (query or product) and pooling_config.get("include_prompt") is False:
+        raise _unsupported(where, "include_prompt is false, but texts have prompts", "pooling over all tokens")
     similarity, is_normalized = model.get("similarity_fn_name"), "Normalize" in kinds
-    # Vectors have length one in trnpipe, so that the three rank alike.
+    # Vectors in trnpipe have length one, for which the three functions give the same ranking.
     if similarity not in (None, "cosine", *(("dot", "euclidean") if is_normalized else ())):
         seen = f"similarity_fn_name {similarity} {'with' if is_normalized else 'without'} a Normalize module"
-        raise _refused(source.where(MODEL), seen, "cosine")
+        raise _unsupported(source.where(MODEL), seen, "cosine")
     if not is_normalized:
-        notes += ("sentence-transformers leaves these vectors at their length; here they have length one",)
+        notes += ("vectors have length one in trnpipe, but are not normalised in sentence-transformers",)
     max_tokens = next((value for value in map(sentence.get, _LENGTHS) if value), None)
     if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 3):
-        raise _refused(source.where(folder + SENTENCE), f"max_seq_length {max_tokens!r}", "3 or more")
+        raise _unsupported(source.where(folder + SENTENCE), f"max_seq_length {max_tokens!r}", "3 or more")
     lowercase = bool(sentence.get("do_lower_case"))
     return FolderSettings("sentence-transformers", POOLINGS[mode], folder, max_tokens, lowercase, query, product, notes)
 
 
 def _prompts(where: str, model: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
-    """Return the prompts of queries and of products, and notes. Raises ConfigError for one before every text."""
-    given = model.get("prompts") or {}
-    if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values() if text):
-        raise _refused(where, f"prompts {given!r}", "texts by name")
-    prompts = {name: text for name, text in given.items() if text}
+    """Return (query prompt, product prompt, notes). Raises ConfigError for a default prompt of all texts."""
+    values = model.get("prompts") or {}
+    if not isinstance(values, dict) or not all(isinstance(text, str) for text in values.values() if text):
+        raise _unsupported(where, f"prompts {values!r}", "texts by name")
+    prompts = {name: text for name, text in values.items() if text}
     query, product = (next((prompts[name] for name in names if name in prompts), "") for names in (QUERY, PRODUCT))
     notes = []
     if others := sorted(f"{name} {text!r}" for name, text in prompts.items() if text not in (query, product)):
-        notes.append(f"sentence-transformers may put further prompts before texts ({', '.join(others)}); not trnpipe")
+        notes.append(f"further prompts of sentence-transformers are not used ({', '.join(others)})")
     if query or product:
-        notes.append(f"queries begin with {query!r}, products with {product!r}, as its prompts say")
-    always = prompts.get(str(model.get("default_prompt_name")), "")
-    if always and not always == query == product:
-        seen = f"default_prompt_name puts {always!r} before every text"
-        raise _refused(where, seen, "default_prompt_name null, and prompts named query and document")
+        notes.append(f"prompts: queries begin with {query!r}, products with {product!r}")
+    default = prompts.get(str(model.get("default_prompt_name")), "")
+    if default and not default == query == product:
+        seen = f"default_prompt_name puts {default!r} before every text"
+        raise _unsupported(where, seen, "default_prompt_name null, and prompts named query and document")
     return query, product, tuple(notes)
 
 
@@ -317,7 +316,7 @@ class _Added(Foreign):
 
 
 class TokenizerJson(Foreign):
-    """tokenizer_config.json as transformers writes it"""
+    """The tokenizer_config.json of transformers."""
 
     tokenizer_class: str = BERT[0]
     do_lower_case: bool = True
@@ -332,54 +331,58 @@ class TokenizerJson(Foreign):
 def read_tokenizer(
     source: ImportSource, folder: str, *, lowercase: bool
 ) -> tuple[TextTokenizer, int | None, list[str]]:
-    """Return the tokenizer, the longest text its config allows (None: no limit), and what was changed in it.
+    """Return (tokenizer, maximum tokens of its config or None, notes about changes).
 
-    `lowercase`: sentence-transformers lower-cases before the tokenizer. Raises ConfigError, DataError.
+    `lowercase`: sentence-transformers lower-cases first. Raises ConfigError or DataError if it is not supported.
     """
     name, where = source.where(folder + TOKENIZER_CONFIG), source.where(folder + TOKENIZER)
     has_config = source.has(folder + TOKENIZER_CONFIG)
     config = source.json(folder + TOKENIZER_CONFIG, TokenizerJson) if has_config else TokenizerJson()
     if config.tokenizer_class not in BERT + AS_IT_IS:
-        raise _refused(name, f"tokenizer class {config.tokenizer_class}", f"one of {', '.join(BERT + AS_IT_IS)}")
+        raise _unsupported(name, f"tokenizer class {config.tokenizer_class}", f"one of {', '.join(BERT + AS_IT_IS)}")
     data = source.read(folder + TOKENIZER, TOKENIZER_BYTES)
     tokenizer, notes = TextTokenizer(data, where), []
     content: dict[str, Any] = json.loads(data)
-    theirs = tokenizers.Tokenizer.from_str(data.decode())
+    original = tokenizers.Tokenizer.from_str(data.decode())
     for number, added in config.added_tokens_decoder.items():
-        if str(theirs.token_to_id(added.content)) != number:
-            seen = f"added_tokens_decoder has {added.content!r} as {number}, and {where} does not"
-            raise _refused(name, seen, "a tokenizer.json with all of its tokens")
+        if str(original.token_to_id(added.content)) != number:
+            seen = f"added_tokens_decoder has {added.content!r} as {number}, but {where} does not"
+            raise _unsupported(name, seen, "a tokenizer.json with all of its tokens")
     space = (content.get("pre_tokenizer") or {}).get("add_prefix_space")
     if None not in (space, config.add_prefix_space) and space != config.add_prefix_space:
-        raise _refused(name, f"add_prefix_space {config.add_prefix_space}, and {where} has {space}", "the same in both")
-    wanted = content.get("normalizer")
+        seen = f"add_prefix_space is {config.add_prefix_space}, but {space} in {where}"
+        raise _unsupported(name, seen, "the same value in both")
+    normalizer = content.get("normalizer")
     if config.tokenizer_class in BERT:
-        # `transformers` builds a tokenizer of its own from the vocabulary: the file must hold the same one.
-        parts = [(content.get(part) or {}).get("type") for part in ("model", "pre_tokenizer")]
-        if parts != ["WordPiece", "BertPreTokenizer"]:
-            seen = f"{parts[0]} after {parts[1]} in a BERT tokenizer"
-            raise _refused(where, seen, "WordPiece after BertPreTokenizer, or tokenizer_class PreTrainedTokenizerFast")
-        wanted = {
+        # `transformers` builds the tokenizer from the vocabulary alone, so the file must describe the same one.
+        model, pre_tokenizer = ((content.get(part) or {}).get("type") for part in ("model", "pre_tokenizer"))
+        if (model, pre_tokenizer) != ("WordPiece", "BertPreTokenizer"):
+            seen = f"{model} after {pre_tokenizer} in a BERT tokenizer"
+            expected = "WordPiece after BertPreTokenizer, or tokenizer_class PreTrainedTokenizerFast"
+            raise _unsupported(where, seen, expected)
+        normalizer = {
             "type": "BertNormalizer",
             "clean_text": True,
             "handle_chinese_chars": config.tokenize_chinese_chars,
             "strip_accents": config.strip_accents,
             "lowercase": config.do_lower_case,
         }
-    steps = wanted["normalizers"] if wanted and wanted["type"] == "Sequence" else [wanted] if wanted else []
+    steps = [normalizer] if normalizer else []
+    if normalizer and normalizer["type"] == "Sequence":
+        steps = normalizer["normalizers"]
     if lowercase and not any(step.get("type") == "Lowercase" or step.get("lowercase") for step in steps):
-        wanted = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *steps]}
-    if wanted != content.get("normalizer"):
-        content["normalizer"] = wanted
-        notes.append("the normaliser of its tokenizer.json gives way to its other files, as in transformers")
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *steps]}
+    if normalizer != content.get("normalizer"):
+        content["normalizer"] = normalizer
+        notes.append("the other files of the tokenizer override the normaliser of tokenizer.json, as in transformers")
         tokenizer = TextTokenizer(json.dumps(content, ensure_ascii=False).encode(), where)
     if config.tokenizer_class in AS_IT_IS:
-        theirs.no_truncation()
-        theirs.no_padding()
-        # Lower-casing has nothing to do with the tokens around a text.
+        original.no_truncation()
+        original.no_padding()
+        # These texts do not depend on lower-casing.
         for text in ("a sample text", ""):
-            found, expected = theirs.encode(text).ids, tokenizer.encode([text]).ids.tolist()
-            if found != expected:
-                raise _refused(where, f"makes {found} of {text!r}", f"{expected}: [CLS], the tokens, [SEP]")
-    longest = config.model_max_length
-    return tokenizer, None if longest is None or longest > 2**31 else int(longest), notes
+            ids, expected_ids = original.encode(text).ids, tokenizer.encode([text]).ids.tolist()
+            if ids != expected_ids:
+                raise _unsupported(where, f"encodes {text!r} as {ids}", f"{expected_ids}: [CLS], the tokens, [SEP]")
+    max_tokens = config.model_max_length
+    return tokenizer, None if max_tokens is None or max_tokens > 2**31 else int(max_tokens), notes

@@ -1,6 +1,6 @@
-"""A model of another tool as a checkpoint of the workspace, as if a run had saved it at step 0.
+"""Import a model of another tool as a checkpoint of the workspace, as if a run had saved it at step 0.
 
-It is read and checked from a Hugging Face folder, an export of trnpipe, or a bare file of weights.
+The source is a Hugging Face folder, an export of trnpipe, or a single file of weights.
 """
 
 import re
@@ -35,15 +35,15 @@ from pipeline.model.weights import find_weights, load_tensors, template_of, with
 
 @dataclass(frozen=True)
 class ImportDefaults:
-    """What a source without a head of ours does not tell, from the settings or the data of the cycle."""
+    """Values from the settings or the data of the cycle for a source without a trnpipe head."""
 
     model: ModelConfig
     spec: InputSpec
-    """Classes and features; vocabulary and padding are the tokenizer's."""
+    """Classes and features. Vocabulary and padding are taken from the tokenizer."""
     tokenizer: TextTokenizer | None
-    """For a bare file."""
+    """Tokenizer of a single weights file."""
     seed: int
-    """Of a fresh head."""
+    """Seed of a new head."""
 
     def spec_for(self, tokenizer: TextTokenizer, **prefixes: str) -> InputSpec:
         changes = {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id}
@@ -52,7 +52,7 @@ class ImportDefaults:
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """A whole relevance model. `weights`: our names, fp32 on the CPU."""
+    """A complete relevance model. `weights`: in trnpipe's names, fp32 on the CPU."""
 
     config: ModelConfig
     spec: InputSpec
@@ -61,97 +61,97 @@ class ForeignModel:
     origin: Origin
     max_tokens: int | None = None
     new_head: int | None = None
-    """Seed of interactions and head when they are new; None when they came with it."""
+    """Seed of the interactions and the head if they are new, None if they were imported."""
     notes: tuple[str, ...] = ()
     record: ExportRecord | None = None
-    """Of a folder that trnpipe exported."""
+    """The record of a trnpipe export."""
 
 
-def read_model(source: ImportSource, given: ImportDefaults, scratch: Path) -> ForeignModel:
-    """Read and check everything. `scratch`: for files that are not local.
+def read_model(source: ImportSource, defaults: ImportDefaults, scratch: Path) -> ForeignModel:
+    """Read and validate a model. `scratch`: folder for downloads.
 
-    Raises CheckpointError naming a tensor or file that does not fit, ConfigError naming an architecture or a setting,
-    DataError for a tokenizer.
+    Raises CheckpointError for an invalid tensor or file, ConfigError for an unsupported setting, DataError for an
+    invalid tokenizer.
     """
     if source.file:
-        return _bare_file(source, given, scratch)
+        return _read_weights_file(source, defaults, scratch)
     if source.has(EXPORT_FILE):
-        return _own_export(source, scratch)
-    if given.model.factory is not None:
+        return _read_export(source, scratch)
+    if defaults.model.factory is not None:
         raise ConfigError(
-            f"{source.uri} to be imported with model.factory {given.model.factory}",
-            expected="an export of trnpipe, or a folder of an encoder known here and no model.factory",
-            next_command=f"trnpipe train --model.init-from {source.uri}, which takes the weights of such a module",
+            f"{source.uri} cannot be imported with model.factory {defaults.model.factory}",
+            expected="an export of trnpipe, or a folder of a supported encoder without model.factory",
+            next_command=f"trnpipe train --model.init-from {source.uri}, which loads the weights into such a module",
         )
-    return _folder(source, given, scratch)
+    return _read_folder(source, defaults, scratch)
 
 
-def _folder(source: ImportSource, given: ImportDefaults, scratch: Path) -> ForeignModel:
-    there = read_folder_settings(source, given.model.pooling)
-    where = source.where(there.folder + CONFIG)
-    described = read_config(source.read(there.folder + CONFIG), where)
-    size = described.size.model_dump()
-    preset = next((name for name, known in PRESETS.items() if known == described.size), "")
+def _read_folder(source: ImportSource, defaults: ImportDefaults, scratch: Path) -> ForeignModel:
+    settings = read_folder_settings(source, defaults.model.pooling)
+    where = source.where(settings.folder + CONFIG)
+    hf = read_config(source.read(settings.folder + CONFIG), where)
+    size = hf.size.model_dump()
+    preset = next((name for name, preset_size in PRESETS.items() if preset_size == hf.size), "")
     sizes = {"preset": preset, **dict.fromkeys(size)} if preset else size
-    fields: dict[str, Any] = given.model.model_dump() | sizes | described.fields()
+    fields: dict[str, Any] = defaults.model.model_dump() | sizes | hf.fields()
     try:
-        config = ModelConfig.model_validate({**fields, "init_from": None, "pooling": there.pooling})
+        config = ModelConfig.model_validate({**fields, "init_from": None, "pooling": settings.pooling})
     except (ValidationError, ConfigError) as error:
         raise ConfigError(f"{where}: {first_line(error)}", expected="the sizes of an encoder") from error
-    tokenizer, longest, notes = read_tokenizer(source, there.folder, lowercase=there.lowercase)
-    spec = given.spec_for(tokenizer, query_prefix=there.query_prefix, product_prefix=there.product_prefix)
-    if described.model_type != "bert" and spec.pad_id != described.pad_token_id:
+    tokenizer, max_tokens, notes = read_tokenizer(source, settings.folder, lowercase=settings.lowercase)
+    spec = defaults.spec_for(tokenizer, query_prefix=settings.query_prefix, product_prefix=settings.product_prefix)
+    if hf.model_type != "bert" and spec.pad_id != hf.pad_token_id:
         raise ConfigError(
-            f"{where} has pad_token_id {described.pad_token_id}, its tokenizer {spec.pad_id}",
-            expected="one number: positions of the model count from it",
+            f"{where} has pad_token_id {hf.pad_token_id}, but its tokenizer has {spec.pad_id}",
+            expected="the same id in both, because the model's positions start from it",
             next_command="copy the tokenizer that belongs to the model",
         )
-    name = there.folder + find_weights(source.storage, join_key(source.folder, there.folder).strip("/"))
-    # Tables are often filled up to a round number. One that is larger than config.json says is refused.
-    if (spare := described.vocab_size - spec.vocab_size) > 0:
-        notes.append(f"{spare} embeddings that no token has are left out")
-    loaded, model_type = load_tensors(source.local(name, scratch), source.where(name)), described.model_type
+    name = settings.folder + find_weights(source.storage, join_key(source.folder, settings.folder).strip("/"))
+    # Tables are often padded to a round number of rows. One with more rows than config.json has is an error.
+    if (spare := hf.vocab_size - spec.vocab_size) > 0:
+        notes.append(f"{spare} embeddings without a token are left out")
+    loaded, model_type = load_tensors(source.local(name, scratch), source.where(name)), hf.model_type
     model = with_encoder(
-        loaded, source.where(name), config, spec, given.seed, model_type=model_type, same_vocabulary=spare > 0
+        loaded, source.where(name), config, spec, defaults.seed, model_type=model_type, same_vocabulary=spare > 0
     )
     return ForeignModel(
         config=config,
         spec=spec,
         weights=model.state_dict(),
         tokenizer=tokenizer,
-        max_tokens=min(there.max_tokens or longest or config.max_positions, config.max_positions),
-        origin=Origin(uri=source.uri, format=there.format, fingerprint=source.fingerprint),
-        new_head=given.seed,
-        notes=(*notes, *there.notes),
+        max_tokens=min(settings.max_tokens or max_tokens or config.max_positions, config.max_positions),
+        origin=Origin(uri=source.uri, format=settings.format, fingerprint=source.fingerprint),
+        new_head=defaults.seed,
+        notes=(*notes, *settings.notes),
     )
 
 
-def _own_export(source: ImportSource, scratch: Path) -> ForeignModel:
+def _read_export(source: ImportSource, scratch: Path) -> ForeignModel:
     record, where = source.json(EXPORT_FILE, ExportRecord), source.where(EXPORT_FILE)
 
-    def refused(seen: str, expected: str) -> CheckpointError:
+    def invalid(seen: str, expected: str) -> CheckpointError:
         return CheckpointError(
             seen, expected=expected, next_command="export the checkpoint again with --format safetensors"
         )
 
     if record.schema_version != SCHEMA_VERSION or not record.weights:
         seen = f"schema {record.schema_version}" if record.weights else f"program only ({record.format})"
-        raise refused(f"{where}: {seen}", f"weights, in schema {SCHEMA_VERSION}")
+        raise invalid(f"{where}: {seen}", f"weights, in schema {SCHEMA_VERSION}")
     tokenizer = TextTokenizer(source.read(TOKENIZER, TOKENIZER_BYTES), source.where(TOKENIZER))
     if tokenizer.vocab_size != record.inputs.vocab_size:
-        raise refused(
+        raise invalid(
             f"{source.where(TOKENIZER)} has {tokenizer.vocab_size} tokens",
-            f"{record.inputs.vocab_size}, as the model was trained with",
+            f"the {record.inputs.vocab_size} tokens that the model was trained with",
         )
     weights: dict[str, Tensor] = {}
     for name in record.weights:
         weights |= load_tensors(source.local(name, scratch), source.where(name))
     weights = as_bert(weights, record.family, record.inputs.pad_id, source=source.uri)
     config = record.model.model_copy(update={"init_from": None})
-    # Every layer has a tensor at least. A record of a million layers must not be built to find that out.
+    # Every layer has at least one tensor. Checked before a model of a million layers would be built.
     sizes = (config.mlp_sizes, config.feature_sizes, record.inputs.categorical_ids)
     if (layers := config.encoder.num_layers + sum(map(len, sizes))) > len(weights):
-        raise refused(f"{where} tells of {layers} layers, its files of {len(weights)} tensors", "the files beside it")
+        raise invalid(f"{where} has {layers} layers, but its files have only {len(weights)} tensors", "matching files")
     return ForeignModel(
         config=config,
         spec=record.inputs,
@@ -163,15 +163,15 @@ def _own_export(source: ImportSource, scratch: Path) -> ForeignModel:
     )
 
 
-def _bare_file(source: ImportSource, given: ImportDefaults, scratch: Path) -> ForeignModel:
-    """Read weights whose sizes are those of the settings; the tensors must fit them to the last."""
-    if given.tokenizer is None:
+def _read_weights_file(source: ImportSource, defaults: ImportDefaults, scratch: Path) -> ForeignModel:
+    """Read weights, all of which must have the sizes in the settings."""
+    if defaults.tokenizer is None:
         raise ConfigError(
             f"{source.uri} has no tokenizer",
             expected="the tokenizer.json that belongs to the weights",
             next_command="--data.tokenizer.path FILE, or prepare the cycle's data with it first",
         )
-    spec, config = given.spec_for(given.tokenizer), given.model.model_copy(update={"init_from": None})
+    spec, config = defaults.spec_for(defaults.tokenizer), defaults.model.model_copy(update={"init_from": None})
     loaded = load_tensors(source.local(source.file, scratch), source.uri)
     named = without_wrappers(loaded)
     has_head = any(name.startswith(HEAD_PARTS) for name in named)
@@ -179,23 +179,23 @@ def _bare_file(source: ImportSource, given: ImportDefaults, scratch: Path) -> Fo
         weights = model_from_hf(named, template_of(config, spec), source=source.uri)
     else:
         architecture = config.architecture
-        weights = with_encoder(loaded, source.uri, config, spec, given.seed, model_type=architecture).state_dict()
+        weights = with_encoder(loaded, source.uri, config, spec, defaults.seed, model_type=architecture).state_dict()
     return ForeignModel(
         config=config,
         spec=spec,
         weights=weights,
-        tokenizer=given.tokenizer,
+        tokenizer=defaults.tokenizer,
         origin=Origin(uri=source.uri, format="file of weights", fingerprint=source.fingerprint),
-        new_head=None if has_head else given.seed,
-        notes=("sizes and pooling are those of the model settings",),
+        new_head=None if has_head else defaults.seed,
+        notes=("sizes and pooling are taken from the model settings",),
     )
 
 
 def store_import(
     workspace: Storage, model: ForeignModel, *, settings_hash: str, code_version: str, scratch: Path
 ) -> tuple[Checkpoint, bool]:
-    """Return the verified checkpoint, and whether it was there already. `scratch`: an empty folder of one's own."""
-    parts = {  # what decides the checkpoint, by name
+    """Return the verified checkpoint, and whether it already existed. `scratch`: an empty folder for this call."""
+    parts = {  # everything that determines the checkpoint, by name
         "origin": fingerprint(model.origin.fingerprint),
         "tokenizer": fingerprint(model.tokenizer.fingerprint),
         "model": fingerprint(model.config.used_fields()),
@@ -203,13 +203,13 @@ def store_import(
         "max_tokens": fingerprint(model.max_tokens),
         "new_head": fingerprint(model.new_head),
     }
-    # Stands for a cycle: of the folder or file, and of the content, so that no two imports meet.
+    # The name of the cycle contains the folder or file and a hash of the content, so that imports never collide.
     last = re.sub(r"[^A-Za-z0-9_-]+", "-", model.origin.uri.rstrip("/").rpartition("/")[2]).strip("-")
     name = f"import-{last[:40] or 'model'}-{fingerprint(parts)[:8]}"
     prefix, record = prefix_of(name, 0), model.record
     try:
         return open_checkpoint(workspace, prefix, scratch / "verified"), True
-    except CheckpointError:  # not there, or damaged: it is written (again)
+    except CheckpointError:  # missing or damaged, so it is written
         pass
     state = TrainState(
         cycle=name,
@@ -232,7 +232,7 @@ def store_import(
         settings_hash=settings_hash,
         code_version=code_version,
     )
-    described = hf_config(model.config, model.spec)
-    snapshot = Snapshot(state, to_hf(model.weights), {}, described, model.tokenizer.data)  # no moments
+    config = hf_config(model.config, model.spec)
+    snapshot = Snapshot(state, to_hf(model.weights), {}, config, model.tokenizer.data)  # no optimizer moments
     commit_snapshot(workspace, snapshot, scratch / "saving")
     return open_checkpoint(workspace, prefix, scratch / "verified"), False

@@ -17,7 +17,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.readers import Planner, object_version, read_file, suffix_format, version_of
+from pipeline.data.readers import Planner, file_version, object_version, read_file, suffix_format
 from pipeline.data.rows import READER_VERSION, RawBatch, shorten
 from pipeline.io.commit import stream_record
 from pipeline.io.paths import user_path
@@ -30,7 +30,7 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read. `content_id` changes with its content, `version` (see readers.version_of) when it is written."""
+    """A file to read. `content_id` changes with its content, `version` (readers.file_version) when it is written."""
 
     key: str
     format: str
@@ -41,11 +41,11 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a table, each with its format. `passed_over`: keys of files that are not part of the table."""
+    """The files of a table, each with its format. `skipped`: keys of files that are not part of the table."""
 
     storage: Storage
     entries: tuple[tuple[ObjectStat, str], ...]
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise DataError for a file name that is not UTF-8, because names are stored with the prepared rows."""
@@ -71,7 +71,7 @@ class Files:
             for stat, name in self.entries:
                 content = version = object_version(stat)
                 if storage.local_path(stat.key) is not None:
-                    version = version_of(storage, stat.key)
+                    version = file_version(storage, stat.key)
                     with storage.open_read(stat.key) as file:
                         content = stream_record(file, storage.stop, advance).xxh3_128
                 content_id = fingerprint([content, READER_VERSION])
@@ -100,11 +100,11 @@ def names_of(keys: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files below a path that may contain rows. `passed_over`: keys of hidden files and documents."""
+    """The files below a path that may contain rows. `skipped`: keys of hidden files and documents."""
 
     storage: Storage
     stats: tuple[ObjectStat, ...]
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 _ROWS_SUFFIX = re.compile(r"(?i).*\.(parquet|pq|csv|tsv|jsonl|ndjson|json)(\.gz)?")
@@ -207,13 +207,13 @@ def choose_files(listing: Listing, default_format: str, path: str, setting: str 
             f" {setting.rpartition('.')[0] or '--data'}.format csv (or parquet, jsonl)",
         )
     if not entries:
-        skipped = names_of([*empty, *listing.passed_over])
+        others = names_of([*empty, *listing.skipped])
         raise DataError(
-            f"no input file below {path} (other files: {skipped or 'none'})",
+            f"no input file below {path} (other files: {others or 'none'})",
             expected="*.parquet, *.csv or *.jsonl files with names that do not begin with _ or .",
             next_command=f"correct {setting}, or rename hidden files",
         )
-    return Files(listing.storage, tuple(entries), (*listing.passed_over, *empty))
+    return Files(listing.storage, tuple(entries), (*listing.skipped, *empty))
 
 
 # Days.
@@ -295,15 +295,15 @@ _TOOLS = re.compile(r"(^|/)(_temporary|_spark_metadata|_delta_log|__MACOSX|\._|\
 _MIN_DUPLICATE_BYTES = 2048  # smaller files may be equal because each is only a header
 
 
-def input_warnings(files: Sequence[InputFile], passed_over: Sequence[str], path: str) -> tuple[str, ...]:
+def input_warnings(files: Sequence[InputFile], skipped: Sequence[str], path: str) -> tuple[str, ...]:
     """Return warnings about an input that can be read but may not be as intended."""
     warnings, keys = list[str](), [file.key for file in files]
-    if hidden := [key for key in passed_over if _ROWS_SUFFIX.fullmatch(key) and not _TOOLS.search(key)]:
+    if hidden := [key for key in skipped if _ROWS_SUFFIX.fullmatch(key) and not _TOOLS.search(key)]:
         warnings.append(
             f"{len(hidden)} data file(s) were not read because names that begin with _ or . are hidden:"
             f" {names_of(hidden)}"
         )
-    if any(part in ("_delta_log", ".hoodie") for key in passed_over for part in key.split("/")):
+    if any(part in ("_delta_log", ".hoodie") for key in skipped for part in key.split("/")):
         warnings.append(
             f"{path} is a Delta or Hudi table: all its files are read, including rows that the table has replaced or"
             " deleted. Export a snapshot of it instead"

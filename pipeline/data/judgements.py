@@ -95,7 +95,7 @@ class JudgementCounts:
     mean_gains: tuple[float | None, ...]
 
 
-def judgements_of(infos: Sequence[TokenSetInfo], split: Split, positive_gain: float) -> JudgementCounts | None:
+def sum_judgements(infos: Sequence[TokenSetInfo], split: Split, positive_gain: float) -> JudgementCounts | None:
     """Sum the counts of partitions. Return None if no partition has counts (no rows, or an earlier version's)."""
     judged = [info.judged[split] for info in infos if split in info.judged]
     if not judged:
@@ -129,8 +129,8 @@ _MAX_IN_TRAIN = 0.05  # warn if more than this share of the queries of a validat
 
 
 def training_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, contrastive: bool) -> dict[str, str]:
-    """Return warnings, by kind, about a train split that limits what the losses learn."""
-    judged = judgements_of(infos, "train", positive_gain)
+    """Return warnings, by kind, about properties of the train split that limit training."""
+    judged = sum_judgements(infos, "train", positive_gain)
     if judged is None:
         return {}
     warnings = dict[str, str]()

@@ -70,14 +70,14 @@ def lowered(text: str) -> str:
     return text.lower() if text.isascii() else unicodedata.normalize("NFC", text.lower())
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Return the words of a text in lower case, in order. An underscore counts as a letter."""
     if text.isascii():
         return _ASCII_WORD.findall(text.lower())
-    return [word for run in _patterns().word.findall(lowered(text)) for word in units_of(run)]
+    return [word for run in _patterns().word.findall(lowered(text)) for word in split_run(run)]
 
 
-def units_of(run: str) -> list[str]:
+def split_run(run: str) -> list[str]:
     """Return the words in a run of letters: the run itself unless it contains a script without spaces."""
     if run.isascii():
         return [run]
@@ -152,7 +152,7 @@ class _Text(NamedTuple):
 def _analyse(text: str) -> _Text:
     text = lowered(text)
     parts = _part(ascii_only=text.isascii()).findall(text)
-    words = tuple(word for part in parts for word in units_of(part))
+    words = tuple(word for part in parts for word in split_run(part))
     padded = " " + " ".join(parts) + " "
     units: dict[str, set[str]] = {}
     for number, unit in _UNIT.findall(text):

@@ -73,7 +73,7 @@ class PreparedData:
     rows_filtered: int
     rows_blank: int
     labels: tuple[str, ...]
-    passed_over: tuple[str, ...]
+    skipped: tuple[str, ...]
     input_warnings: tuple[str, ...]
 
 
@@ -194,7 +194,7 @@ def prepare(
         rows_filtered=sum(file.filtered for file in files),
         rows_blank=sum(file.blank for file in files),
         labels=tuple(encoding.labels.gains),
-        passed_over=source.passed_over,
+        skipped=source.skipped,
         input_warnings=source.warnings,
     )
 

@@ -83,7 +83,7 @@ def object_version(stat: ObjectStat) -> str:
     return f"{stat.etag}-{stat.size_bytes}"
 
 
-def version_of(storage: Storage, key: str) -> str:
+def file_version(storage: Storage, key: str) -> str:
     """Return a string that changes when the file is written again, or an empty string if the file does not exist."""
     path = storage.local_path(key)
     if path is None:
@@ -102,7 +102,7 @@ def read_file(
 ) -> Iterator[RawBatch]:
     """Yield the rows of one file in file order, at most `num_rows` and about 8 MiB at a time.
 
-    `version`: result of version_of() when the file was listed. Raises DataError if the file cannot be read or lacks a
+    `version`: result of file_version() when the file was listed. Raises DataError if the file cannot be read or lacks a
     column, TransientError if it has changed since.
     """
     readers = {"parquet": _read_parquet, "csv": _read_csv, "jsonl": _read_jsonl}
@@ -130,7 +130,7 @@ def read_file(
 
 
 def _check_version(storage: Storage, key: str, version: str | None) -> None:
-    current = None if version is None else version_of(storage, key)
+    current = None if version is None else file_version(storage, key)
     if current != version:
         change = "changed while it was being read" if current else "was deleted after it was listed"
         raise TransientError(

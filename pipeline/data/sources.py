@@ -50,13 +50,13 @@ class Source:
     """An input, with a `reader` that takes a file and the fields to read (None: all).
 
     `fixed_labels`: labels defined by the layout with their gains, least relevant first (empty if the data decides).
-    `passed_over`: keys of files below the path that are not read. `warnings`: possible problems of the input.
+    `skipped`: keys of files below the path that are not read. `warnings`: possible problems of the input.
     """
 
     partitions: tuple[InputPartition, ...]
     reader: Callable[[InputFile, Sequence[str] | None], Iterator[RawBatch]]
     fixed_labels: Mapping[str, float]
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -104,9 +104,9 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
     if config.format == "esci" or (config.format == "auto" and ESCI_EXAMPLES in names):
         return _open_esci(config, listing, scratch)
     files = choose_files(listing, config.format, config.path)
-    warnings = input_warnings(files.inputs, files.passed_over, config.path)
+    warnings = input_warnings(files.inputs, files.skipped, config.path)
     partitions = group_by_day(files.inputs, config.path)
-    return Source(partitions, file_reader(config, listing.storage), {}, files.passed_over, warnings)
+    return Source(partitions, file_reader(config, listing.storage), {}, files.skipped, warnings)
 
 
 def list_input_objects(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
@@ -198,15 +198,15 @@ def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
             next_command="set --data.path to a folder with only these files",
         )
     *files, product = Files(storage, tuple((stat, "parquet") for stat in (*examples, *products))).inputs
-    passed_over = (*listing.passed_over, *others)
+    skipped = (*listing.skipped, *others)
     limit = 4 * text_characters(config.bucket_shapes)  # UTF-8 uses at most 4 bytes per character
     table = EsciProducts(storage, product, scratch / "esci", limit)
     return Source(
         group_by_day(files, path, (product.content_id,)),
         partial(_read_esci, config, table),
         ESCI_GAINS,
-        passed_over,
-        input_warnings(files, passed_over, path),
+        skipped,
+        input_warnings(files, skipped, path),
     )
 
 

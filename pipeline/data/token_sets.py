@@ -256,7 +256,7 @@ def open_rows(
     return TokenRows(shards, buckets, sets[0].info.pad_id, extra)
 
 
-def prefixes_of(outputs: Mapping[str, str]) -> tuple[str, ...]:
+def token_set_prefixes(outputs: Mapping[str, str]) -> tuple[str, ...]:
     """Return the prefixes of the token sets in the outputs of the prepare stage, in partition order."""
     return tuple(outputs[name] for name in sorted(outputs) if name.startswith("token_set_"))
 

@@ -218,7 +218,7 @@ class GroupedRows:
         by_topic: bool = False,
         links: Links | None = None,
     ) -> "GroupedRows":
-        """Deal the rows of a source to groups, see core/batch_order. Reads the judgement and texts of every row once.
+        """Assign the rows of a source to groups, see core/batch_order. Reads the judgement and texts of every row once.
 
         `lengths`: ascending. The last one must hold the longest texts. `by_topic`: sort groups by the first tokens of
         their queries, so that adjacent groups are similar. Every query occurs once before any query occurs again.

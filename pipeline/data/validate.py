@@ -69,7 +69,7 @@ def merge_names(mappings: Iterable[Mapping[str, Iterable[str]]]) -> Names:
     return {column: tuple(sorted(values)) for column, values in merged.items()}
 
 
-def codes_of(values: Int64s, names: Sequence[str]) -> Int64s:
+def to_codes(values: Int64s, names: Sequence[str]) -> Int64s:
     """Convert hashes [N] to indices [N] into `names`, -1 for NO_VALUE. Raises DataError if a hash has no name."""
     codes = {hash63(name): code for code, name in enumerate(names)} | {NO_VALUE: -1}
     hashes, inverse = np.unique(values, return_inverse=True)

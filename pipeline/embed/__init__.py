@@ -1,1 +1,1 @@
-"""Texts to vectors, with the encoder of a checkpoint."""
+"""Embed texts with the encoder of a checkpoint."""

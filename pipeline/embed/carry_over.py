@@ -1,4 +1,4 @@
-"""Vectors of an earlier cycle: which cycle, and where its rows lie by the hashes of id and text."""
+"""Reuse the vectors of an earlier cycle: find the cycle, and look up its rows by hashes of id and text."""
 
 import mmap
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _READ_THREADS = 16
 
 
 class EarlierCycle(Record):
-    """Vectors that were finished when this cycle was planned."""
+    """Vectors that were complete when this cycle was planned."""
 
     cycle: str
     digest: str = Field(description="Digest of their manifest")
@@ -38,77 +38,75 @@ class Earlier:
 
 
 def find_earlier(
-    workspace: Storage, cycle: str, wanted: str, made_by: Mapping[str, JsonValue], layout: VectorLayout
+    workspace: Storage, cycle: str, mode: str, made_by: Mapping[str, JsonValue], layout: VectorLayout
 ) -> Earlier:
-    """Find finished vectors of other cycles: the newest, and the newest that were made as ours will be.
+    """Find complete vectors of other cycles: the newest, and the newest from the same model and settings.
 
-    Those that are unfinished, damaged or of another version are passed over. `wanted` is output.carry_over.
+    Vectors that are incomplete, damaged or of another version are skipped. `mode` is output.carry_over.
     """
 
-    def finished(name: str) -> VectorSet | None:
+    def complete_vectors(name: str) -> VectorSet | None:
         try:
             return find_vectors(workspace, name)
         except DataError:
             return None
 
-    def made(made_by: Mapping[str, JsonValue], layout: VectorLayout) -> dict[str, JsonValue]:
-        """Return all that must be equal for vectors to be taken over; the format of their files may differ."""
+    def reuse_key(made_by: Mapping[str, JsonValue], layout: VectorLayout) -> dict[str, JsonValue]:
+        """Return the values that must be equal for vectors to be reused. The file format may differ."""
         return {**made_by, **layout.model_dump(exclude={"format"})}
 
-    def named(vectors: VectorSet | None) -> EarlierCycle | None:
+    def reference(vectors: VectorSet | None) -> EarlierCycle | None:
         return EarlierCycle(cycle=vectors.info.cycle, digest=vectors.manifest.digest) if vectors else None
 
     others = [name for name in workspace.list_dirs("embeddings") if name != cycle]
     doing = "looking for earlier vectors"
-    found = run_parallel(finished, others, num_threads=_READ_THREADS, stop=workspace.stop, doing=doing)
-    sets = [vectors for vectors in found if vectors is not None]
+    candidates = run_parallel(complete_vectors, others, num_threads=_READ_THREADS, stop=workspace.stop, doing=doing)
+    sets = [vectors for vectors in candidates if vectors is not None]
     sets.sort(key=lambda vectors: (vectors.info.generation, natural_key(vectors.info.cycle)), reverse=True)
-    fitting = (one for one in sets if wanted == "auto" and made(one.info.made_by, one.layout) == made(made_by, layout))
+    key = reuse_key(made_by, layout)
+    reusable = (each for each in sets if mode == "auto" and reuse_key(each.info.made_by, each.layout) == key)
     newest = sets[0] if sets else None
-    return Earlier(named(newest), named(next(fitting, None)), newest.info.generation if newest else 0)
+    return Earlier(reference(newest), reference(next(reusable, None)), newest.info.generation if newest else 0)
 
 
 def open_earlier(workspace: Storage, earlier: EarlierCycle) -> VectorSet:
-    """Open the vectors that the plan names. Raises DataError if they are gone or have changed."""
-    found = find_vectors(workspace, earlier.cycle)
-    if found.manifest.digest != earlier.digest:
+    """Open the earlier vectors of a plan. Raises DataError if they were deleted or changed."""
+    vectors = find_vectors(workspace, earlier.cycle)
+    if vectors.manifest.digest != earlier.digest:
         raise DataError(
-            f"{workspace.uri(found.prefix)} has digest {found.manifest.digest}",
+            f"{workspace.uri(vectors.prefix)} has digest {vectors.manifest.digest}",
             expected=f"{earlier.digest}, as when this cycle was planned",
             next_command="embed in a new cycle",
         )
-    return found
+    return vectors
 
 
 _PART_BITS = 32
 
 
-def place_of(part: int, rows: Int64s) -> Int64s:
-    """Return part and row of a part as one number."""
+def encode_row(part: int, rows: Int64s) -> Int64s:
+    """Encode part and row as one number."""
     return (part << _PART_BITS) + rows
 
 
-def part_and_row(place: Int64s) -> tuple[Int64s, Int64s]:
-    """Return (part, row): the inverse of `place_of`."""
-    return place >> _PART_BITS, place & ((1 << _PART_BITS) - 1)
+def decode_row(code: Int64s) -> tuple[Int64s, Int64s]:
+    """Return (part, row): the inverse of `encode_row`."""
+    return code >> _PART_BITS, code & ((1 << _PART_BITS) - 1)
 
 
-def index_of(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Path:
-    """Return the row index of finished vectors, made below `scratch` if it is not there.
-
-    Processes of one machine make it once. Memory: 40 bytes a row while it is made.
-    """
+def open_row_index(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Path:
+    """Return the row index of complete vectors, built once per machine below `scratch`. Takes 40 bytes per row."""
     path, doing = scratch / "embed" / "index" / f"{vectors.manifest.digest}.npy", "reading the earlier vectors' ids"
     with os_errors("writing", f"file://{path}"), atomic.exclusive(path.with_suffix(".lock"), stop):
         if path.exists():
             return path
-        columns = tuple([np.zeros(0, dtype=np.uint64)] for _ in range(3))  # hash of the id, of the text, and the place
+        columns = tuple([np.zeros(0, dtype=np.uint64)] for _ in range(3))  # hash of the id, hash of the text, row code
         with progress(doing, vectors.info.rows, "rows") as advance:
             for part in range(len(vectors.info.parts)):
                 stop.raise_if_set(doing)
                 id_hash, text_hash = vectors.hashes(part)
-                place = place_of(part, np.arange(len(id_hash), dtype=np.int64)).view(np.uint64)
-                for column, values in zip(columns, (id_hash, text_hash, place), strict=True):
+                codes = encode_row(part, np.arange(len(id_hash), dtype=np.int64)).view(np.uint64)
+                for column, values in zip(columns, (id_hash, text_hash, codes), strict=True):
                     column.append(values)
                 advance(len(id_hash))
         order, making = np.argsort(np.concatenate(columns[0]), kind="stable"), path.with_suffix(".making")
@@ -122,24 +120,21 @@ def index_of(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Path:
 
 
 class RowIndex:
-    """A finished index, mapped into memory. Pages are returned to the system after each look-up."""
+    """A complete index, mapped into memory. Its pages are released after each look-up."""
 
     def __init__(self, path: Path) -> None:
         self._index = np.load(path, mmap_mode="r")
 
     def look_up(self, id_hash: UInt64s, text_hash: UInt64s | None = None) -> tuple[Int64s, Bools]:
-        """Return places [N] of rows with this id and this text (None: any) or -1, and which ids were found [N].
-
-        Rows are compared by these hashes of 64 bits alone.
-        """
-        ids, texts, places = self._index
-        at = np.searchsorted(ids, id_hash)
-        known = at < len(ids)
-        known[known] = ids[at[known]] == id_hash[known]
-        same = known.copy()
+        """Return row codes [N] of rows with these hashes of id and text (None: any), or -1, and which ids exist [N]."""
+        ids, texts, codes = self._index
+        positions = np.searchsorted(ids, id_hash)
+        exists = positions < len(ids)
+        exists[exists] = ids[positions[exists]] == id_hash[exists]
+        matches = exists.copy()
         if text_hash is not None:
-            same[known] = texts[at[known]] == text_hash[known]
-        place = np.full(len(at), -1, dtype=np.int64)
-        place[same] = places[at[same]]
+            matches[exists] = texts[positions[exists]] == text_hash[exists]
+        result = np.full(len(positions), -1, dtype=np.int64)
+        result[matches] = codes[positions[matches]]
         self._index.base.madvise(mmap.MADV_DONTNEED)
-        return place, known
+        return result, exists

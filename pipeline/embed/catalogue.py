@@ -1,4 +1,4 @@
-"""The catalogue: Parquet files with an id and a text in each row. Its footers, its work shards, its rows as texts."""
+"""The catalogue: Parquet files with an id and a text per row. Reads footers, plans work shards, tokenises rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +31,12 @@ from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.data.validate import filter_mask
 from pipeline.embed.carry_over import RowIndex
-from pipeline.embed.config import FRAME, chunk_of
+from pipeline.embed.config import FRAME, max_chunk_tokens
 from pipeline.embed.vectors import ID_TYPES, IdType
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import ObjectStat, Storage
 
-# How a catalogue is cut into work shards. Pure: every worker comes to the same plan.
+# Division of a catalogue into work shards. Pure, so that every worker computes the same shards.
 
 
 @dataclass(frozen=True)
@@ -51,36 +51,36 @@ class RowRange:
 
 @dataclass(frozen=True)
 class WorkShard:
-    """Consecutive rows of the catalogue that become one part: the unit of work and of resume."""
+    """Consecutive rows of the catalogue that are written as one part, the unit of work and resume."""
 
     index: int
-    pieces: tuple[RowRange, ...]
+    ranges: tuple[RowRange, ...]
 
     @property
     def rows(self) -> int:
-        return sum(piece.rows for piece in self.pieces)
+        return sum(row_range.rows for row_range in self.ranges)
 
 
 def plan_shards(groups: Sequence[Sequence[int]], rows_per_shard: int) -> tuple[WorkShard, ...]:
-    """Cut files into shards of at most `rows_per_shard` rows, in order.
+    """Divide files into shards of at most `rows_per_shard` rows, in order.
 
-    `groups[f][g]` is the number of rows of row group g of file f. Row groups that fit stay whole, so that few are read
-    twice; larger ones are cut into equal pieces; small ones, of several files too, go together.
+    `groups[f][g]` is the number of rows of row group g of file f. Row groups that fit are not split, so that few are
+    read twice. Larger ones are split into equal ranges. Small ones, also of several files, are combined.
     """
     shards: list[WorkShard] = []
-    held: list[RowRange] = []
+    ranges: list[RowRange] = []
     rows = 0
     for file, group, size in ((f, g, size) for f, sizes in enumerate(groups) for g, size in enumerate(sizes)):
         parts = -(-size // rows_per_shard)
         for part in range(parts):
             start, end = part * size // parts, (part + 1) * size // parts
             if rows + end - start > rows_per_shard:
-                shards.append(WorkShard(len(shards), tuple(held)))
-                held, rows = [], 0
-            held.append(RowRange(file, group, start, end - start))
+                shards.append(WorkShard(len(shards), tuple(ranges)))
+                ranges, rows = [], 0
+            ranges.append(RowRange(file, group, start, end - start))
             rows += end - start
-    if held:
-        shards.append(WorkShard(len(shards), tuple(held)))
+    if ranges:
+        shards.append(WorkShard(len(shards), tuple(ranges)))
     return tuple(shards)
 
 
@@ -96,7 +96,7 @@ class CatalogueColumns(Record):
     filter: dict[str, str] = Field(default_factory=dict)
 
     def plan(self, available: Sequence[str], file: str) -> ColumnPlan:
-        """Return the columns to read of one file. Raises DataError listing those there are."""
+        """Return the columns to read from a file. Raises DataError, listing the existing columns, if one is missing."""
         pairs = [("id", self.id), ("title", self.title)]
         if self.text != self.title:
             pairs.append(("text", self.text))
@@ -105,7 +105,7 @@ class CatalogueColumns(Record):
 
 
 class CatalogueFile(Record):
-    """One Parquet file as it was when the work was planned; `groups` are the rows of its row groups."""
+    """One Parquet file when the work was planned. `groups`: the number of rows of each row group."""
 
     key: str
     etag: str
@@ -114,15 +114,13 @@ class CatalogueFile(Record):
 
 
 class Catalogue(Record):
-    """All files, in order of their keys below `root`; an empty root is the workspace."""
+    """All files, ordered by their keys below `root`. An empty root is the workspace."""
 
     root: str
     columns: CatalogueColumns
     id_type: IdType
     files: tuple[CatalogueFile, ...]
-    unreadable: dict[str, int] = Field(
-        {}, description="Rows that are in no file, as no reader made them out, by reason"
-    )
+    unreadable: dict[str, int] = Field({}, description="Number of unreadable rows, which are in no file, by reason")
     unreadable_sample: tuple[QuarantinedRow, ...] = ()
 
     @property
@@ -131,43 +129,42 @@ class Catalogue(Record):
 
     @property
     def digest(self) -> str:
-        """Names the content: files, columns, filter."""
+        """Fingerprint of the content: files, columns and filter."""
         return fingerprint(self.model_dump(mode="json"))
 
     def shards(self, rows_per_part: int) -> tuple[WorkShard, ...]:
-        """Return the work shards: a function of the catalogue alone."""
+        """Return the work shards, which depend only on the catalogue."""
         return plan_shards([file.groups for file in self.files], rows_per_part)
 
 
-def look_at(storage: Storage, stats: Sequence[ObjectStat], columns: CatalogueColumns) -> Catalogue:
-    """Read the footers. Raises DataError for a file that is not Parquet, lacks a column or has ids of another type."""
-    found = run_parallel(
+def read_footers(storage: Storage, stats: Sequence[ObjectStat], columns: CatalogueColumns) -> Catalogue:
+    """Read the footers of files. Raises DataError if one is not Parquet, lacks a column or has ids of another type."""
+    footers = run_parallel(
         lambda stat: _footer(storage, stat, columns),
         sorted(stats, key=lambda stat: stat.key.encode()),
         num_threads=NUM_FOOTER_THREADS,
         stop=storage.stop,
-        doing="looking at the catalogue",
+        doing="reading the catalogue's footers",
     )
     types: dict[IdType, str] = {}
-    for file, id_type in found:
+    for file, id_type in footers:
         if id_type is not None:
             types.setdefault(id_type, file.key)
     if len(types) > 1:
-        seen = " and ".join(f"{name} in {key}" for name, key in types.items())
         raise DataError(
-            f"the ids in column {columns.id!r} are {seen}",
-            expected="one type of id in all files",
+            f"the ids in column {columns.id!r} are " + " and ".join(f"{name} in {key}" for name, key in types.items()),
+            expected="the same id type in all files",
             next_command="write the files with one type, or set --embed.catalogue.id to another column",
         )
     catalogue = Catalogue(
         root=storage.root,
         columns=columns,
         id_type=next(iter(types), "string"),
-        files=tuple(file for file, _ in found),
+        files=tuple(file for file, _ in footers),
     )
     if not catalogue.rows:
         raise DataError(
-            f"the catalogue {storage.root} has {len(found)} files and no row",
+            f"the catalogue {storage.root} has {len(footers)} files but no rows",
             expected="at least one row",
             next_command="correct --embed.catalogue.path",
         )
@@ -193,9 +190,9 @@ def _footer(storage: Storage, stat: ObjectStat, columns: CatalogueColumns) -> tu
         id_type = "string"
     elif not pa.types.is_null(kind):  # a column of nulls fits any type
         raise DataError(
-            f"the id column {columns.id!r} of {uri} holds {kind}",
-            expected="text or whole numbers",
-            next_command="name another column with --embed.catalogue.id, or write the ids as text",
+            f"the id column {columns.id!r} of {uri} has type {kind}",
+            expected="text or integers",
+            next_command="set another column with --embed.catalogue.id, or write the ids as text",
         )
     try:
         to_fields({name: pa.nulls(0, schema.field(name).type) for name in plan.inputs}, plan)
@@ -203,7 +200,7 @@ def _footer(storage: Storage, stat: ObjectStat, columns: CatalogueColumns) -> tu
         raise DataError(
             f"{uri}: {error}",
             expected="text",
-            next_command="name a column of text with --embed.catalogue.title, .text or .filter",
+            next_command="set a text column with --embed.catalogue.title, .text or .filter",
         ) from error
     return CatalogueFile(key=stat.key, etag=stat.etag, size_bytes=stat.size_bytes, groups=groups), id_type
 
@@ -212,27 +209,27 @@ def not_parquet(uri: str, error: Exception) -> DataError:
     """Return the error for a file that cannot be read."""
     return DataError(
         f"{uri} cannot be read as parquet: {error}",
-        expected="a whole Parquet file",
+        expected="a complete Parquet file",
         next_command="write the file again, or set --embed.catalogue.format",
     )
 
 
-# Rows of work shards, read row group by row group: memory stays within a few batches, whatever the files look like.
+# Rows of work shards are read in small batches, so that memory is bounded for any size of row groups.
 
 BATCH_BYTES = 8 * 2**20
-"""Columns of one window at most, by what Parquet says of the row group."""
+"""Maximum size of the columns of one window, estimated from the metadata of the row group."""
 
 
 @dataclass(frozen=True)
 class RawWindow:
-    """Consecutive rows of one file on their way to a worker: fields id, title, text and filters as an Arrow stream."""
+    """Consecutive rows of one file to send to a worker process: id, title, text and filters as an Arrow stream."""
 
     file: str
     first_row: int
-    """Number of the first row in its file."""
+    """Index of the first row in its file."""
     columns: bytes
     is_last: bool = False
-    """Of its shard."""
+    """True for the last window of a shard."""
 
     def batch(self) -> pa.RecordBatch:
         return pa.ipc.open_stream(self.columns).read_next_batch()
@@ -241,36 +238,36 @@ class RawWindow:
 def read_shard(catalogue: Catalogue, storage: Storage, shard: WorkShard, window_rows: int) -> Iterator[RawWindow]:
     """Yield the rows of a shard, at most `window_rows` and about BATCH_BYTES at a time.
 
-    The last window comes once all files of the shard are known to be those of the plan. Raises DataError if a file is
-    not: the result would be half one catalogue and half another.
+    The last window is yielded only after all files of the shard were compared with the plan. Raises DataError if a file
+    has changed, because the result would mix two catalogues.
     """
-    held: RawWindow | None = None
-    for piece in shard.pieces:
-        for window in _read_piece(catalogue, storage, piece, window_rows):
-            if held is not None:
-                yield held
-            held = window
-    for file in sorted({piece.file for piece in shard.pieces}):
-        _check_same(catalogue.files[file], storage)
-    if held is not None:
-        yield replace(held, is_last=True)
+    pending: RawWindow | None = None
+    for row_range in shard.ranges:
+        for window in _read_range(catalogue, storage, row_range, window_rows):
+            if pending is not None:
+                yield pending
+            pending = window
+    for file in sorted({row_range.file for row_range in shard.ranges}):
+        _check_unchanged(catalogue.files[file], storage)
+    if pending is not None:
+        yield replace(pending, is_last=True)
 
 
-def _read_piece(catalogue: Catalogue, storage: Storage, piece: RowRange, window_rows: int) -> Iterator[RawWindow]:
-    """Yield the windows of a piece. The rows before it in its row group are decoded again: that costs little."""
-    record = catalogue.files[piece.file]
-    first, position, end = sum(record.groups[: piece.group]), 0, piece.start + piece.rows
-    _check_same(record, storage)
+def _read_range(catalogue: Catalogue, storage: Storage, row_range: RowRange, window_rows: int) -> Iterator[RawWindow]:
+    """Yield the windows of a range. Earlier rows of its row group are decoded again, which costs little."""
+    record = catalogue.files[row_range.file]
+    first, position, end = sum(record.groups[: row_range.group]), 0, row_range.start + row_range.rows
+    _check_unchanged(record, storage)
     try:
         with open_parquet(storage, record.key) as file:
             plan = catalogue.columns.plan(file.schema_arrow.names, storage.uri(record.key))
-            group = file.metadata.row_group(piece.group)
+            group = file.metadata.row_group(row_range.group)
             chunks = [group.column(number) for number in range(group.num_columns)]
             total = sum(int(chunk.total_uncompressed_size) for chunk in chunks if chunk.path_in_schema in plan.inputs)
             size = max(1, min(window_rows, BATCH_BYTES // max(1, total // max(1, int(group.num_rows)))))
-            for batch in file.iter_batches(size, row_groups=[piece.group], columns=plan.inputs, use_threads=False):
+            for batch in file.iter_batches(size, row_groups=[row_range.group], columns=plan.inputs, use_threads=False):
                 storage.stop.raise_if_set(f"reading {record.key}")
-                low, high = max(0, piece.start - position), min(len(batch), end - position)
+                low, high = max(0, row_range.start - position), min(len(batch), end - position)
                 if low < high:
                     fields = as_fields(batch.slice(low, high - low), plan, catalogue.id_type)
                     sink = pa.BufferOutputStream()
@@ -280,67 +277,67 @@ def _read_piece(catalogue: Catalogue, storage: Storage, piece: RowRange, window_
                 position += len(batch)
                 if position >= end:
                     return
-        raise OSError(f"row group {piece.group} has {position} rows")
+        raise OSError(f"row group {row_range.group} has only {position} rows")
     except (pa.ArrowException, OSError) as error:
-        _check_same(record, storage)
+        _check_unchanged(record, storage)
         raise not_parquet(storage.uri(record.key), error) from error
 
 
-def _check_same(planned: CatalogueFile, storage: Storage) -> None:
-    seen = storage.stat(planned.key)
-    if seen is None or (seen.etag, seen.size_bytes) != (planned.etag, planned.size_bytes):
+def _check_unchanged(planned: CatalogueFile, storage: Storage) -> None:
+    stat = storage.stat(planned.key)
+    if stat is None or (stat.etag, stat.size_bytes) != (planned.etag, planned.size_bytes):
         raise DataError(
-            f"{storage.uri(planned.key)} {'was changed' if seen else 'is gone'} since this cycle planned its work",
+            f"{storage.uri(planned.key)} was {'changed' if stat else 'deleted'} after this cycle was planned",
             expected=f"the file with etag {planned.etag} and {planned.size_bytes} bytes",
-            next_command="embed the new catalogue in a cycle of its own (--cycle), or put the file back",
+            next_command="embed the new catalogue in a new cycle (--cycle), or restore the file",
         )
 
 
 def as_fields(batch: pa.RecordBatch, plan: ColumnPlan, id_type: IdType) -> pa.RecordBatch:
-    """Return input columns as fields: text as large_binary, numbers as ids in their type."""
+    """Convert input columns to fields: text to large_binary, numeric ids to their type."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     fields = to_fields(columns, plan)
     if id_type == "string":
         return fields
     ids = columns[dict(plan.pairs)["id"]]
     ids = ids.dictionary_decode() if pa.types.is_dictionary(ids.type) else ids
-    place = fields.schema.get_field_index("id")
-    return fields.set_column(place, fields.schema.field(place).with_type(ID_TYPES[id_type]), pc.cast(ids, id_type))
+    index = fields.schema.get_field_index("id")
+    return fields.set_column(index, fields.schema.field(index).with_type(ID_TYPES[id_type]), pc.cast(ids, id_type))
 
 
-# What a worker does with a window: judge each row, hash it, tokenise what has no vector yet.
+# Processing of a window in a worker process: validate rows, hash them, tokenise the texts to embed.
 
 NO_ID, EMPTY_TEXT, DUPLICATE_ID = "no id", "empty text", "duplicate id"
 
 
 @dataclass(frozen=True)
 class TextRules:
-    """How rows become texts and tokens, the same for all windows.
+    """Parameters of `make_window`, the same for all windows.
 
-    `index`: folder of the row index of an earlier cycle whose vectors are to be taken over, empty for none.
+    `index`: path of the row index of an earlier cycle to reuse vectors from, or empty.
     """
 
     tokenizer: bytes
     max_tokens: int
-    """Of a text that are read."""
+    """Tokens of a text that are read."""
     id_type: IdType
     filter: tuple[tuple[str, str], ...] = ()
     index: str = ""
     prefix: str = ""
-    """Stands before every text, for the tokenizer alone."""
+    """Prepended to every text before tokenising."""
     chunks: int = 1
-    """Of a text of `max_tokens`."""
+    """Chunks of a text of `max_tokens`."""
 
 
 @dataclass(frozen=True)
 class TextRows:
-    """The usable rows of a window in catalogue order, and what was wrong with the others."""
+    """The usable rows of a window in catalogue order, and its bad rows."""
 
     file: str
     is_last: bool
-    """The window is the last of its shard."""
+    """True for the last window of a shard."""
     table: pa.Table
-    """Columns id, id_hash, text_hash and row, the number of the row in its file."""
+    """Columns id, id_hash, text_hash and row (the index of the row in its file)."""
     texts: list[str]
     num_rows: int
     """All rows of the window."""
@@ -353,9 +350,9 @@ class TextRows:
 class Window:
     """A window ready for the device.
 
-    `rows.table` has four more columns here: `place`, the row of the earlier cycle to take the vector from, -1 for a
-    text to embed; `known`, whether that cycle had the id; `truncated`, `chunked`, whether a text to embed was cut, or
-    takes several chunks. `tokens` are those of texts to embed alone, in order.
+    `rows.table` has four more columns: `source` is the row code of the earlier vector to reuse, or -1 for a text to
+    embed. `known` is true if the earlier cycle had the id. `truncated` and `chunked` are true for texts to embed that
+    were cut or split into chunks. `tokens` has only the texts to embed, in order.
     """
 
     rows: TextRows
@@ -364,35 +361,35 @@ class Window:
 
     def keep(self, rows: Bools) -> "Window":
         table = self.rows.table
-        fresh = rows[table["place"].to_numpy() < 0]
+        to_embed = rows[table["source"].to_numpy() < 0]
         kept = replace(self.rows, table=table.filter(pa.array(rows)))
-        return Window(kept, take(self.tokens, np.flatnonzero(fresh)))
+        return Window(kept, take(self.tokens, np.flatnonzero(to_embed)))
 
 
 def make_window(rules: TextRules, raw: RawWindow) -> Window:
-    """Judge, hash and tokenise a window in a worker process."""
-    rows = judge_rows(rules, raw)
+    """Validate, hash and tokenise a window in a worker process."""
+    rows = validate_rows(rules, raw)
     count = len(rows.texts)
-    place, known = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.bool_)
+    source, exists = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.bool_)
     if rules.index:
-        place, known = _row_index(Path(rules.index)).look_up(
+        source, exists = _row_index(Path(rules.index)).look_up(
             rows.table["id_hash"].to_numpy(), rows.table["text_hash"].to_numpy()
         )
-    tokenizer, fresh = _tokenizer(rules.tokenizer), np.flatnonzero(place < 0)
-    tokens = tokenizer.encode([rules.prefix + rows.texts[row] for row in fresh.tolist()])
+    tokenizer, to_embed = _tokenizer(rules.tokenizer), np.flatnonzero(source < 0)
+    tokens = tokenizer.encode([rules.prefix + rows.texts[row] for row in to_embed.tolist()])
     truncated, chunked = np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
-    truncated[fresh] = tokens.lengths > rules.max_tokens
+    truncated[to_embed] = tokens.lengths > rules.max_tokens
     if truncated.any():
         tokens = cut_tokens(tokens, rules.max_tokens, tokenizer.sep_id)
-    chunked[fresh] = tokens.lengths > chunk_of(rules.max_tokens, rules.chunks)
+    chunked[to_embed] = tokens.lengths > max_chunk_tokens(rules.max_tokens, rules.chunks)
     table = rows.table
-    for name, column in (("place", place), ("known", known), ("truncated", truncated), ("chunked", chunked)):
+    for name, column in (("source", source), ("known", exists), ("truncated", truncated), ("chunked", chunked)):
         table = table.append_column(name, pa.array(column))
     return Window(replace(rows, table=table, texts=[]), tokens)
 
 
-def judge_rows(rules: TextRules, raw: RawWindow) -> TextRows:
-    """Apply the filter, then find for each row its id and text, or the reason why it has none."""
+def validate_rows(rules: TextRules, raw: RawWindow) -> TextRows:
+    """Apply the filter, then return the id and text of each usable row and the reason for each bad one."""
     batch = raw.batch()
     num_rows = len(batch)
     rows = np.arange(raw.first_row, raw.first_row + num_rows, dtype=np.int64)
@@ -401,10 +398,10 @@ def judge_rows(rules: TextRules, raw: RawWindow) -> TextRows:
         batch, rows = batch.filter(pa.array(keep)), rows[keep]
     limit = CHARACTERS_PER_TOKEN * rules.max_tokens
     columns = {name: batch[name].to_pylist() for name in ("id", "title", "text") if name in batch.schema.names}
-    longer = columns.get("text") or [None] * len(rows)
+    long_texts = columns.get("text") or [None] * len(rows)
     ids, kept, texts, bad = list[Any](), list[int](), list[str](), list[BadRow]()
-    for row, values in enumerate(zip(columns["id"], columns["title"], longer, strict=True)):
-        value, text, reason = _judge(*values, limit)
+    for row, values in enumerate(zip(columns["id"], columns["title"], long_texts, strict=True)):
+        value, text, reason = _validate(*values, limit)
         if reason:
             bad.append(BadRow(raw.file, int(rows[row]), reason, row_content(batch, row)))
             continue
@@ -422,16 +419,16 @@ def judge_rows(rules: TextRules, raw: RawWindow) -> TextRows:
     return TextRows(raw.file, raw.is_last, table, texts, num_rows, num_read=len(rows), bad=tuple(bad))
 
 
-def judge_again(context: tuple[TextRules, np.uint64], raw: RawWindow) -> TextRows:
-    """Judge rows in a worker process of verify. Return the texts of ids whose hash is a multiple of the step."""
+def validate_sample(context: tuple[TextRules, np.uint64], raw: RawWindow) -> TextRows:
+    """Validate rows in a worker process of verify. Keep only the texts of ids whose hash is a multiple of the step."""
     rules, step = context
-    rows = judge_rows(rules, raw)
+    rows = validate_rows(rules, raw)
     chosen = np.flatnonzero(rows.table["id_hash"].to_numpy() % step == 0).tolist()
     return replace(rows, texts=[rows.texts[row] for row in chosen])
 
 
-def _judge(name: bytes | int | None, title: bytes | None, text: bytes | None, limit: int) -> tuple[Any, str, str]:
-    """(id, text, "") of a usable row, or (_, _, reason). A row is usable when one of title and text says something."""
+def _validate(name: bytes | int | None, title: bytes | None, text: bytes | None, limit: int) -> tuple[Any, str, str]:
+    """Return (id, text, "") for a usable row, or (_, _, reason). A usable row has an id and a title or text."""
     try:
         field = "id"
         value = name.decode() if isinstance(name, bytes) else name
@@ -448,7 +445,7 @@ def _judge(name: bytes | int | None, title: bytes | None, text: bytes | None, li
 
 
 def id_hashes(ids: Sequence[Any]) -> UInt64s:
-    """Hash the ids as text, so that 7 and "7" are one id."""
+    """Hash ids as text, so that 7 and "7" are the same id."""
     return _hashes([str(value).encode() for value in ids])
 
 
@@ -457,7 +454,7 @@ def _hashes(values: Sequence[bytes]) -> UInt64s:
 
 
 def cut_tokens(tokens: Tokens, limit: int, sep_id: int) -> Tokens:
-    """Cut texts to `limit` tokens, of which the last is then [SEP]."""
+    """Cut texts to `limit` tokens, ending with [SEP]."""
     lengths = np.minimum(tokens.lengths, limit)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     ids = tokens.ids[np.arange(offsets[-1]) + np.repeat(tokens.offsets[:-1] - offsets[:-1], lengths)]
@@ -466,18 +463,18 @@ def cut_tokens(tokens: Tokens, limit: int, sep_id: int) -> Tokens:
 
 
 def chunk_tokens(tokens: Tokens, limit: int, sep_id: int) -> tuple[Tokens, Int64s]:
-    """Split texts into chunks of at most `limit` tokens. Return these, and the number of each text's first chunk [N].
+    """Split texts into chunks of at most `limit` tokens. Return the chunks and the index of each text's first one [N].
 
-    A chunk begins with the first token of its text, [CLS], and ends with [SEP]; all between them is there once.
+    Each chunk begins with the first token of its text, [CLS], and ends with [SEP]. Every other token is in one chunk.
     """
     lengths, inner = tokens.lengths, limit - FRAME
     counts = np.where(lengths > limit, -(-(lengths - FRAME) // inner), 1)
     first = np.cumsum(counts) - counts
     text = np.repeat(np.arange(len(lengths)), counts)
-    before = (np.arange(len(text)) - first[text]) * inner  # tokens of the text in earlier chunks
-    sizes = np.where(counts[text] > 1, np.minimum(lengths[text] - before, limit), lengths[text])
+    skipped = (np.arange(len(text)) - first[text]) * inner  # tokens of the text in earlier chunks
+    sizes = np.where(counts[text] > 1, np.minimum(lengths[text] - skipped, limit), lengths[text])
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    ids = tokens.ids[np.arange(offsets[-1]) + np.repeat(tokens.offsets[text] + before - offsets[:-1], sizes)]
+    ids = tokens.ids[np.arange(offsets[-1]) + np.repeat(tokens.offsets[text] + skipped - offsets[:-1], sizes)]
     ids[offsets[:-1]] = tokens.ids[tokens.offsets[text]]
     ids[offsets[1:][counts[text] > 1] - 1] = sep_id
     return Tokens(ids, offsets), first

@@ -1,4 +1,4 @@
-"""What verify found, as a digest for pages: `cycles/<cycle>/verify/digest.json`. Imports neither torch nor pyarrow."""
+"""The results of verify for report pages: `cycles/<cycle>/verify/digest.json`. Imports neither torch nor pyarrow."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -10,7 +10,7 @@ from pipeline.io.storage import Storage, read_record
 
 
 class VerifyCheck(Record):
-    """One question and its answer."""
+    """The result of one check."""
 
     retired: ClassVar[Mapping[str, Any]] = {"histogram": ...}
 
@@ -20,33 +20,33 @@ class VerifyCheck(Record):
     figures: dict[str, float] = Field({})
 
     def line(self) -> str:
-        """`pass     files      5 files, 1.2 MiB`"""
+        """Format the check as `pass     files      5 files, 1.2 MiB`."""
         return f"{self.outcome:<8} {self.name:<10} {self.seen}"
 
 
 class VectorCounts(Record):
-    """What became of the ids of a catalogue."""
+    """Counts of the ids of a catalogue."""
 
     embedded: int
-    carried: int = Field(description="Vectors taken over from an earlier cycle")
-    new: int | None = Field(description="Ids that the cycle had not from which vectors were taken over; none: no such")
-    gone: int | None = Field(description="Ids of that cycle that are not there any more")
+    carried: int = Field(description="Vectors reused from an earlier cycle")
+    new: int | None = Field(description="Ids that the earlier cycle did not have (none: no vectors were reused)")
+    gone: int | None = Field(description="Ids of the earlier cycle that were removed")
 
 
 class VerifyDigest(Record):
-    """`cycles/<cycle>/verify/digest.json`: what verify saw, for pages and graphs; written whether it passed or not."""
+    """`cycles/<cycle>/verify/digest.json`: the results of verify, written whether it passed or not."""
 
     retired: ClassVar[Mapping[str, Any]] = dict.fromkeys(("drift", "mean_cosine", "moved_share", "ann_recall"), ...)
 
     schema_version: Literal[1] = 1
     cycle: str
     passed: bool
-    model_digest: str = Field(description="Of the checkpoint that made the vectors")
-    vectors_digest: str = Field(description="Of their manifest")
-    previous: str | None = Field(description="The cycle before")
+    model_digest: str = Field(description="Digest of the checkpoint that the vectors were computed with")
+    vectors_digest: str = Field(description="Digest of the vectors' manifest")
+    previous: str | None = Field(description="The previous cycle")
     rows: int
     counts: VectorCounts
-    recompute_min_cosine: float | None = Field(description="Between stored vectors and a sample embedded again")
+    recompute_min_cosine: float | None = Field(description="Lowest cosine between sampled and recomputed vectors")
     checks: tuple[VerifyCheck, ...]
 
 
@@ -55,7 +55,7 @@ def digest_key(cycle: str) -> str:
 
 
 def load_digest(workspace: Storage, cycle: str) -> VerifyDigest | None:
-    """None when there is none. Raises DataError when it cannot be read."""
+    """Return the digest of a cycle, or None if it has none. Raises DataError if it cannot be read."""
     return read_record(
         workspace, digest_key(cycle), VerifyDigest, "a digest of verify", f"trnpipe embed verify --cycle {cycle}"
     )

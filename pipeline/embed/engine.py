@@ -1,4 +1,4 @@
-"""Texts to unit vectors, window by window, with the device busy across windows."""
+"""Embed texts as unit vectors, window by window, while keeping the device busy across windows."""
 
 import time
 from collections import deque
@@ -24,7 +24,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.embed.catalogue import chunk_tokens, cut_tokens
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.unpadded import FlatEncoder, packs_weights
+from pipeline.embed.unpadded import FlatEncoder, supports_packed_weights
 from pipeline.model.encoder import BertEncoder, TextEncoder
 from pipeline.model.hf import from_hf
 from pipeline.model.ops import choose_forms
@@ -32,18 +32,18 @@ from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.process_group import open_device
 from pipeline.settings import Settings
 
-# A window of tokens to the batches a device takes. Depends on the window alone: so do its vectors.
+# Batching of a window of tokens. Batches, and therefore vectors, depend only on the window.
 #
-# Texts of a row do not see each other (TextEncoder.rows). So a few static shapes fit any catalogue with little padding:
-# 2.5 % of the tokens of 35,311 real titles in rows of 128 or 512 (`python -m bench.embed`).
+# Texts of a row do not attend to each other (TextEncoder.rows). So a few static shapes fit any catalogue with little
+# padding: 2.5 % of the tokens of 35,311 real titles in rows of 128 or 512 (`python -m bench.embed`).
 
 
 @dataclass(frozen=True)
 class Packing:
-    """N texts in R rows of static lengths.
+    """An assignment of N texts to R rows of static lengths.
 
-    `bucket` [R]: index of each row's length, the longest rows first. Text i is in row `row[i]`, from token `start[i]`
-    on, as text number `slot[i]` of that row; all [N].
+    `bucket` [R]: index of each row's length, the longest rows first. `row`, `start` and `slot` [N]: the row of each
+    text, its first token and its number in the row.
     """
 
     bucket: Int64s
@@ -53,16 +53,16 @@ class Packing:
 
 
 def pack_rows(lengths: Int64s, row_lengths: Sequence[int], texts_per_row: Sequence[int]) -> Packing:
-    """Assign whole texts to rows, best fit with the longest first.
+    """Assign texts to rows by best fit, the longest first.
 
     Args:
         lengths: tokens of each text [N], each at least 1 and at most the longest row.
-        row_lengths: ascending. A row is as short as its longest text allows.
-        texts_per_row: the most texts of a row of each length.
-    Only the number of texts of each length matters, so rows that look alike are made together.
+        row_lengths: ascending. A row has the shortest length that fits its longest text.
+        texts_per_row: maximum texts in a row of each length.
+    Only the number of texts of each length matters, so identical rows are assigned together.
     """
     if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= row_lengths[-1]:
-        raise ValueError(f"texts of {lengths.min()} to {lengths.max()} tokens for rows of {row_lengths[-1]}")
+        raise ValueError(f"texts of {lengths.min()} to {lengths.max()} tokens do not fit rows of {row_lengths[-1]}")
     order = np.argsort(lengths, kind="stable")
     counts = np.bincount(lengths, minlength=1)
     taken = np.concatenate([[0], np.cumsum(counts)])  # first text of each length in `order` that has no row yet
@@ -73,35 +73,35 @@ def pack_rows(lengths: Int64s, row_lengths: Sequence[int], texts_per_row: Sequen
         kind = int(np.searchsorted(row_lengths, np.flatnonzero(counts)[-1]))
         pattern = _fill(counts, row_lengths[kind], texts_per_row[kind])
         sizes, repeats = np.unique(pattern, return_counts=True)
-        num_alike = int((counts[sizes] // repeats).min())
-        place = 0
+        num_identical = int((counts[sizes] // repeats).min())
+        offset = 0
         for number, size in enumerate(pattern):
-            texts = order[taken[size] : taken[size] + num_alike]
-            row[texts], start[texts], slot[texts] = num_rows + np.arange(num_alike), place, number
-            taken[size] += num_alike
-            counts[size] -= num_alike
-            place += size
-        bucket.append(np.full(num_alike, kind, dtype=np.int64))
-        num_rows += num_alike
+            texts = order[taken[size] : taken[size] + num_identical]
+            row[texts], start[texts], slot[texts] = num_rows + np.arange(num_identical), offset, number
+            taken[size] += num_identical
+            counts[size] -= num_identical
+            offset += size
+        bucket.append(np.full(num_identical, kind, dtype=np.int64))
+        num_rows += num_identical
     return Packing(np.concatenate(bucket) if bucket else np.zeros(0, dtype=np.int64), row, start, slot)
 
 
-def _fill(counts: Int64s, room: int, most: int) -> list[int]:
-    """Return the lengths of the texts of one row: the longest left, then repeatedly the longest that still fits."""
-    left, pattern = counts.copy(), list[int]()
-    while room and len(pattern) < most:
-        fitting = np.flatnonzero(left[: room + 1])
+def _fill(counts: Int64s, space: int, max_texts: int) -> list[int]:
+    """Return the lengths of the texts of one row: repeatedly the longest remaining text that fits."""
+    remaining, pattern = counts.copy(), list[int]()
+    while space and len(pattern) < max_texts:
+        fitting = np.flatnonzero(remaining[: space + 1])
         if not len(fitting):
             break
         size = int(fitting[-1])
-        num = min(int(left[size]), room // size, most - len(pattern))
+        num = min(int(remaining[size]), space // size, max_texts - len(pattern))
         pattern += [size] * num
-        left[size] -= num
-        room -= num * size
+        remaining[size] -= num
+        space -= num * size
     return pattern
 
 
-_TOKENS_PER_TEXT = 4  # texts shorter than this on average leave room in their row
+_TOKENS_PER_TEXT = 4  # rows of texts that are shorter on average are not filled
 
 
 @dataclass(frozen=True)
@@ -112,32 +112,32 @@ class RowShape:
     length: int
     texts: int
 
-    def blank(self) -> Batch:
+    def dummy(self) -> Batch:
         names = ("tokens", "positions", "segments")
         return {name: torch.zeros(self.rows, self.length, dtype=torch.int32) for name in names}
 
 
 def row_shapes(buckets: Sequence[int], tokens: int, *, packed: bool = True) -> tuple[RowShape, ...]:
-    """Return the shape of each bucket, `tokens` tokens or a little less; unless `packed`, with one text a row."""
-    most = _TOKENS_PER_TEXT if packed else tokens
-    return tuple(RowShape(tokens // length, length, max(1, length // most)) for length in buckets)
+    """Return the shape of each bucket, with at most `tokens` tokens. Unless `packed`, a row has one text."""
+    tokens_per_text = _TOKENS_PER_TEXT if packed else tokens
+    return tuple(RowShape(tokens // length, length, max(1, length // tokens_per_text)) for length in buckets)
 
 
-_STEP = 64
-"""Tokens of a batch without static shape are a multiple of this: kernels are made for each number of them."""
+_TOKENS_MULTIPLE = 64
+"""Batches without static shape are padded to a multiple of this, because kernels are built per number of tokens."""
 
 
 @dataclass(frozen=True)
 class HostBatch:
-    """One batch before it goes to the device.
+    """One batch before it is sent to the device, with n texts in batch order.
 
-    `texts` [n]: which text of the window each vector is of; `places` [n]: where it is among the vectors that come back;
-    `lengths` [n]: tokens of each, in the order in which they lie in the batch.
+    `texts` [n]: index of each text in the window. `outputs` [n]: index of its vector in the output of the device.
+    `lengths` [n]: its number of tokens.
     """
 
     tensors: Batch
     texts: Int64s
-    places: Int64s
+    outputs: Int64s
     lengths: Int64s
 
     @property
@@ -147,25 +147,25 @@ class HostBatch:
 
 
 def distinct_texts(window: Tokens, limit: int, sep_id: int) -> tuple[Tokens, Int64s]:
-    """Return the different texts, cut to `limit` tokens, and for each text of the window its number among them.
+    """Return the distinct texts, cut to `limit` tokens, and the index of each text of the window among them.
 
-    One in eight of 35,311 real offers has the title of another.
+    One in eight of 35,311 real offers has the same title as another.
     """
     tokens = cut_tokens(window, limit, sep_id) if window.lengths.max(initial=0) > limit else window
     data, numbers = tokens.ids.tobytes(), dict[bytes, int]()
     bounds = (tokens.offsets * tokens.ids.itemsize).tolist()
-    place = np.fromiter(
+    inverse = np.fromiter(
         (numbers.setdefault(data[start:end], len(numbers)) for start, end in pairwise(bounds)),
         dtype=np.int64,
         count=len(bounds) - 1,
     )
-    if len(numbers) == len(place):
-        return tokens, place
-    return take(tokens, np.unique(place, return_index=True)[1]), place
+    if len(numbers) == len(inverse):
+        return tokens, inverse
+    return take(tokens, np.unique(inverse, return_index=True)[1]), inverse
 
 
 def row_batches(tokens: Tokens, shapes: Sequence[RowShape], pad_id: int) -> Iterator[HostBatch]:
-    """Yield batches of static shapes: rows of several texts each, the last batch of a shape filled with empty rows."""
+    """Yield batches of static shapes, several texts per row. The last batch of a shape is padded with empty rows."""
     lengths = tokens.lengths
     packing = pack_rows(lengths, [shape.length for shape in shapes], [shape.texts for shape in shapes])
     order = np.argsort(packing.row, kind="stable")
@@ -180,12 +180,12 @@ def row_batches(tokens: Tokens, shapes: Sequence[RowShape], pad_id: int) -> Iter
             ]
             row, size = packing.row[texts] - low, lengths[texts]
             ends = np.cumsum(size)
-            inside = np.arange(ends[-1]) - np.repeat(ends - size, size)  # 0, 1, 2, ... for each text anew
-            target = np.repeat(row * shape.length + packing.start[texts], size) + inside
+            positions = np.arange(ends[-1]) - np.repeat(ends - size, size)  # 0, 1, 2, ... within each text
+            target = np.repeat(row * shape.length + packing.start[texts], size) + positions
             batch: Batch = {}
             for name, empty, values in (
                 ("tokens", pad_id, take(tokens, texts).ids),
-                ("positions", 0, inside),
+                ("positions", 0, positions),
                 ("segments", 0, np.repeat(packing.slot[texts] + 1, size)),
             ):
                 flat = np.full(shape.rows * shape.length, empty, dtype=np.int32)
@@ -195,34 +195,31 @@ def row_batches(tokens: Tokens, shapes: Sequence[RowShape], pad_id: int) -> Iter
 
 
 def flat_batches(tokens: Tokens, budget: int, pad_id: int) -> Iterator[HostBatch]:
-    """Yield batches of at most `budget` tokens, the longest texts first, `ids` [S] without padding between texts.
-
-    A longer text has a batch for itself.
-    """
+    """Yield batches `ids` [S] without padding between texts, of at most `budget` tokens or one text, longest first."""
     lengths = tokens.lengths
     order = np.argsort(-lengths, kind="stable")
     ends = np.cumsum(lengths[order])
     first = 0
     while first < len(order):
-        before = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, before + budget, side="right")))
+        offset = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, offset + budget, side="right")))
         texts, first = order[first:last], last
         ids = take(tokens, texts).ids
-        padded = np.full(-(-len(ids) // _STEP) * _STEP, pad_id, dtype=np.int32)
+        padded = np.full(-(-len(ids) // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE, pad_id, dtype=np.int32)
         padded[: len(ids)] = ids
         yield HostBatch({"ids": torch.from_numpy(padded)}, texts, np.arange(len(texts)), lengths[texts])
 
 
-# What differs between devices: the program of one with static shapes, how texts are batched, what starts a batch.
+# Device-specific code: how texts are batched and how a batch is computed, with static shapes or on a CPU.
 
 PHASE = "embed"
 
 
 Wait = Callable[[], Float32s]
-"""Waits for the vectors [n, D] of a batch that was started, in the order of its texts."""
+"""Waits for the vectors [n, D] of a started batch, in the order of its texts."""
 Start = Callable[[Batch, HostBatch], Wait]
 _AHEAD = 2
-"""Batches that wait behind the one that the device computes."""
+"""Batches queued in addition to the one that the device computes."""
 
 
 class EmbeddingEngine(Protocol):
@@ -230,13 +227,13 @@ class EmbeddingEngine(Protocol):
 
     dim: int
     ahead: int
-    """Batches to start before the first of them is waited for."""
+    """Batches to start before waiting for the first of them."""
 
     def batches(self, texts: Tokens) -> Iterator[HostBatch]:
         """Yield texts as batches for the device."""
 
-    def opened(self) -> AbstractContextManager[Start]:
-        """Open what starts a batch that is on the device."""
+    def start_batches(self) -> AbstractContextManager[Start]:
+        """Return a context manager that yields the function to start a batch on the device."""
 
 
 class RowEncoder(nn.Module):
@@ -245,15 +242,12 @@ class RowEncoder(nn.Module):
         self.encoder = encoder
 
     def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
-        """Return fp32 [R * texts, D], as TextEncoder.rows."""
+        """Return the vectors of TextEncoder.rows, fp32 [R * texts, D]."""
         return self.encoder.rows(tokens, positions, segments, texts).flatten(0, 1)
 
 
 class EmbedProgram:
-    """Static shapes: devices that need them, or that run compiled programs best.
-
-    Owns the encoder: it is moved to the device and cast.
-    """
+    """The engine of devices that need static shapes or run compiled programs best. Takes over the encoder."""
 
     ahead = _AHEAD
 
@@ -276,36 +270,36 @@ class EmbedProgram:
     def batches(self, texts: Tokens) -> Iterator[HostBatch]:
         return row_batches(texts, self.shapes, self._pad_id)
 
-    def opened(self) -> AbstractContextManager[Start]:
+    def start_batches(self) -> AbstractContextManager[Start]:
         return nullcontext(self._start)
 
     def _start(self, batch: Batch, host: HostBatch) -> Wait:
-        arrived = self.backend.fetch([self.vectors(batch)])
-        return lambda: arrived()[0].numpy()[host.places]
+        wait = self.backend.fetch([self.vectors(batch)])
+        return lambda: wait()[0].numpy()[host.outputs]
 
     @torch.no_grad()
     def vectors(self, batch: Batch) -> Tensor:
-        """Return fp32 [rows * texts, D] on the device, not normalised, for a batch of one of `shapes` on the device."""
+        """Compute unnormalised vectors, fp32 [rows * texts, D], of a batch with one of `shapes`, on the device."""
         rows, length = batch["tokens"].shape
         texts = self._texts_per_row[length]
         vectors = self._forward(batch["tokens"], batch["positions"], batch["segments"], texts)
-        place = GraphPosition(PHASE, str(length), rows)
-        self._watch.before(place, [vectors])
+        position = GraphPosition(PHASE, str(length), rows)
+        self._watch.before(position, [vectors])
         self.backend.step_boundary([vectors])
-        self._watch.after(place)
+        self._watch.after(position)
         return vectors
 
 
 class CpuEngine:
-    """A CPU: a thread for each core, each at a batch of its own. Two threads at one batch would wait for each other.
+    """The engine of a CPU: one batch per thread, because threads that share a batch wait for each other.
 
-    As many as PyTorch would use (OMP_NUM_THREADS); vectors do not depend on it.
+    Uses PyTorch's number of threads (OMP_NUM_THREADS). Vectors do not depend on it.
     """
 
     def __init__(self, encoder: BertEncoder, backend: Backend, config: EmbedConfig) -> None:
         self._tokens = config.batch_tokens(backend.default_tokens)
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        self._encoder = FlatEncoder(encoder, dtype, self._tokens, packed=packs_weights(dtype))
+        self._encoder = FlatEncoder(encoder, dtype, self._tokens, packed=supports_packed_weights(dtype))
         self._pad_id, self.dim = encoder.pad_id, encoder.width
         self._threads = torch.get_num_threads()
         self.ahead = self._threads + _AHEAD
@@ -314,8 +308,8 @@ class CpuEngine:
         return flat_batches(texts, self._tokens, self._pad_id)
 
     @contextmanager
-    def opened(self) -> Iterator[Start]:
-        before = torch.get_num_threads()
+    def start_batches(self) -> Iterator[Start]:
+        num_threads = torch.get_num_threads()
         pool = ThreadPoolExecutor(self._threads, "embed", initializer=torch.set_num_threads, initargs=(1,))
 
         def start(batch: Batch, host: HostBatch) -> Wait:
@@ -325,7 +319,7 @@ class CpuEngine:
             yield start
         finally:
             pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(before)  # what a thread sets is the limit of MKL in all of them
+            torch.set_num_threads(num_threads)  # the threads of the pool changed MKL's limit for the whole process
 
     def _vectors(self, batch: Batch, host: HostBatch) -> Float32s:
         vectors: Float32s = self._encoder(batch["ids"], host.lengths.tolist()).numpy()
@@ -333,13 +327,13 @@ class CpuEngine:
 
 
 def open_engine(encoder: TextEncoder, backend: Backend, config: EmbedConfig, watch: GraphWatch) -> EmbeddingEngine:
-    """Return the engine of a device, which owns the encoder. Raises ConfigError if its compiler is missing."""
+    """Return the engine of a device. Takes over the encoder. Raises ConfigError if the device's compiler is missing."""
     if backend.shares_host_memory and not backend.is_lazy and isinstance(encoder, BertEncoder):
         return CpuEngine(encoder, backend, config)
     return EmbedProgram(encoder, backend, config, watch)
 
 
-# From windows of texts to vectors.
+# Windows of texts to vectors.
 
 _TINY = np.float32(1e-12)
 
@@ -348,18 +342,18 @@ _TINY = np.float32(1e-12)
 class EmbedFigures:
     texts: int = 0
     tokens: int = 0
-    """That went to the device, without padding; texts that are equal within a window go once."""
+    """Computed tokens without padding. Equal texts of a window are computed once."""
     padded_tokens: int = 0
-    """Padding that was computed with them."""
+    """Computed padding tokens."""
     seconds: float = 0.0
-    """Within stream."""
+    """Time in `stream`."""
     idle_s: float = 0.0
-    """Of these, seconds in which nothing was handed to the device, since input was waited for or vectors were being
-    taken. It was idle for at most so long."""
+    """Time in which no batch was started, because input was missing or vectors were being consumed. An upper bound of
+    the device's idle time."""
 
     @property
     def padding_share(self) -> float:
-        """Padding, as a share of all tokens computed."""
+        """Padding as a fraction of all computed tokens."""
         return self.padded_tokens / max(1, self.padded_tokens + self.tokens)
 
     @property
@@ -368,22 +362,22 @@ class EmbedFigures:
 
 
 Embed = Callable[[Iterable[Tokens]], Iterator[Float32s]]
-"""Windows of texts to their unit vectors [n, D], in order."""
+"""Converts windows of texts to unit vectors [n, D], in order."""
 
 
 @dataclass
 class _Window:
-    """A window on its way: `vectors` [distinct texts, D], and for each of its texts the place among them."""
+    """A window in progress: `vectors` [distinct texts, D], and the index of each of its texts among them."""
 
-    place: Int64s
+    inverse: Int64s
     first: Int64s | None
-    """Of each text its first chunk, where some have several: `vectors` is of chunks then, of `sizes` tokens."""
+    """Index of each text's first chunk, or None if no text is chunked. `vectors` and `sizes` are those of chunks."""
     sizes: Int64s
     vectors: Float32s
-    batches_left: int
+    pending_batches: int
 
-    def pooled(self) -> Float32s:
-        """Return vectors of the texts, not normalised: of chunks the mean, weighted by tokens."""
+    def pool_chunks(self) -> Float32s:
+        """Return unnormalised vectors of the distinct texts, which are the token-weighted means of their chunks."""
         if self.first is None:
             return self.vectors
         weights = self.sizes.astype(np.float32)
@@ -394,12 +388,12 @@ class _Window:
 
 
 class Embedder:
-    """Vectors of length one for windows of texts. Those of a window depend on that window alone.
+    """Embeds windows of texts as unit vectors, which depend only on their window.
 
     Args:
-        limit: tokens of a text that are read; of longer ones the last is then `sep_id`.
-        chunk: tokens that are read at a time; longer texts are read in chunks, whose vectors are averaged by tokens.
-        stop: polled at every batch.
+        limit: maximum tokens of a text. Longer texts are cut and end with `sep_id`.
+        chunk: maximum tokens read at a time. The vector of a longer text is the token-weighted mean of its chunks.
+        stop: checked at every batch.
     """
 
     def __init__(
@@ -420,11 +414,10 @@ class Embedder:
     def stream(self, windows: Iterable[Tokens]) -> Iterator[Float32s]:
         """Yield fp32 [N, D] for each window, in the order of its texts.
 
-        Windows are asked for in a thread of the backend's loader, some batches before they are needed. Raises what that
-        raises, and Preempted.
+        Windows are read in the thread of the backend's loader, some batches ahead. Raises Preempted.
         """
         figures, last = self.figures, time.monotonic()
-        open_windows, given = deque[_Window](), deque[tuple[_Window, HostBatch]]()  # the loader appends, we take
+        open_windows, loading = deque[_Window](), deque[tuple[_Window, HostBatch]]()  # appended by the loader's thread
         started = deque[tuple[_Window, HostBatch, Wait]]()
 
         def lap() -> None:
@@ -440,10 +433,10 @@ class Embedder:
             lap()
 
         def finish_batch() -> Iterator[Float32s]:
-            """Wait for the first batch that was started. Yield the windows that are complete with it."""
+            """Wait for the oldest started batch. Yield the windows that it completes."""
             window, host, wait = started.popleft()
             window.vectors[host.texts] = wait()
-            window.batches_left -= 1
+            window.pending_batches -= 1
             tokens = int(host.lengths.sum())
             figures.tokens += tokens
             figures.padded_tokens += host.num_slots - tokens
@@ -451,53 +444,53 @@ class Embedder:
             return complete()
 
         def complete() -> Iterator[Float32s]:
-            """Yield the windows that are complete, in order."""
-            while open_windows and not open_windows[0].batches_left:
+            """Yield complete windows, in order."""
+            while open_windows and not open_windows[0].pending_batches:
                 window = open_windows.popleft()
-                figures.texts += len(window.place)
+                figures.texts += len(window.inverse)
                 with idle():
-                    vectors = window.pooled()
+                    vectors = window.pool_chunks()
                     vectors /= np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), _TINY)[:, None]
-                    yield vectors if len(vectors) == len(window.place) else vectors[window.place]
+                    yield vectors if len(vectors) == len(window.inverse) else vectors[window.inverse]
 
-        feed = self._feed(windows, open_windows, given)
-        with self._engine.opened() as start, self._backend.loader(feed) as ready:
+        feed = self._feed(windows, open_windows, loading)
+        with self._engine.start_batches() as start, self._backend.loader(feed) as ready:
             while True:
                 with idle():
                     batch = next(ready, None)
                 if batch is None:
                     break
                 self._stop.raise_if_set("embedding")
-                window, host = given.popleft()
+                window, host = loading.popleft()
                 started.append((window, host, start(batch, host)))
                 if len(started) > self._engine.ahead:
                     yield from finish_batch()
             while started:
                 self._stop.raise_if_set("embedding")
                 yield from finish_batch()
-            if given:
-                raise RuntimeError(f"{len(given)} batches did not come back: a loader thread ended early")
+            if loading:
+                raise RuntimeError(f"{len(loading)} batches were lost: the loader thread ended early")
             yield from complete()
 
     def _feed(
-        self, windows: Iterable[Tokens], open_windows: deque[_Window], given: deque[tuple[_Window, HostBatch]]
+        self, windows: Iterable[Tokens], open_windows: deque[_Window], loading: deque[tuple[_Window, HostBatch]]
     ) -> Iterator[Batch]:
         for tokens in windows:
-            chunks, place = distinct_texts(tokens, self.limit, self._sep_id)
+            chunks, inverse = distinct_texts(tokens, self.limit, self._sep_id)
             first = None
             if chunks.lengths.max(initial=0) > self._chunk:
                 chunks, first = chunk_tokens(chunks, self._chunk, self._sep_id)
             batches = list(self._engine.batches(chunks))
             vectors = np.empty((len(chunks.lengths), self.dim), dtype=np.float32)
-            window = _Window(place, first, chunks.lengths, vectors, len(batches))
+            window = _Window(inverse, first, chunks.lengths, vectors, len(batches))
             open_windows.append(window)
             for host in batches:
-                given.append((window, host))
+                loading.append((window, host))
                 yield host.tensors
 
 
 def with_progress(vectors: Iterable[Float32s], doing: str, texts: int) -> Iterator[Float32s]:
-    """Yield vectors of windows of `texts` texts in all, with their progress shown."""
+    """Yield vectors of windows and show the progress. `texts`: the total number of texts."""
     with progress(doing, texts, "texts") as advance:
         for window in vectors:
             advance(len(window))
@@ -512,7 +505,7 @@ def open_embedder(
     *,
     stop: StopSignal | None = None,
 ) -> Embedder:
-    """Open the encoder of a verified checkpoint on a device. Raises CheckpointError, ConfigError."""
+    """Load the encoder of a verified checkpoint onto a device. Raises CheckpointError if its weights do not match."""
     state = checkpoint.state
     with torch.device("meta"):
         model = RelevanceModel(state.model, state.inputs)
@@ -529,7 +522,7 @@ def open_embedder(
 
 
 def open_device_embedder(settings: Settings, ctx: StageContext, checkpoint: Checkpoint) -> Embedder:
-    """Open the device of this rank with the model on it; its graphs are checked against this workspace's manifests."""
+    """Open this rank's device and load the model onto it. Graphs are checked against the workspace's manifests."""
     backend, watch = open_device(settings.backend, ctx.world), None
     if backend.is_lazy or backend.compiles_steps:
         state, device = checkpoint.state, backend.device_name()

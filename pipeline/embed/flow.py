@@ -1,6 +1,6 @@
-"""The work of one worker: rows are read, judged and tokenised in worker processes, embedded, and written in parts.
+"""The work of one worker: rows are read, validated and tokenised in processes, embedded, and written in parts.
 
-Texts stream through the device while the next are tokenised and finished parts are written.
+Texts are embedded while the next ones are tokenised and complete parts are written.
 """
 
 import threading
@@ -31,21 +31,21 @@ from pipeline.retrieval.products import join_tokens
 from pipeline.telemetry.events import EventName
 
 FEED_DEPTH = 2
-"""Windows of tokens that wait for the device."""
-BEHIND_DEPTH = 6
-"""Windows of vectors, and complete parts, that wait to be converted and written."""
+"""Maximum windows of tokens that are queued for the device."""
+WRITE_DEPTH = 6
+"""Maximum windows of vectors and complete parts that are queued for writing."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Where a worker reads and writes. `workspace` must go on after a stop: complete parts are still written."""
+    """Inputs and outputs of a worker. `workspace` must work after a stop, because complete parts are still written."""
 
     plan: EmbedPlan
     catalogue: Storage
     workspace: Storage
     rules: TextRules
     num_workers: int
-    """Processes that judge and tokenise; 0: one per core."""
+    """Processes that validate and tokenise (0: one per core)."""
     earlier: VectorSet | None
     stop: StopSignal
 
@@ -55,91 +55,91 @@ def embed_shards(
     shards: Sequence[WorkShard],
     embed: Embed,
     *,
-    embedded: Callable[[], object] = lambda: None,
-    written: Callable[[PartRecord], object] = lambda record: None,
+    on_window: Callable[[], object] = lambda: None,
+    on_part: Callable[[PartRecord], object] = lambda record: None,
 ) -> None:
-    """Embed and commit some shards. Raises TrnpipeError; whatever is complete then is committed.
+    """Embed and commit shards. On a TrnpipeError, complete parts are still committed.
 
-    `embedded` is called in this thread after each window, `written` with each part in the thread that writes.
+    `on_window` is called in this thread after each window, `on_part` with each part in the writer thread.
     """
     last, failed, lock = time.monotonic(), False, threading.Lock()
-    # What the device was given and has not answered, in order, with whole parts in between. It is appended to by the
-    # thread in which the embedder asks for windows. Another thread converts vectors and writes parts.
-    waiting, behind = deque[Texts | OpenPart](), deque[Future[None]]()
+    # Texts sent to the device whose vectors are not back yet, in order, with complete parts in between. Appended by the
+    # thread in which the embedder reads windows. The writer thread converts vectors and writes parts.
+    in_flight, writes = deque[Texts | OpenPart](), deque[Future[None]]()
 
     def write(part: OpenPart) -> None:
         nonlocal last
         if flow.earlier is not None:
             part.carry(flow.earlier)
         seconds, last = time.monotonic() - last, time.monotonic()
-        written(commit_part(flow.workspace, flow.plan, part, seconds=seconds))
+        on_part(commit_part(flow.workspace, flow.plan, part, seconds=seconds))
 
     def unless_failed(work: Callable[[], None]) -> None:
         nonlocal failed
-        if not failed:  # nothing is written after what failed
+        if not failed:  # nothing is written after a failure
             try:
                 work()
             except BaseException:
                 failed = True
                 raise
 
-    def wait_for_all_but(number: int) -> None:
-        """Raise the error of the first that failed. It stays: nothing goes on after it."""
-        while len(behind) > number or (behind and behind[0].done()):
-            behind[0].result()
-            behind.popleft()
+    def wait_for_writes(max_pending: int) -> None:
+        """Wait until at most `max_pending` writes are queued. Raises the first error, again on every later call."""
+        while len(writes) > max_pending or (writes and writes[0].done()):
+            writes[0].result()
+            writes.popleft()
 
     def submit(work: Callable[[], None]) -> None:
-        wait_for_all_but(BEHIND_DEPTH)
-        behind.append(writer.submit(unless_failed, work))
+        wait_for_writes(WRITE_DEPTH)
+        writes.append(writer.submit(unless_failed, work))
 
-    def write_whole_parts() -> None:
-        """Write the parts that wait for no vectors."""
-        while waiting and isinstance(first := waiting[0], OpenPart):
+    def write_complete_parts() -> None:
+        """Write the parts that have all their vectors."""
+        while in_flight and isinstance(first := in_flight[0], OpenPart):
             submit(partial(write, first))
-            waiting.popleft()
+            in_flight.popleft()
 
     def windows(ready: Iterator[Texts | OpenPart]) -> Iterator[Tokens]:
         for item in ready:
             flow.stop.raise_if_set("embedding")
             with lock:
-                waiting.append(item)
-                write_whole_parts()
+                in_flight.append(item)
+                write_complete_parts()
             if isinstance(item, Texts):
                 yield item.tokens
 
     items = feed(flow, shards)
     with (
         _closed_after(items),
-        ThreadPoolExecutor(1, "part-writer") as writer,  # on leaving, also by an error, what was handed over is written
+        ThreadPoolExecutor(1, "part-writer") as writer,  # queued parts are written on exit, also after an error
         prefetched(items, FEED_DEPTH) as ready,
     ):
         for vectors in embed(windows(ready)):
             with lock:
-                first = waiting.popleft()
+                first = in_flight.popleft()
                 if not isinstance(first, Texts):
-                    raise RuntimeError("the embedder answered more windows than it was given")
+                    raise RuntimeError("the embedder returned more windows than it received")
                 submit(partial(first.part.fill, first.rows, vectors))
-                write_whole_parts()
-            embedded()
-        wait_for_all_but(0)
-        if waiting:
-            raise RuntimeError("the embedder ended before all windows had their vectors")
+                write_complete_parts()
+            on_window()
+        wait_for_writes(0)
+        if in_flight:
+            raise RuntimeError("the embedder ended before it returned all windows")
 
 
 @contextmanager
 def _closed_after(items: Generator[object, None, None]) -> Iterator[None]:
-    """End the reader and its processes on leaving, when the thread that ran ahead has released them."""
+    """Close the reader and its processes on exit, after the prefetching thread has released them."""
     try:
         yield
     finally:
-        with suppress(ValueError):  # it still hangs in a request: the processes end with this one
+        with suppress(ValueError):  # the thread is still in a request, and the processes end with this one
             items.close()
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of one part for the device, and the rows of the part that their vectors belong to."""
+    """Texts of one part to embed, and the rows of the part for their vectors."""
 
     tokens: Tokens
     rows: Int64s
@@ -149,11 +149,11 @@ class Texts:
 def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | OpenPart, None, None]:
     """Yield the texts of all shards in order, `plan.window_rows` at a time, and each part after its texts.
 
-    Texts of one window belong to one part, so that vectors do not depend on which worker does what, or on stops.
+    A window has texts of only one part, so that vectors do not depend on the number of workers or on interruptions.
     """
     plan, limit = flow.plan, flow.plan.window_rows
     raws = (raw for shard in shards for raw in read_shard(plan.catalogue, flow.catalogue, shard, limit))
-    making = run_tasks(
+    tasks = run_tasks(
         make_window,
         flow.rules,
         raws,
@@ -162,14 +162,15 @@ def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | OpenPart,
         doing="reading the catalogue",
         in_order=True,
     )
-    with closing(making) as windows:
+    with closing(tasks) as windows:
         for shard in shards:
             part = OpenPart(shard.index, plan.layout, shard.rows, plan.quarantine_rows)
             tokens, rows, is_last = join_tokens(()), np.zeros(0, dtype=np.int64), False
             while not is_last:
                 window = next(windows)
-                more, places = part.add(window)
-                tokens, rows, is_last = join_tokens((tokens, more)), np.concatenate([rows, places]), window.rows.is_last
+                new_tokens, new_rows = part.add(window)
+                tokens, rows = join_tokens((tokens, new_tokens)), np.concatenate([rows, new_rows])
+                is_last = window.rows.is_last
                 while len(rows) >= limit or (is_last and len(rows)):
                     end = min(limit, len(rows))
                     yield Texts(tokens.part(0, end), rows[:end], part)
@@ -177,55 +178,55 @@ def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | OpenPart,
             yield part
 
 
-# Progress of one worker: lines, events, figures, and an early end when too much of the catalogue is bad.
+# Progress of one worker: log lines, events, metrics, and an early failure if too many rows are bad.
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass
 class EmbedWatch:
-    """Adds up and reports what one worker does."""
+    """Reports the progress of one worker."""
 
     ctx: StageContext
     plan: EmbedPlan
     device: EmbedFigures
     total: int
-    """Rows of the worker's share."""
+    """Rows of the worker's slice."""
     done: int
-    """Of them finished by an earlier attempt."""
+    """Rows completed by earlier attempts."""
     max_bad_fraction: float
     clock: Callable[[], float] = time.monotonic
     parts: int = 0
-    """Finished by this run."""
+    """Parts completed by this attempt."""
 
     def __post_init__(self) -> None:
         self._started = self._last_line_s = self.clock()
-        self._passed, self._reasons = 0, Counter[str]()  # rows that needed no device: taken over, bad, or filtered out
+        self._skipped, self._reasons = 0, Counter[str]()  # rows that were not embedded: carried over, bad, filtered out
 
-    def embedded(self) -> None:
-        """Print a line now and then."""
+    def on_window(self) -> None:
+        """Print a progress line every SECONDS_BETWEEN_LINES."""
         now = self.clock()
         if now - self._last_line_s >= SECONDS_BETWEEN_LINES:
             self._last_line_s = now
             self.ctx.console.info(self.line())
 
-    def written(self, record: PartRecord) -> None:
-        """Record a part. Raises DataError once more rows are bad than the whole catalogue may have."""
+    def on_part(self, record: PartRecord) -> None:
+        """Record a part. Raises DataError if too many rows of the catalogue are bad."""
         self.parts += 1
-        self._passed += self.plan.shards[record.index].rows - record.counts.embedded
+        self._skipped += self.plan.shards[record.index].rows - record.counts.embedded
         self.ctx.events.emit(
             EventName.PART_EMBEDDED, part=record.index, rows=record.rows, seconds=record.seconds, **dict(record.counts)
         )
         self._reasons.update(record.reasons)
         bad, rows = self._reasons.total(), self.plan.catalogue.rows
         if bad > self.max_bad_fraction * rows:
-            place = self.ctx.workspace.uri(records_prefix(self.plan))
-            raise too_many_bad(bad, rows, self._reasons, self.max_bad_fraction, place)
+            uri = self.ctx.workspace.uri(records_prefix(self.plan))
+            raise too_many_bad(bad, rows, self._reasons, self.max_bad_fraction, uri)
 
     def line(self) -> str:
-        """`embed 120k/1.00M rows | 812 texts/s | 14.1k tokens/s | padding 4.2% | idle 1.0% | eta 3m12s`"""
+        """Format progress as `embed 120k/1.00M rows | 812 texts/s | 14.1k tokens/s | padding 4.2% | eta 3m12s`."""
         device, seconds = self.device, self._seconds()
-        rows = device.texts + self._passed
+        rows = device.texts + self._skipped
         eta = f" | eta {format_duration((self.total - self.done - rows) * seconds / rows)}" if rows else ""
         return (
             f"embed {format_count(self.done + rows)}/{format_count(self.total)} rows"
@@ -234,7 +235,7 @@ class EmbedWatch:
         )
 
     def finish(self) -> dict[str, Figure]:
-        """Print the last line. Return how this run went."""
+        """Print the last progress line. Return the throughput metrics of this attempt."""
         self.ctx.console.info(self.line())
         device, seconds = self.device, self._seconds()
         return {

@@ -1,7 +1,7 @@
-"""Parts: rows of one work shard with their vectors, the record of what became of them, and the end of the cycle.
+"""Output parts: the rows of one work shard with their vectors, their records, and the manifest over all parts.
 
-The worker that finds all parts there looks over all of them and publishes one marker. Several workers may do so at
-once, or again after a kill: all of them write the same bytes.
+The worker that finds all parts complete checks them and publishes the manifest. Several workers may do so at once, or
+again after a kill, because all of them write the same bytes.
 """
 
 import io
@@ -27,7 +27,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.rows import BadRow, quarantine_lines, quarantined
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.tokenizer import Tokens
-from pipeline.embed.carry_over import RowIndex, index_of, open_earlier, part_and_row, place_of
+from pipeline.embed.carry_over import RowIndex, decode_row, encode_row, open_earlier, open_row_index
 from pipeline.embed.catalogue import DUPLICATE_ID, Window
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.vectors import (
@@ -55,62 +55,62 @@ from pipeline.telemetry.events import EventName
 
 @dataclass
 class OpenPart:
-    """Rows of one work shard while the part is made: rows are added as they are read, vectors as they are computed.
+    """A part in progress: rows are added as they are read, vectors as they are computed.
 
     Args:
-        room: rows of the shard, of which some may turn out bad.
-        quarantine_rows: bad rows kept at most.
+        capacity: rows of the shard, some of which may be bad.
+        quarantine_rows: maximum number of bad rows to keep.
     """
 
     index: int
     layout: VectorLayout
-    room: int
+    capacity: int
     quarantine_rows: int
 
     def __post_init__(self) -> None:
         self.counts, self.reasons, self.bad = Counter[str](), Counter[str](), list[BadRow]()
-        self.rows, self._tables, self._seen = 0, list[pa.Table](), set[Any]()
-        # Memory is taken as rows are filled in.
-        self._vectors = np.empty((self.room, self.layout.dim), dtype=self.layout.numpy_dtype)
-        self._scale = np.empty(self.room, dtype=np.float32) if self.layout.has_scale else None
+        self.rows, self._tables, self._ids = 0, list[pa.Table](), set[Any]()
+        # The system allocates memory as rows are written.
+        self._vectors = np.empty((self.capacity, self.layout.dim), dtype=self.layout.numpy_dtype)
+        self._scale = np.empty(self.capacity, dtype=np.float32) if self.layout.has_scale else None
 
     def add(self, window: Window) -> tuple[Tokens, Int64s]:
-        """Add rows. Return the tokens to embed, and the row of this part that each of their vectors belongs to."""
+        """Add rows. Return the tokens to embed and the rows of this part for their vectors."""
         self.counts["read"] += window.rows.num_read
         self._add_bad(window.rows.bad)
         window = self._without_duplicates(window)
         table = window.rows.table
-        fresh = np.flatnonzero(table["place"].to_numpy() < 0)
-        self.counts["embedded"] += len(fresh)
-        self.counts["carried"] += len(table) - len(fresh)
+        to_embed = np.flatnonzero(table["source"].to_numpy() < 0)
+        self.counts["embedded"] += len(to_embed)
+        self.counts["carried"] += len(table) - len(to_embed)
         for name in ("known", "truncated", "chunked"):
             self.counts[name] += pc.sum(table[name]).as_py() or 0
         self.counts["tokens"] += len(window.tokens.ids)
-        target = fresh + self.rows
+        target = to_embed + self.rows
         self.rows += len(table)
         self._tables.append(table)
         return window.tokens, target
 
     def fill(self, rows: Int64s, vectors: Float32s) -> None:
-        """Store vectors [N, D] of rows [N], cut and converted. Raises NumericError for NaN or infinity."""
+        """Shorten, convert and store vectors [N, D] of rows [N]. Raises NumericError if one has NaN or infinity."""
         if not np.isfinite(vectors).all():
             bad = rows[~np.isfinite(vectors).all(axis=1)]
             raise NumericError(
-                f"{len(bad)} vectors of part {self.index} hold NaN or infinity, the first in row {bad[0]}",
+                f"{len(bad)} vectors of part {self.index} have NaN or infinity, the first in row {bad[0]}",
                 expected="finite numbers",
-                next_command="--embed.precision fp32; if it stays, the checkpoint has diverged",
+                next_command="--embed.precision fp32 (if the error remains, the checkpoint has diverged)",
             )
         self._put(rows, *to_stored(shorten_vectors(vectors, self.layout.dim), self.layout))
 
     def carry(self, earlier: VectorSet) -> None:
-        """Take over the vectors that an earlier cycle has."""
-        parts, rows = part_and_row(pa.concat_tables(self._tables)["place"].to_numpy())
+        """Copy the vectors to reuse from an earlier cycle."""
+        parts, rows = decode_row(pa.concat_tables(self._tables)["source"].to_numpy())
         for part in np.unique(parts[parts >= 0]).tolist():
             chosen = np.flatnonzero(parts == part)
             self._put(chosen, *earlier.stored(part, rows[chosen]))
 
     def files(self, stem: str, metadata: Mapping[str, str]) -> tuple[pa.Array, dict[str, bytes]]:
-        """Return ids and files, once every vector is in."""
+        """Return the ids and the files of a complete part."""
         rows = pa.concat_tables(self._tables)
         scale = None if self._scale is None else self._scale[: self.rows]
         return rows["id"], part_files(self.layout, stem, rows, self._vectors[: self.rows], scale, metadata)
@@ -127,24 +127,24 @@ class OpenPart:
         self.bad += rows[: self.quarantine_rows - len(self.bad)]
 
     def _without_duplicates(self, window: Window) -> Window:
-        """Return the rows whose id is new in this part; the others are bad rows."""
+        """Keep the rows with an id that is new in this part. Count the others as bad rows."""
         rows, ids = window.rows, window.rows.table["id"].to_pylist()
         new = set(ids)
-        if len(new) == len(ids) and self._seen.isdisjoint(new):
-            self._seen |= new
+        if len(new) == len(ids) and self._ids.isdisjoint(new):
+            self._ids |= new
             return window
         keep, bad, numbers = np.ones(len(ids), dtype=np.bool_), list[BadRow](), rows.table["row"].to_pylist()
-        for place, name in enumerate(ids):
-            if name in self._seen:
-                keep[place] = False
-                bad.append(BadRow(rows.file, numbers[place], DUPLICATE_ID, {"id": name}))
-            self._seen.add(name)
+        for index, name in enumerate(ids):
+            if name in self._ids:
+                keep[index] = False
+                bad.append(BadRow(rows.file, numbers[index], DUPLICATE_ID, {"id": name}))
+            self._ids.add(name)
         self._add_bad(bad)
         return window.keep(keep)
 
 
 class PartRecord(Part):
-    """One finished part."""
+    """The record of a complete part."""
 
     rows: int
     id_min: str
@@ -152,20 +152,20 @@ class PartRecord(Part):
     counts: PartCounts
     reasons: dict[str, int]
     quarantined: tuple[QuarantinedRow, ...]
-    seconds: float = Field(description="Of its worker")
+    seconds: float = Field(description="Time of its worker")
 
 
-def stem_of(index: int) -> str:
+def part_stem(index: int) -> str:
     return f"part-{index:05d}"
 
 
 def records_prefix(plan: EmbedPlan) -> str:
-    """Return the prefix of the records, which names the plan."""
+    """Return the prefix of the part records, which contains the plan's fingerprint."""
     return f"cycles/{plan.cycle}/embed/parts-{plan.fingerprint[:16]}"
 
 
-def parts_of(storage: Storage, plan: EmbedPlan) -> Parts[PartRecord]:
-    """Return the store of the parts of a plan. Files of an earlier plan of the cycle are replaced."""
+def part_store(storage: Storage, plan: EmbedPlan) -> Parts[PartRecord]:
+    """Return the store of a plan's parts. Files of an earlier plan of the cycle are replaced."""
 
     def is_of_plan(last: bytes) -> bool:
         try:
@@ -178,14 +178,14 @@ def parts_of(storage: Storage, plan: EmbedPlan) -> Parts[PartRecord]:
         records=records_prefix(plan),
         files=vectors_prefix(plan.cycle),
         kind=PartRecord,
-        names=lambda index: plan.layout.names(stem_of(index)),
+        names=lambda index: plan.layout.names(part_stem(index)),
         is_same_work=is_of_plan,
     )
 
 
 def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: float) -> PartRecord:
-    """Publish the files of one part, then its record. Raises what storage raises; may be repeated."""
-    ids, files = part.files(stem_of(part.index), plan.metadata)
+    """Write the files of one part, then its record. Idempotent. Raises the errors of the storage."""
+    ids, files = part.files(part_stem(part.index), plan.metadata)
     low, high = id_range(ids)
     record = PartRecord(
         index=part.index,
@@ -197,41 +197,40 @@ def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: f
         quarantined=quarantined(part.bad),
         seconds=round(seconds, 3),
     )
-    return parts_of(storage, plan).commit(record, files)
+    return part_store(storage, plan).commit(record, files)
 
 
 def id_range(ids: pa.Array | pa.ChunkedArray) -> tuple[str, str]:
-    """Return the smallest and the largest id as text; empty for no ids."""
-    found = pc.min_max(ids)
-    return tuple("" if found[end].as_py() is None else str(found[end].as_py()) for end in ("min", "max"))  # type: ignore[return-value]
+    """Return the smallest and the largest id as text, or empty texts if there are no ids."""
+    bounds = pc.min_max(ids)
+    return tuple("" if bounds[end].as_py() is None else str(bounds[end].as_py()) for end in ("min", "max"))  # type: ignore[return-value]
 
 
 def find_duplicates(vectors: VectorSet, *, limit: int, stop: StopSignal) -> dict[int, Int64s]:
-    """Return the rows, by part, whose id is in an earlier part: the first in the order of the catalogue stays.
+    """Return, by part, the rows with an id that occurs earlier in catalogue order.
 
-    Ids themselves are read of rows with equal hashes alone, which prove nothing yet; `limit`: of about so many.
-    Memory: 40 bytes a row, and these ids.
+    Ids are read for about `limit` rows with equal hashes, to rule out collisions. Memory: 40 bytes per row.
     """
-    every, places = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
+    hashes, codes = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
     for part in range(len(vectors.info.parts)):
         stop.raise_if_set("looking for ids in several parts")
-        every.append(vectors.hashes(part)[0])
-        places.append(place_of(part, np.arange(len(every[-1]), dtype=np.int64)))
-    order = np.argsort(np.concatenate(every), kind="stable")
-    ordered, place = np.concatenate(every)[order], np.concatenate(places)[order]
+        hashes.append(vectors.hashes(part)[0])
+        codes.append(encode_row(part, np.arange(len(hashes[-1]), dtype=np.int64)))
+    order = np.argsort(np.concatenate(hashes), kind="stable")
+    ordered, code = np.concatenate(hashes)[order], np.concatenate(codes)[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=~ordered[:1]))
     sizes = np.diff(starts, append=len(ordered))
     sizes[(np.cumsum(sizes - 1) - (sizes - 1)) > limit] = 1
-    parts, rows = part_and_row(place[np.repeat(sizes > 1, np.diff(starts, append=len(ordered)))])
+    parts, rows = decode_row(code[np.repeat(sizes > 1, np.diff(starts, append=len(ordered)))])
     names = np.empty(len(parts), dtype=object)
     for part in np.unique(parts).tolist():
         chosen = np.flatnonzero(parts == part)
         names[chosen] = vectors.ids_at(part, rows[chosen])
-    later, seen = np.zeros(len(parts), dtype=np.bool_), set[Any]()
-    for number, name in enumerate(names.tolist()):  # by hash, then by place
-        later[number] = name in seen
-        seen.add(name)
-    return {part: np.sort(rows[later & (parts == part)]) for part in np.unique(parts[later]).tolist()}
+    is_duplicate, observed = np.zeros(len(parts), dtype=np.bool_), set[Any]()
+    for number, name in enumerate(names.tolist()):  # ordered by hash, then by part and row
+        is_duplicate[number] = name in observed
+        observed.add(name)
+    return {part: np.sort(rows[is_duplicate & (parts == part)]) for part in np.unique(parts[is_duplicate]).tolist()}
 
 
 _TOP_REASONS = 3
@@ -240,10 +239,9 @@ _TOP_REASONS = 3
 def finish(
     workspace: Storage, plan: EmbedPlan, scratch: Path, stop: StopSignal, *, max_bad_fraction: float
 ) -> VectorSet:
-    """Publish the manifest over all parts, which must be there.
+    """Publish the manifest over all parts, which must be complete.
 
-    Ids in several parts are taken out of the later ones, whose files appear under another name. Raises DataError if
-    too many rows are bad, or none is good.
+    An id in several parts is removed from the later ones. Raises DataError if too many rows are bad or none is good.
     """
     try:
         return _finish(workspace, plan, scratch, stop, max_bad_fraction=max_bad_fraction)
@@ -254,7 +252,7 @@ def finish(
         published = VectorSet(workspace, vectors_prefix(plan.cycle), manifest)
         if published.info.plan != plan.fingerprint:
             raise
-        return published  # another worker was first, and removed what it had written again while this one read it
+        return published  # another worker was first and removed superseded files while this one read them
 
 
 def _finish(
@@ -262,7 +260,7 @@ def _finish(
 ) -> VectorSet:
     prefix = vectors_prefix(plan.cycle)
     records, bad = list[PartRecord](), list(plan.catalogue.unreadable_sample)
-    for record in parts_of(workspace, plan).read_all(range(len(plan.shards))):
+    for record in part_store(workspace, plan).read_all(range(len(plan.shards))):
         bad += record.quarantined[: max(0, plan.quarantine_rows - len(bad))]
         records.append(record.model_copy(update={"quarantined": ()}))
     draft = VectorSet(workspace, prefix, _manifest(plan, records, PartCounts(), {}, None))
@@ -270,15 +268,15 @@ def _finish(
     limit = int(max_bad_fraction * draft.info.counts.read)
     dropped = PartCounts()
     for index, rows in find_duplicates(draft, limit=limit, stop=stop).items():
-        stop.raise_if_set("taking out duplicate ids")
+        stop.raise_if_set("removing duplicate ids")
         file, shown = draft.info.parts[index].files[-1], rows[: max(0, plan.quarantine_rows - len(bad))]
         for row, name in zip(shown.tolist(), draft.ids_at(index, shown), strict=True):
             bad.append(QuarantinedRow(file=file, row=row, reason=DUPLICATE_ID, content={"id": name}))
         dropped += PartCounts(bad=len(rows))
         if earlier is not None:
-            _, known = RowIndex(index_of(earlier, scratch, stop)).look_up(draft.hashes(index)[0][rows])
-            dropped += PartCounts(known=-int(known.sum()))
-        records[index] = _without(draft, plan, records[index], rows)
+            _, exists = RowIndex(open_row_index(earlier, scratch, stop)).look_up(draft.hashes(index)[0][rows])
+            dropped += PartCounts(known=-int(exists.sum()))
+        records[index] = _remove_rows(draft, plan, records[index], rows)
     deleted = None
     if earlier is not None:
         deleted = earlier.info.rows - draft.info.counts.known - dropped.known
@@ -293,8 +291,8 @@ def _finish(
         raise too_many_bad(counts.bad, counts.read, result.info.reasons, max_bad_fraction, workspace.uri(key))
     workspace.write_bytes(join_key(prefix, QUARANTINE), quarantine)
     check_sizes(workspace, prefix, manifest)
-    workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())  # or another worker was first
-    # Files of parts that were written again, or that an earlier plan left.
+    workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())  # another worker may have been first
+    # Files of rewritten parts and of an earlier plan.
     superseded = {name for name in list_names(workspace, prefix) if name.startswith("part-")} - manifest.files.keys()
     workspace.delete(join_key(prefix, name) for name in sorted(superseded))
     return result
@@ -303,7 +301,7 @@ def _finish(
 def _manifest(
     plan: EmbedPlan, records: list[PartRecord], dropped: PartCounts, files: dict[str, FileRecord], deleted: int | None
 ) -> Manifest:
-    """`dropped`: what to add for rows that were taken out because an earlier part has their id."""
+    """Build the manifest. `dropped`: adjustment of the counts for duplicate rows that were removed."""
     reasons = Counter(plan.catalogue.unreadable) + Counter({DUPLICATE_ID: dropped.bad})
     unreadable = sum(plan.catalogue.unreadable.values())
     counts = dropped + PartCounts(read=unreadable, bad=unreadable)
@@ -334,42 +332,42 @@ def _manifest(
     return Manifest(kind=KIND, created_by=f"trnpipe {__version__}", fields=fields, files=files)
 
 
-def _without(draft: VectorSet, plan: EmbedPlan, record: PartRecord, rows: Int64s) -> PartRecord:
-    """Write a part again without some rows, under another name: the first files stay what their record says."""
+def _remove_rows(draft: VectorSet, plan: EmbedPlan, record: PartRecord, rows: Int64s) -> PartRecord:
+    """Write a part without some rows under another name, so that the original files still match their record."""
     kept = np.setdiff1d(np.arange(record.rows, dtype=np.int64), rows)
     vectors, scale = draft.stored(record.index, kept)
     part = draft.columns(record.index, KEYS).take(pa.array(kept))
-    stem = f"{stem_of(record.index)}-unique"
+    stem = f"{part_stem(record.index)}-unique"
     files = part_files(plan.layout, stem, part, vectors, scale, plan.metadata)
-    there: dict[str, FileRecord] = {}
+    written: dict[str, FileRecord] = {}
     for name, data in files.items():
         draft.storage.write_bytes(draft.key(name), data)
-        there[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
+        written[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
     low, high = id_range(part["id"])
-    return record.model_copy(update={"rows": len(kept), "files": there, "id_min": low, "id_max": high})
+    return record.model_copy(update={"rows": len(kept), "files": written, "id_min": low, "id_max": high})
 
 
 def too_many_bad(bad: int, read: int, reasons: Mapping[str, int], max_bad_fraction: float, sample: str) -> DataError:
-    """Return the error for a catalogue that is refused."""
+    """Return the error for a catalogue with too many bad rows."""
     top = Counter(reasons).most_common(_TOP_REASONS)
     return DataError(
         f"{bad:,} of {read:,} rows of the catalogue are bad"
         + (": " + ", ".join(f"{reason} ({count:,})" for reason, count in top) if top else ""),
-        expected=f"at most {max_bad_fraction:.1%} (embed.catalogue.max_bad_fraction), and one good row",
-        next_command=f"look at {sample}; repair the catalogue and embed it in a new cycle, or raise"
+        expected=f"at most {max_bad_fraction:.1%} (embed.catalogue.max_bad_fraction), and at least one good row",
+        next_command=f"see the samples in {sample}, then fix the catalogue and embed it in a new cycle, or raise"
         " --embed.catalogue.max-bad-fraction",
     )
 
 
-def report_end(ctx: StageContext, vectors: VectorSet, result: StageResult) -> None:
-    """Print and record what became of the whole catalogue."""
+def report_totals(ctx: StageContext, vectors: VectorSet, result: StageResult) -> None:
+    """Print and record the totals of the catalogue."""
     info, counts = vectors.info, vectors.info.counts
     if counts.bad:
         ctx.events.emit(EventName.ROWS_QUARANTINED, rows=counts.bad, reasons=info.reasons)
     bad = f" | {counts.bad:,} bad: " + ", ".join(f"{name} {n:,}" for name, n in info.reasons.items())
     deleted = "" if info.deleted is None else f", {info.deleted:,} deleted"
     chunked = f", {counts.chunked:,} in chunks" if counts.chunked else ""
-    Console().info(  # also where another rank than the first was last
+    Console().info(  # on any rank, because the last one to finish may not be rank 0
         f"embed: {info.rows:,} vectors of {info.layout.dim} x {info.layout.dtype} in {len(info.parts)} parts, "
         f"{format_bytes(vectors.manifest.size_bytes)} | {counts.embedded:,} embedded, {counts.carried:,} carried over"
         f"{deleted}{bad if counts.bad else ''} | {counts.truncated:,} texts cut{chunked} | "
@@ -379,7 +377,7 @@ def report_end(ctx: StageContext, vectors: VectorSet, result: StageResult) -> No
 
 
 def totals(vectors: VectorSet) -> dict[str, Figure]:
-    """Return the figures of the whole catalogue."""
+    """Return the metrics of the whole catalogue."""
     info = vectors.info
     counts: dict[str, Figure] = {f"rows_{name}": value for name, value in info.counts if name != "tokens"}
     return {

@@ -1,6 +1,6 @@
-"""Vectors as they are stored: the numbers, the bytes of a part's files, and reading committed ones part by part.
+"""Storage of vectors: data types, the files of a part, and reading committed vectors part by part.
 
-The same rows give the same bytes. `open_vectors` is for programs: one memory-mapped matrix and the id of each row.
+The same rows give the same bytes. `open_vectors` gives programs one memory-mapped matrix and the id of each row.
 """
 
 import io
@@ -36,7 +36,7 @@ IdType = Literal["int64", "uint64", "string"]
 ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(), "string": pa.string()}
 Stored = npt.NDArray[Any]
 ROWS_PER_GROUP = 8192
-"""Vectors that are read together when a few of a part are wanted."""
+"""Vectors per Parquet row group, the smallest unit that is read."""
 _DTYPES: dict[str, np.dtype[Any]] = {
     "fp16": np.dtype(np.float16),
     "fp32": np.dtype(np.float32),
@@ -45,11 +45,11 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _INT8_MAX = 127.0
 _METADATA = "trnpipe."
 KEYS = ("id", "id_hash", "text_hash")
-"""Columns that name a row and its text."""
+"""Columns that identify a row and its text."""
 
 
 class VectorLayout(Record):
-    """What a part's files look like."""
+    """The file layout of a part."""
 
     format: Literal["parquet", "npy"]
     dtype: Literal["fp16", "fp32", "int8"]
@@ -65,11 +65,11 @@ class VectorLayout(Record):
         return self.dtype == "int8"
 
     def names(self, stem: str) -> tuple[str, ...]:
-        """Names of the files of one part; the last holds the ids and is written last."""
+        """Return the file names of a part. The last one has the ids and is written last."""
         return (f"{stem}.npy", f"{stem}.ids.parquet") if self.format == "npy" else (f"{stem}.parquet",)
 
     def columns(self, *, with_vectors: bool) -> pa.Schema:
-        """Columns of a Parquet file: id, vector [dim], scale of int8 vectors, and the hashes for carrying over."""
+        """Return the schema of a Parquet file: id, vector [dim], scale of int8 vectors, hashes of id and text."""
         vector = pa.list_(pa.from_numpy_dtype(self.numpy_dtype), self.dim)
         fields = [
             pa.field("id", ID_TYPES[self.id_type], nullable=False),
@@ -82,17 +82,17 @@ class VectorLayout(Record):
 
 
 def check_dimensions(setting: str, dimensions: int, width: int) -> None:
-    """Raise ConfigError if the vectors of a model have fewer dimensions than asked for."""
+    """Raise ConfigError if the vectors of a model have fewer dimensions than requested."""
     if dimensions > width:
         raise ConfigError(
-            f"{setting} is {dimensions}, the model's vectors have {width}",
+            f"{setting} is {dimensions}, but the model's vectors have {width}",
             expected=f"at most {width}",
             next_command="--embed.output.dimensions 0 for all" if setting.startswith("embed") else "",
         )
 
 
 def shorten_vectors(vectors: Float32s, dim: int) -> Float32s:
-    """Return the leading dimensions [N, dim] of vectors [N, D], of length one again; the same if none is left out."""
+    """Return the leading dimensions [N, dim] of vectors [N, D], normalised again. `vectors` itself if dim is D."""
     if dim == vectors.shape[1]:
         return vectors
     kept = vectors[:, :dim]
@@ -102,7 +102,7 @@ def shorten_vectors(vectors: Float32s, dim: int) -> Float32s:
 
 
 def to_stored(vectors: Float32s, layout: VectorLayout) -> tuple[Stored, Float32s | None]:
-    """Convert fp32 vectors [N, dim] for storage; int8 values times their scale [N] give the vector again."""
+    """Convert fp32 vectors [N, dim] for storage. Returns (values, scale [N] of int8 values or None)."""
     if layout.dtype == "fp32":
         return vectors.copy(), None
     if layout.dtype == "fp16":
@@ -113,7 +113,7 @@ def to_stored(vectors: Float32s, layout: VectorLayout) -> tuple[Stored, Float32s
 
 
 def from_stored(vectors: Stored, scale: Float32s | None) -> Float32s:
-    """Return the numbers that stored vectors stand for, fp32 [N, dim]."""
+    """Convert stored vectors back to fp32 [N, dim]."""
     values = vectors.astype(np.float32)
     return values if scale is None else values * scale[:, None]
 
@@ -128,7 +128,7 @@ def part_files(
 ) -> dict[str, bytes]:
     """Return the files of a part by name, in the order in which they must be written.
 
-    `rows` has the columns KEYS of N rows; `vectors` [N, dim] and, if they are int8, `scale` [N] are as stored.
+    `rows` has the columns KEYS of N rows. `vectors` [N, dim] and `scale` [N] (for int8) are in the stored data type.
     """
     names = layout.names(stem)
     files: dict[str, bytes] = {}
@@ -144,7 +144,7 @@ def part_files(
         columns["vector"] = pa.FixedSizeListArray.from_arrays(flat, type=schema.field("vector").type)
     table = pa.table([columns[name] for name in schema.names], schema=schema)
     sink = pa.BufferOutputStream()
-    # Vectors do not compress (8 % with zstd, for ten times the time); statistics of them would say nothing.
+    # Vectors do not compress (8 % with zstd, for ten times the time), and their statistics would be useless.
     with pq.ParquetWriter(sink, schema, compression="none", use_dictionary=False, write_statistics=["id"]) as writer:
         writer.write_table(table, row_group_size=ROWS_PER_GROUP)
     files[names[-1]] = sink.getvalue().to_pybytes()
@@ -152,9 +152,9 @@ def part_files(
 
 
 def metadata_of(schema: pa.Schema) -> dict[str, str]:
-    """Return the metadata that was given to `part_files`."""
-    found = {name.decode(): value.decode() for name, value in (schema.metadata or {}).items()}
-    return {name.removeprefix(_METADATA): value for name, value in found.items() if name.startswith(_METADATA)}
+    """Return the metadata that was passed to `part_files`."""
+    metadata = {name.decode(): value.decode() for name, value in (schema.metadata or {}).items()}
+    return {name.removeprefix(_METADATA): value for name, value in metadata.items() if name.startswith(_METADATA)}
 
 
 # Committed vectors.
@@ -169,32 +169,32 @@ def vectors_prefix(cycle: str) -> str:
 
 
 class ModelRef(Record):
-    """The checkpoint that embeds."""
+    """The checkpoint that the vectors are computed with."""
 
-    name: str = Field(description="Of the model in the registry")
-    place: str = Field(description="Prefix in the workspace, or the URI of a checkpoint elsewhere")
-    digest: str = Field(description="Digest of its manifest: names its content")
+    name: str = Field(description="Name of the model in the registry")
+    place: str = Field(description="Prefix in the workspace, or the URI of a checkpoint outside it")
+    digest: str = Field(description="Digest of its manifest, which identifies its content")
 
 
 class PartCounts(Record):
-    """What became of the rows of one part, or of all."""
+    """Row counts of one part, or of all parts."""
 
     read: int = Field(0, description="Rows that passed the filter")
-    bad: int = Field(0, description="Of them: without a usable id or text")
+    bad: int = Field(0, description="Rows without a usable id or text")
     embedded: int = 0
-    carried: int = Field(0, description="Vectors taken over from the earlier cycle")
-    known: int = Field(0, description="Rows whose id was in the earlier cycle, with this text or another")
-    truncated: int = Field(0, description="Embedded texts that were cut to the longest length")
-    chunked: int = Field(0, description="Embedded texts that were taken apart in chunks")
-    tokens: int = Field(0, description="Of embedded texts, without padding")
+    carried: int = Field(0, description="Vectors reused from the earlier cycle")
+    known: int = Field(0, description="Rows with an id that was in the earlier cycle, with this text or another")
+    truncated: int = Field(0, description="Embedded texts that were cut to the maximum length")
+    chunked: int = Field(0, description="Embedded texts that were split into chunks")
+    tokens: int = Field(0, description="Tokens of embedded texts, without padding")
 
     def __add__(self, other: "PartCounts") -> "PartCounts":
-        ours, theirs = self.model_dump(), other.model_dump()
-        return PartCounts(**{name: ours[name] + theirs[name] for name in ours})
+        other_counts = other.model_dump()
+        return PartCounts(**{name: count + other_counts[name] for name, count in self.model_dump().items()})
 
 
 class PartInfo(Record):
-    """One part: its files (the last holds the ids), rows and range of ids."""
+    """One part: its files (the last one has the ids), rows and range of ids."""
 
     files: tuple[str, ...]
     rows: int
@@ -206,18 +206,18 @@ class VectorSetInfo(Record):
     """The fields of the manifest."""
 
     cycle: str
-    generation: int = Field(description="One more than that of the newest vectors when this cycle was planned")
+    generation: int = Field(description="One more than the generation of the newest vectors at planning time")
     plan: str = Field(description="Fingerprint of cycles/<cycle>/embed/plan.json")
     catalogue: str = Field(description="Fingerprint of the catalogue's files, rows and columns")
     model: ModelRef
-    made_by: dict[str, JsonValue] = Field(description="All that decides a vector, the text aside")
+    made_by: dict[str, JsonValue] = Field(description="Everything that determines a vector besides its text")
     layout: VectorLayout
     rows: int
     counts: PartCounts
     reasons: dict[str, int] = Field(description="Bad rows by reason")
-    carried_from: str | None = Field(description="The cycle whose vectors of unchanged rows were taken over")
-    deleted: int | None = Field(description="Rows of that cycle that are gone; none: it was not looked into")
-    previous: str | None = Field(description="The newest vectors when this cycle was planned")
+    carried_from: str | None = Field(description="The cycle that vectors of unchanged rows were reused from")
+    deleted: int | None = Field(description="Rows of that cycle that were removed (none: no vectors were reused)")
+    previous: str | None = Field(description="The cycle with the newest vectors at planning time")
     parts: tuple[PartInfo, ...]
 
 
@@ -241,7 +241,7 @@ class VectorSet:
         """Read some columns of a part's Parquet file. Raises DataError."""
         with self._open(part) as file:
             if missing := set(names) - set(file.schema_arrow.names):
-                raise ValueError(f"it has no column {min(missing)}")
+                raise ValueError(f"the column {min(missing)} is missing")
             return file.read(list(names), use_threads=False)
 
     def schema(self, part: int) -> pa.Schema:
@@ -251,15 +251,15 @@ class VectorSet:
 
     def hashes(self, part: int) -> tuple[UInt64s, UInt64s]:
         """Return the hashes of ids and of texts of a part, [N] each."""
-        found = self.columns(part, ["id_hash", "text_hash"])
-        return found["id_hash"].to_numpy(), found["text_hash"].to_numpy()
+        table = self.columns(part, ["id_hash", "text_hash"])
+        return table["id_hash"].to_numpy(), table["text_hash"].to_numpy()
 
     def ids_at(self, part: int, rows: Int64s) -> list[Any]:
-        found: list[Any] = self.columns(part, ["id"])["id"].take(pa.array(rows)).to_pylist()
-        return found
+        ids: list[Any] = self.columns(part, ["id"])["id"].take(pa.array(rows)).to_pylist()
+        return ids
 
     def stored(self, part: int, rows: Int64s) -> tuple[Stored, Float32s | None]:
-        """Return vectors [M, dim] and scales [M] of some rows of a part, as they are stored, in the order asked for."""
+        """Return stored vectors [M, dim] and scales [M] of the given rows of a part, in the given order."""
         vectors = np.empty((len(rows), self.layout.dim), dtype=self.layout.numpy_dtype)
         scale = np.empty(len(rows), dtype=np.float32) if self.layout.has_scale else None
         groups = rows // ROWS_PER_GROUP
@@ -279,15 +279,15 @@ class VectorSet:
         return vectors, scale
 
     def _npy_group(self, part: int, group: int) -> Stored:
-        """Read the vectors of a row group of a part whose matrix is a file of its own."""
+        """Read the vectors of a row group from the separate matrix file of a part."""
         name = self.info.parts[part].files[0]
         with self.storage.open_read(self.key(name)) as file:
             if npy.read_magic(file) != (1, 0):
-                raise ValueError(f"{name} is no .npy file of version 1.0")
+                raise ValueError(f"{name} is not a .npy file of version 1.0")
             (rows, dim), dtype = (self.info.parts[part].rows, self.layout.dim), self.layout.numpy_dtype
-            found, expected = npy.read_array_header_1_0(file), ((rows, dim), False, dtype)
-            if found != expected:
-                raise ValueError(f"{name} is an array of {found[0]} {found[2]}, expected {expected[0]} {dtype}")
+            header, expected = npy.read_array_header_1_0(file), ((rows, dim), False, dtype)
+            if header != expected:
+                raise ValueError(f"{name} is an array of {header[0]} {header[2]}, expected {expected[0]} {dtype}")
             first = group * ROWS_PER_GROUP
             count = min(ROWS_PER_GROUP, rows - first)
             file.seek(first * dim * dtype.itemsize, os.SEEK_CUR)
@@ -295,7 +295,7 @@ class VectorSet:
         return np.frombuffer(data, dtype=dtype).reshape(count, dim)
 
     def blocks(self, part: int) -> Iterator[tuple[pa.RecordBatch, Float32s]]:
-        """Yield the rows of a part, ROWS_PER_GROUP at a time: id, id_hash and text_hash; and the vectors, fp32."""
+        """Yield (id, id_hash and text_hash, fp32 vectors) of the rows of a part, ROWS_PER_GROUP at a time."""
         start = 0
         for batch in self.columns(part, KEYS).to_batches(ROWS_PER_GROUP):
             rows = np.arange(start, start + len(batch), dtype=np.int64)
@@ -312,24 +312,24 @@ class VectorSet:
             raise DataError(
                 f"{self.storage.uri(key)} cannot be read: {error}",
                 expected="the part as it was committed",
-                next_command="trnpipe embed verify; delete that folder and embed again",
+                next_command="run trnpipe embed verify, then delete that folder and embed again",
             ) from error
 
 
 def find_vectors(storage: Storage, cycle: str) -> VectorSet:
-    """Find the vectors of a finished cycle. Raises DataError if there are none: an unfinished run shows nothing."""
+    """Find the complete vectors of a cycle. Raises DataError if there are none, also during an embed run."""
     prefix = vectors_prefix(cycle)
     manifest = read_manifest(storage, prefix)
     if manifest is None or manifest.kind != KIND:
         raise DataError(
-            f"{storage.uri(prefix)} holds no finished vectors",
+            f"{storage.uri(prefix)} has no complete vectors",
             expected="the MANIFEST.json that trnpipe embed writes last",
             next_command=f"trnpipe embed --cycle {cycle}",
         )
     return VectorSet(storage, prefix, manifest)
 
 
-# Vectors for a program: one memory-mapped matrix and the id of each row.
+# Vectors for programs: one memory-mapped matrix and the id of each row.
 
 MATRIX, IDS = "vectors.npy", "ids.arrow"
 _MATRIX_KIND = "handover"
@@ -350,10 +350,10 @@ class MappedVectors:
 
 
 def open_vectors(uri: str, cache: str | Path | None = None, *, stop: StopSignal | None = None) -> MappedVectors:
-    """Open the vectors below `<workspace>/embeddings/<cycle>`, or in a folder of `trnpipe export vectors`.
+    """Open the vectors of `<workspace>/embeddings/<cycle>` or of a folder of `trnpipe export vectors`.
 
-    Those of a cycle are first written as one matrix into `cache` (default: `vectors` in cache_folder), once for each
-    content, and again if a file of it was lost. Raises DataError if there are none, ConfigError for a bad URI.
+    The vectors of a cycle are first written as one matrix to `cache` (default: `vectors` in cache_folder), unless the
+    cache has them. Raises DataError if there are none, ConfigError for a bad URI.
     """
     stop = stop or StopSignal()
     storage, name = open_parent(uri, retry=RetryPolicy(), stop=stop)
@@ -363,14 +363,14 @@ def open_vectors(uri: str, cache: str | Path | None = None, *, stop: StopSignal 
         manifest = write_matrix(VectorSet(storage, name, manifest), folder, stop)
     if manifest is None or manifest.kind != _MATRIX_KIND or manifest.fields["form"] != "npy":
         raise DataError(
-            f"{storage.uri(name)} holds no finished vectors",
+            f"{storage.uri(name)} has no complete vectors",
             expected="embeddings/<cycle> of a workspace, or a folder of trnpipe export vectors",
             next_command="trnpipe export vectors --out DIR",
         )
     if folder is None:
         raise ConfigError(
-            f"{storage.uri(name)} is not on a disk of this machine, and its files are memory-mapped",
-            expected="embeddings/<cycle> of a workspace, or a folder on a disk",
+            f"{storage.uri(name)} is not on a local disk, so its files cannot be memory-mapped",
+            expected="embeddings/<cycle> of a workspace, or a local folder",
             next_command=f"aws s3 sync {storage.uri(name)} DIR",
         )
     with os_errors("reading", folder.as_uri()):
@@ -378,16 +378,15 @@ def open_vectors(uri: str, cache: str | Path | None = None, *, stop: StopSignal 
         matrix = np.load(folder / MATRIX, mmap_mode="r" if manifest.fields["rows"] else None, allow_pickle=False)
         ids = pa.ipc.open_file(pa.memory_map(str(folder / IDS))).read_all()["id"]
     if len(ids) != len(matrix):
-        raise DataError(f"{folder} has {len(ids):,} ids of {len(matrix):,} vectors", next_command="delete that folder")
-    fields = {one: str(manifest.fields[one]) for one in ("cycle", "model", "vectors")}
+        raise DataError(f"{folder} has {len(ids):,} ids but {len(matrix):,} vectors", next_command="delete that folder")
+    fields = {field: str(manifest.fields[field]) for field in ("cycle", "model", "vectors")}
     return MappedVectors(ids, matrix, fields["cycle"], fields["model"], fields["vectors"])
 
 
 def write_matrix(vectors: VectorSet, folder: Path, stop: StopSignal) -> Manifest:
-    """Write all vectors as one matrix, fp16 or fp32, with the id of each row beside it, unless the folder holds them.
+    """Write all vectors as one matrix, fp16 or fp32, and a file of ids, unless the folder already has them.
 
-    Memory: one row group. Raises ConfigError for a folder with anything else, DataError for a damaged part, DiskFull,
-    TransientError, Preempted.
+    Memory: one row group. Raises ConfigError if the folder has other files, DataError if a part is damaged.
     """
     info, parent = vectors.info, open_storage(str(folder.parent), stop=stop)
     dtype, shape = np.dtype("<f2" if info.layout.dtype == "fp16" else "<f4"), (info.rows, info.layout.dim)
@@ -403,20 +402,20 @@ def write_matrix(vectors: VectorSet, folder: Path, stop: StopSignal) -> Manifest
     with os_errors("writing", folder.as_uri()):
         make_dirs(folder)
     with os_errors("writing", folder.as_uri()), exclusive(folder, stop):
-        there = read_manifest(parent, folder.name)
-        if there is not None and there.kind == _MATRIX_KIND and there.fields == fields:
+        existing = read_manifest(parent, folder.name)
+        if existing is not None and existing.kind == _MATRIX_KIND and existing.fields == fields:
             try:
-                check_sizes(parent, folder.name, there)
-                return there
-            except DataError:  # a file of it was lost
+                check_sizes(parent, folder.name, existing)
+                return existing
+            except DataError:  # one of its files was lost
                 parent.delete([join_key(folder.name, MANIFEST_NAME)])
-        # A writer that was killed has left the matrix or the ids.
+        # A killed writer may have left the matrix or the ids.
         others = {path.name for path in folder.iterdir() if not atomic.is_temp(path.name)} - {MATRIX, IDS}
         if others:
             raise ConfigError(
-                f"{folder} holds {min(others)}",
+                f"{folder} already contains {min(others)}",
                 expected="a new or empty folder, or one with the same vectors",
-                next_command="give another folder with --out",
+                next_command="set another folder with --out",
             )
         with staging_dir(folder) as staged, progress("writing vectors", info.rows, "rows") as advance:
             schema = pa.schema([vectors.layout.columns(with_vectors=False).field("id")])

@@ -1,6 +1,6 @@
-"""Checks of committed vectors: whether they are whole, right and those of their catalogue, by what is stored alone.
+"""Check that committed vectors are complete, correct and match their catalogue.
 
-Files, numbers and ids need the vectors alone; then the catalogue is read again, and a sample of it embedded again.
+The checks of files, numbers and ids need only the vectors. The others read the catalogue and embed a sample again.
 """
 
 import math
@@ -18,7 +18,7 @@ from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, token_windows
-from pipeline.embed.catalogue import TextRules, cut_tokens, id_hashes, judge_again, read_shard
+from pipeline.embed.catalogue import TextRules, cut_tokens, id_hashes, read_shard, validate_sample
 from pipeline.embed.digest import VectorCounts, VerifyCheck, VerifyDigest
 from pipeline.embed.engine import Embed, with_progress
 from pipeline.embed.parts import find_duplicates, id_range
@@ -29,17 +29,17 @@ from pipeline.io.storage import Storage
 from pipeline.proc.pool import run_tasks
 
 MAX_NAMED = 3
-"""Problems of one check that are named one by one."""
+"""Maximum number of problems of one check that are listed."""
 NORM_TOLERANCE = 0.01
-"""Largest distance of a stored vector's length from one: int8 comes to 0.003."""
+"""Maximum difference of a stored vector's norm from 1. With int8 it is up to 0.003."""
 SAMPLE_TEXTS = 256
-"""Texts that are embedded again."""
+"""Number of texts that are embedded again."""
 MIN_COSINE = 0.999
-"""Lowest cosine between a stored vector and its recomputation: int8 comes to 0.99998."""
+"""Minimum cosine between a stored vector and its recomputation. With int8 it is at least 0.99998."""
 
 
-def digest_of(checks: Sequence[VerifyCheck], vectors: VectorSet) -> VerifyDigest:
-    """Return all checks of one cycle's vectors as a record for pages."""
+def make_digest(checks: Sequence[VerifyCheck], vectors: VectorSet) -> VerifyDigest:
+    """Return all checks of one cycle's vectors as a record for report pages."""
     info = vectors.info
     sample = next((check for check in checks if check.name == "sample"), None)
     return VerifyDigest(
@@ -60,45 +60,47 @@ def digest_of(checks: Sequence[VerifyCheck], vectors: VectorSet) -> VerifyDigest
     )
 
 
-def judge(name: str, problems: Sequence[str], seen: str, figures: dict[str, float] | None = None) -> VerifyCheck:
-    """Return a failure that names the first problems, else a pass that says what was checked. JSON has no NaN."""
-    kept = {one: value for one, value in (figures or {}).items() if math.isfinite(value)}
+def check_result(name: str, problems: Sequence[str], seen: str, figures: dict[str, float] | None = None) -> VerifyCheck:
+    """Return a failed check with the first problems, or a passed one with `seen`. NaN is dropped, as JSON has none."""
+    finite = {figure: value for figure, value in (figures or {}).items() if math.isfinite(value)}
     if not problems:
-        return VerifyCheck(name=name, outcome="pass", seen=seen, figures=kept)
+        return VerifyCheck(name=name, outcome="pass", seen=seen, figures=finite)
     more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
-    return VerifyCheck(name=name, outcome="fail", seen="; ".join(problems[:MAX_NAMED]) + more, figures=kept)
+    return VerifyCheck(name=name, outcome="fail", seen="; ".join(problems[:MAX_NAMED]) + more, figures=finite)
 
 
-def skipped(name: str, reason: str) -> VerifyCheck:
+def skipped_check(name: str, reason: str) -> VerifyCheck:
     return VerifyCheck(name=name, outcome="skipped", seen=reason)
 
 
 def run_check(name: str, check: Callable[[], VerifyCheck]) -> VerifyCheck:
-    """Make a check. A part that cannot be read fails the check that needed it, not the others."""
+    """Run a check. A part that cannot be read fails the check that needs it, not the others."""
     try:
         return check()
     except DataError as error:
         return VerifyCheck(name=name, outcome="fail", seen=error.seen)
 
 
-# Checks that need the vectors alone: files, schema, numbers, ids.
+# Checks that need only the vectors: files, schema, numbers, ids.
 
 _MAX_DUPLICATES = 1000
 
 
 def check_files(vectors: VectorSet) -> VerifyCheck:
-    """Check sizes and checksums of every file, by reading all bytes."""
-    found = verify_dir(vectors.storage, vectors.prefix, deep=True)
-    return judge("files", [], f"{len(found.files)} files, {format_bytes(found.size_bytes)}, every byte as written")
+    """Check size and checksum of every file by reading all bytes."""
+    manifest = verify_dir(vectors.storage, vectors.prefix, deep=True)
+    return check_result(
+        "files", [], f"{len(manifest.files)} files, {format_bytes(manifest.size_bytes)}, checksums match"
+    )
 
 
 def check_numbers(vectors: VectorSet, stop: StopSignal) -> VerifyCheck:
-    """Check schema and metadata, rows, ids with their hashes and ranges; finite vectors of length one."""
+    """Check schema, metadata, row counts, ids, id hashes and ranges, and that vectors are finite and of length 1."""
     problems: list[str] = []
-    worst, differ, texts_differ = 0.0, False, False
+    max_distance, vectors_differ, texts_differ = 0.0, False, False
     first: tuple[Float32s, UInt64s] | None = None
     if (rows := sum(part.rows for part in vectors.info.parts)) != vectors.info.rows:
-        problems.append(f"its parts have {rows:,} rows, the manifest says {vectors.info.rows:,}")
+        problems.append(f"the parts have {rows:,} rows, but the manifest has {vectors.info.rows:,}")
     with progress("verifying vectors", vectors.info.rows, "rows") as advance:
         for part, info in enumerate(vectors.info.parts):
             name, schema = info.files[-1], vectors.schema(part)
@@ -108,56 +110,56 @@ def check_numbers(vectors: VectorSet, stop: StopSignal) -> VerifyCheck:
                 continue
             metadata = metadata_of(schema)
             for field, value in {"plan": vectors.info.plan, "checkpoint_digest": vectors.info.model.digest}.items():
-                if (found := metadata.get(field)) != value:
-                    problems.append(f"{name}: its {field} is {found}, that of the manifest {value}")
+                if (stored := metadata.get(field)) != value:
+                    problems.append(f"{name}: {field} is {stored}, but {value} in the manifest")
             ids: list[pa.Array] = []
             for batch, values in vectors.blocks(part):
                 stop.raise_if_set("verifying vectors")
                 names = batch["id"].to_pylist()
                 with np.errstate(invalid="ignore"):
                     distance = np.nan_to_num(np.abs(np.linalg.norm(values.astype(np.float64), axis=1) - 1.0))
-                worst = max(worst, float(distance.max(initial=0.0)))
-                infinite, far = ~np.isfinite(values).all(axis=1), distance > NORM_TOLERANCE
-                for bad, what in ((infinite, "are not finite"), (far, "are not of length one")):
+                max_distance = max(max_distance, float(distance.max(initial=0.0)))
+                not_finite, not_unit = ~np.isfinite(values).all(axis=1), distance > NORM_TOLERANCE
+                for bad, problem in ((not_finite, "are not finite"), (not_unit, "are not of length 1")):
                     if bad.any():
                         others = int(bad.sum()) - 1
-                        problems.append(f"{name}: the vector of {names[bad.argmax()]!r} and {others} others {what}")
+                        problems.append(f"{name}: the vector of {names[bad.argmax()]!r} and {others} others {problem}")
                 if (wrong := id_hashes(names) != batch["id_hash"].to_numpy()).any():
                     problems.append(f"{name}: the hash of id {names[wrong.argmax()]!r} is wrong")
                 texts = batch["text_hash"].to_numpy()
                 first = first or (values[:1].copy(), texts[:1].copy())
-                differ = differ or bool((values != first[0]).any())
+                vectors_differ = vectors_differ or bool((values != first[0]).any())
                 texts_differ = texts_differ or bool((texts != first[1]).any())
                 ids.append(batch["id"])
                 advance(len(batch))
             rows = sum(map(len, ids))
             if rows != info.rows:
-                problems.append(f"{name}: {rows:,} rows, its manifest says {info.rows:,}")
+                problems.append(f"{name}: {rows:,} rows, but {info.rows:,} in the manifest")
             elif rows and id_range(pa.concat_arrays(ids)) != (info.id_min, info.id_max):
-                problems.append(f"{name}: its ids are not from {info.id_min!r} to {info.id_max!r}")
-    if texts_differ and not differ:
-        problems.append(f"all {vectors.info.rows:,} vectors are the same, their texts are not")
-    seen = f"{vectors.info.rows:,} vectors finite, length at most {worst:.1e} from 1"
-    return judge("numbers", problems, seen, {"max_norm_distance": worst})
+                problems.append(f"{name}: the ids are not between {info.id_min!r} and {info.id_max!r}")
+    if texts_differ and not vectors_differ:
+        problems.append(f"all {vectors.info.rows:,} vectors are equal, but their texts are not")
+    seen = f"{vectors.info.rows:,} vectors finite, lengths within {max_distance:.1e} of 1"
+    return check_result("numbers", problems, seen, {"max_norm_distance": max_distance})
 
 
 def check_unique(vectors: VectorSet, stop: StopSignal) -> VerifyCheck:
-    """Check that no id is in two rows, of one part or of several."""
-    found = find_duplicates(vectors, limit=_MAX_DUPLICATES, stop=stop)
+    """Check that no id is in two rows, of the same part or of several."""
+    duplicates = find_duplicates(vectors, limit=_MAX_DUPLICATES, stop=stop)
     problems = [
-        f"{len(rows)} ids of {vectors.info.parts[part].files[-1]} are there before, such as"
+        f"{len(rows)} ids of {vectors.info.parts[part].files[-1]} are duplicates, such as"
         f" {vectors.ids_at(part, rows[:1])[0]!r}"
-        for part, rows in found.items()
+        for part, rows in duplicates.items()
     ]
-    return judge("unique", problems, f"{vectors.info.rows:,} ids, each once")
+    return check_result("unique", problems, f"{vectors.info.rows:,} unique ids")
 
 
-# The catalogue read again: every id with its text is in its part, in order, and nothing else is.
+# Comparison with the catalogue: each part must have exactly the ids and texts of its shard, in order.
 
 
 @dataclass(frozen=True)
-class Picked:
-    """A text, and where its vector is."""
+class SampleText:
+    """A text, and the part and row of its vector."""
 
     part: int
     row: int
@@ -166,90 +168,91 @@ class Picked:
 
 def check_catalogue(
     vectors: VectorSet, plan: EmbedPlan, catalogue: Storage, stop: StopSignal, *, num_workers: int
-) -> tuple[VerifyCheck, list[Picked]]:
-    """Hold the parts against the catalogue, read by `num_workers` processes. Return some of its texts too.
-
-    Raises DataError if the catalogue has changed.
-    """
+) -> tuple[VerifyCheck, list[SampleText]]:
+    """Compare the parts with the catalogue. Also return a sample of its texts. Raises DataError if it has changed."""
     step = np.uint64(max(1, vectors.info.rows // SAMPLE_TEXTS))
     rules = TextRules(b"", plan.max_tokens, plan.layout.id_type, tuple(plan.catalogue.columns.filter.items()))
     bad = read = sum(plan.catalogue.unreadable.values())
-    missing, problems, picked = [np.zeros(0, dtype=np.uint64)], list[str](), list[Picked]()
+    missing, problems, samples = [np.zeros(0, dtype=np.uint64)], list[str](), list[SampleText]()
     raws = (raw for shard in plan.shards for raw in read_shard(plan.catalogue, catalogue, shard, plan.window_rows))
     doing = "reading the catalogue again"
-    judged = run_tasks(judge_again, (rules, step), raws, num_workers=num_workers, stop=stop, doing=doing, in_order=True)
-    with closing(judged) as windows, progress(doing, plan.catalogue.rows, "rows") as advance:
+    tasks = run_tasks(
+        validate_sample, (rules, step), raws, num_workers=num_workers, stop=stop, doing=doing, in_order=True
+    )
+    with closing(tasks) as windows, progress(doing, plan.catalogue.rows, "rows") as advance:
         for shard in plan.shards:
-            tables, sample = list[pa.Table](), dict[int, str]()
+            tables, text_by_hash = list[pa.Table](), dict[int, str]()
             for rows in windows:
                 advance(rows.num_rows)
                 read += rows.num_read
                 bad += len(rows.bad)
                 tables.append(rows.table.select(["id_hash", "text_hash"]))
                 hashes = rows.table["id_hash"].to_numpy()
-                for one, text in zip(hashes[hashes % step == 0].tolist(), rows.texts, strict=True):
-                    sample.setdefault(one, text)
+                for id_hash, text in zip(hashes[hashes % step == 0].tolist(), rows.texts, strict=True):
+                    text_by_hash.setdefault(id_hash, text)
                 if rows.is_last:
                     break
             ids, texts = (column.to_numpy() for column in pa.concat_tables(tables).columns)
-            first = np.sort(np.unique(ids, return_index=True)[1])  # of ids that are twice in the shard the first counts
+            first = np.sort(np.unique(ids, return_index=True)[1])  # only the first row of an id in the shard is kept
             bad += len(ids) - len(first)
             ids, texts = ids[first], texts[first]
-            found_ids, found_texts = vectors.hashes(shard.index)
-            for row in np.flatnonzero(found_ids % step == 0).tolist():
-                if text := sample.get(int(found_ids[row]), ""):
-                    picked.append(Picked(shard.index, row, text))
-            there, name = np.isin(ids, found_ids), vectors.info.parts[shard.index].files[-1]
-            missing.append(ids[~there])
-            if not np.array_equal(ids[there], found_ids):
-                extra = int((~np.isin(found_ids, ids)).sum())
-                problems.append(f"{name}: {extra:,} ids are not in the catalogue" if extra else f"{name}: other order")
-            elif changed := int((texts[there] != found_texts).sum()):
+            stored_ids, stored_texts = vectors.hashes(shard.index)
+            for row in np.flatnonzero(stored_ids % step == 0).tolist():
+                if text := text_by_hash.get(int(stored_ids[row]), ""):
+                    samples.append(SampleText(shard.index, row, text))
+            is_stored, name = np.isin(ids, stored_ids), vectors.info.parts[shard.index].files[-1]
+            missing.append(ids[~is_stored])
+            if not np.array_equal(ids[is_stored], stored_ids):
+                extra = int((~np.isin(stored_ids, ids)).sum())
+                problems.append(
+                    f"{name}: {extra:,} ids are not in the catalogue" if extra else f"{name}: the ids are out of order"
+                )
+            elif changed := int((texts[is_stored] != stored_texts).sum()):
                 problems.append(f"{name}: {changed:,} vectors are of another text")
     lost = np.concatenate(missing)
-    in_other = np.zeros(len(lost), dtype=np.bool_)  # duplicates that were taken out: their part lacks them
+    in_other = np.zeros(len(lost), dtype=np.bool_)  # duplicates that were removed from their part
     for part in range(len(vectors.info.parts) if len(lost) else 0):
         in_other |= np.isin(lost, vectors.hashes(part)[0])
-    elsewhere = int(in_other.sum())
-    bad += elsewhere
-    if len(lost) > elsewhere:
-        problems.append(f"{len(lost) - elsewhere:,} ids of the catalogue have no vector")
+    num_duplicates = int(in_other.sum())
+    bad += num_duplicates
+    if len(lost) > num_duplicates:
+        problems.append(f"{len(lost) - num_duplicates:,} ids of the catalogue have no vector")
     counts = vectors.info.counts
     if (read, bad) != (counts.read, counts.bad):
-        problems.append(f"{read:,} rows read and {bad:,} bad, the manifest says {counts.read:,} and {counts.bad:,}")
-    seen = f"{read - bad:,} ids with their texts, {bad:,} bad rows, as in the catalogue"
-    return judge("catalogue", problems, seen), picked[: 2 * SAMPLE_TEXTS]
+        problems.append(f"{read:,} rows read and {bad:,} bad, but {counts.read:,} and {counts.bad:,} in the manifest")
+    seen = f"{read - bad:,} ids with their texts and {bad:,} bad rows match the catalogue"
+    return check_result("catalogue", problems, seen), samples[: 2 * SAMPLE_TEXTS]
 
 
-# Stored vectors against the same texts embedded again, in fp32 on the CPU, whatever device made them.
+# Comparison of stored vectors with the same texts embedded again, in fp32 on the CPU.
 
 _WINDOW = 64
 
 
 def check_sample(
     vectors: VectorSet,
-    picked: Sequence[Picked],
+    samples: Sequence[SampleText],
     tokenizer: TextTokenizer,
     embed: Embed,
     *,
     prefix: str,
     max_tokens: int,
 ) -> VerifyCheck:
-    """Check the smallest cosine between a stored vector and the one computed now."""
-    stored = []
-    for part, members in groupby(picked, lambda one: one.part):
-        rows = np.array([one.row for one in members], dtype=np.int64)
-        stored.append(from_stored(*vectors.stored(part, rows)))
-    tokens = cut_tokens(tokenizer.encode([prefix + one.text for one in picked]), max_tokens, tokenizer.sep_id)
+    """Check the minimum cosine between stored vectors and their recomputation."""
+    blocks = []
+    for part, members in groupby(samples, lambda sample: sample.part):
+        rows = np.array([sample.row for sample in members], dtype=np.int64)
+        blocks.append(from_stored(*vectors.stored(part, rows)))
+    tokens = cut_tokens(tokenizer.encode([prefix + sample.text for sample in samples]), max_tokens, tokenizer.sep_id)
     windows = token_windows(tokens, _WINDOW)
-    fresh = np.concatenate(list(with_progress(embed(windows), "embedding a sample", len(picked))))
-    fresh, found = shorten_vectors(fresh, vectors.layout.dim), np.concatenate(stored)
-    lengths = np.linalg.norm(fresh, axis=1) * np.linalg.norm(found, axis=1)
-    cosines = ((fresh * found).sum(axis=1) / np.maximum(lengths, 1e-12)).clip(-1.0, 1.0)
-    least = int(cosines.argmin())
-    seen = f"{len(picked)} texts embedded again in fp32 on the CPU, cosine at least {cosines[least]:.6f}"
+    computed = np.concatenate(list(with_progress(embed(windows), "embedding a sample", len(samples))))
+    computed, stored = shorten_vectors(computed, vectors.layout.dim), np.concatenate(blocks)
+    lengths = np.linalg.norm(computed, axis=1) * np.linalg.norm(stored, axis=1)
+    cosines = ((computed * stored).sum(axis=1) / np.maximum(lengths, 1e-12)).clip(-1.0, 1.0)
+    worst = int(cosines.argmin())
+    seen = f"{len(samples)} texts embedded again in fp32 on the CPU, cosine at least {cosines[worst]:.6f}"
     problems = [
-        f"the vector of {picked[row].text[:60]!r} has cosine {cosines[row]:.4f} to its recomputation"
+        f"the vector of {samples[row].text[:60]!r} has cosine {cosines[row]:.4f} to its recomputation"
         for row in np.flatnonzero(~(cosines >= MIN_COSINE)).tolist()
     ]
-    return judge("sample", problems, seen, {"min_cosine": float(cosines[least])})
+    return check_result("sample", problems, seen, {"min_cosine": float(cosines[worst])})

@@ -1,1 +1,1 @@
-"""Scoring, metrics, retrieval, baselines, the gate."""
+"""Evaluation of models: scoring, metrics, retrieval, baselines and the gate."""

@@ -1,7 +1,7 @@
-"""Simple tools on the holdout of an evaluation, scored once for the same data, by rank 0 when the models are done.
+"""Baselines (BM25, gradient boosting), scored by rank 0 after the models.
 
-Their scores lie under `baselines/` in the workspace, below a key of all that decides them: another candidate, another
-attempt and another cycle on the same data find them there.
+Their scores are stored under `baselines/` in the workspace, keyed by their inputs, so other candidates, attempts and
+cycles on the same data reuse them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,14 +34,13 @@ from pipeline.io.commit import read_manifest
 from pipeline.retrieval.bm25 import K1, WORDS_VERSION, B, Bm25, unmatched_warning
 from pipeline.retrieval.search import Ranked, best_weight, fuse_by_rank, fuse_by_weight
 
-VERSION = 1
-"""Of what the baselines do; a higher one scores them again."""
+VERSION = 1  # Version of the baselines. Increase it to score them again.
 BM25, BOOSTING = "BM25", "boosting"
 
 
 @dataclass(frozen=True)
 class ScoredBaseline:
-    """One baseline: its figures, what the gate compares, and of BM25 the lists of all queries."""
+    """Results of a baseline: its report, the input of the gate, and for BM25 the results of all queries."""
 
     report: BaselineReport
     baseline: Baseline
@@ -49,7 +48,7 @@ class ScoredBaseline:
 
 
 def score_baselines(search: ModelSearch, timed: Callable[[str], AbstractContextManager[None]]) -> list[ScoredBaseline]:
-    """Find or score the baselines that are asked for. Raises DataError if stored ones cannot be read, Preempted."""
+    """Load or compute the enabled baselines. Raises DataError if stored results cannot be read, Preempted."""
     config = search.settings.evaluate
     scored = []
     if config.baselines.bm25 and config.retrieval.enabled:
@@ -61,31 +60,31 @@ def score_baselines(search: ModelSearch, timed: Callable[[str], AbstractContextM
     return scored
 
 
-def _key(search: ModelSearch, name: str, decides: dict[str, Json]) -> str:
-    mark = fingerprint({"version": VERSION, **decides})[:16]
-    return f"baselines/{search.settings.data.name}/{name}-{mark}"
+def _key(search: ModelSearch, name: str, inputs: dict[str, Json]) -> str:
+    digest = fingerprint({"version": VERSION, **inputs})[:16]
+    return f"baselines/{search.settings.data.name}/{name}-{digest}"
 
 
-# Search with words, and what search with a model is worth when it is fused with that.
+# BM25, and hybrid search of a model and BM25.
 
 
 def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
-    """Find the best k items of every query of the task by BM25, in this process alone. Raises Preempted."""
+    """Search the best k items of every query with BM25 in this process. Raises Preempted."""
 
     def texts() -> Iterator[str]:
         for part in task.texts():
-            stop.raise_if_set("indexing words of the catalogue")
+            stop.raise_if_set("indexing the catalogue for BM25")
             advance(len(part))
             yield from part
 
     def count(row: int, scores: Float64s) -> None:
-        stop.raise_if_set("searching words of the catalogue")
+        stop.raise_if_set("searching the catalogue with BM25")
         advance(1)
 
-    with progress("indexing words of the catalogue", task.num_items, "items") as advance:
+    with progress("indexing the catalogue for BM25", task.num_items, "items") as advance:
         index = Bm25(texts())
-    queries = [text for one in task.asked for text in one.texts]
-    with progress("searching words of the catalogue", len(queries), "queries") as advance:
+    queries = [text for group in task.query_groups for text in group.texts]
+    with progress("searching the catalogue with BM25", len(queries), "queries") as advance:
         scores, items = index.search(queries, k, count)
     return Ranked(items, scores)
 
@@ -93,34 +92,34 @@ def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
 def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> ScoredBaseline:
     if isinstance(task, str):
         return ScoredBaseline(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
-    key = _key(search, "bm25", {**search.decides, "k1": K1, "b": B, "words": WORDS_VERSION})
+    key = _key(search, "bm25", {**search.inputs, "k1": K1, "b": B, "words": WORDS_VERSION})
     if read_manifest(search.ctx.workspace, key) is None:
-        found = search.save(task, key, lexical_search(task, max(search.metrics.retrieval_at), search.ctx.stop))
+        result = search.save(task, key, lexical_search(task, max(search.metrics.retrieval_at), search.ctx.stop))
     else:
-        found = search.load(task, key)
+        result = search.load(task, key)
     weak = ""
-    if found.ranked is not None:
-        first = found.ranked.items[: len(task.queries.ids), 0]
+    if result.ranked is not None:
+        first = result.ranked.items[: len(task.queries.ids), 0]
         weak = unmatched_warning(int((first < 0).sum()), len(first), "item")
         if weak:
-            search.warn(f"BM25 finds nothing: {weak}")
-    report = BaselineReport(name="bm25", scores=key, retrieval=found.report, weak=weak)
-    return ScoredBaseline(report, Baseline(BM25, retrieval=found.per_query, weak=weak), found.ranked)
+            search.warn(f"BM25 has no results: {weak}")
+    report = BaselineReport(name="bm25", scores=key, retrieval=result.report, weak=weak)
+    return ScoredBaseline(report, Baseline(BM25, retrieval=result.per_query, weak=weak), result.ranked)
 
 
 def fuse(search: ModelSearch, scored: list[ScoredBaseline], vectors: Ranked | None) -> tuple[HybridReport, ...]:
-    """Measure search of a model, whose lists are `vectors`, fused with that of BM25: by ranks, and by weight.
+    """Measure hybrid search: the results of a model (`vectors`) fused with those of BM25, by rank and by weight.
 
-    The weight is chosen by nDCG on the queries for tuning alone, which are not judged.
+    The weight maximises nDCG on the tuning queries, which are not judged.
     """
-    words, task, metrics = next((one.ranked for one in scored if one.ranked), None), search.task, search.metrics
-    if words is None or vectors is None or isinstance(task, str):
+    lexical, task, metrics = next((each.ranked for each in scored if each.ranked), None), search.task, search.metrics
+    if lexical is None or vectors is None or isinstance(task, str):
         return ()
     judged, tuning = len(task.queries.ids), task.tuning
-    ours, theirs = vectors.part(0, judged), words.part(0, judged)
-    ranked = HybridReport(name="rrf", retrieval=task.report(fuse_by_rank(ours, theirs), metrics)[1])
+    both = vectors.part(0, judged), lexical.part(0, judged)
+    ranked = HybridReport(name="rrf", retrieval=task.report(fuse_by_rank(*both), metrics)[1])
     if tuning is None:
-        reason = "no weight was chosen: there is no query of a valid split to choose it from"
+        reason = "no weight for hybrid search: there are no queries in the valid split to choose it"
         return ranked, HybridReport(name="weighted", missing=reason)
 
     def quality(items: Int64s) -> float:
@@ -128,23 +127,21 @@ def fuse(search: ModelSearch, scored: list[ScoredBaseline], vectors: Ranked | No
         return float(np.nanmean(per_query.values[search.ndcg]))
 
     end = judged + len(tuning.ids)
-    weight = best_weight(vectors.part(judged, end), words.part(judged, end), quality)
-    report = task.report(fuse_by_weight(ours, theirs, weight), metrics)[1]
+    weight = best_weight(vectors.part(judged, end), lexical.part(judged, end), quality)
+    report = task.report(fuse_by_weight(*both, weight), metrics)[1]
     return ranked, HybridReport(name="weighted", weight=weight, valid_queries=len(tuning.ids), retrieval=report)
 
 
-# Gradient boosting on the numeric features of prepared rows (the lexical ones, and those of the data): what a model
-# must beat to be worth an encoder.
+# Gradient boosting on the numeric features of prepared rows (lexical ones and those of the data). A model must beat it
+# to justify an encoder.
 #
-# scikit-learn's HistGradientBoostingClassifier with its default settings and no early stopping, fitted on rows of the
-# train split. Time: 5 s for 100,000 rows and 3 labels. Memory: the features of those rows, and of one block of the rows
-# that are scored.
+# scikit-learn's HistGradientBoostingClassifier with default settings and no early stopping, fitted on the train split.
+# Time: 5 s for 100,000 rows and 3 labels. Memory: the features of those rows and of one block of scored rows.
 #
-# One thread: two take 4 times as long where another process has the second core, and give the same trees.
+# It uses one thread. Two take 4 times as long if another process occupies the second core, and give the same trees.
 
 SEED = 1
-MAX_ROWS = 200_000
-"""Rows of the train split it is fitted on at most, chosen evenly."""
+MAX_ROWS = 200_000  # maximum number of rows of the train split to fit on, sampled evenly
 KEPT = ("sample_id", "query_id", "label", "gain")
 PROBABILITIES = "probabilities"
 _ROUNDS, _ROUNDS_AT_ONCE = 100, 25  # a fit cannot be interrupted; one that continues gives the same trees
@@ -153,7 +150,7 @@ _BLOCK_ROWS = 65_536
 
 @dataclass(frozen=True)
 class Boosting:
-    """A fitted model, which of K labels its columns are, and the number of rows it was fitted on."""
+    """A fitted model, the labels (of K) of its output columns, and the number of rows it was fitted on."""
 
     model: Any
     labels: Int64s
@@ -161,7 +158,7 @@ class Boosting:
     num_rows: int
 
     def score(self, holdout: Holdout, stop: StopSignal) -> Arrays:
-        """Score the rows of a holdout: KEPT and probabilities float32 [N, K], by ascending sample_id."""
+        """Score a holdout. Returns KEPT and probabilities float32 [N, K], sorted by sample_id."""
         parts: list[Arrays] = []
         with _one_thread(), progress("scoring with gradient boosting", holdout.order.total, "rows") as advance:
             for arrays in holdout.blocks((*KEPT, "numeric")):
@@ -174,12 +171,12 @@ class Boosting:
 
 
 def to_rows(arrays: Arrays, info: TokenSetInfo) -> ScoredRows:
-    """Convert the arrays of `score` to what metrics read. `info`: of the data."""
+    """Convert the arrays of `score` to rows for the metrics. `info`: metadata of the data."""
     return scored_rows(arrays, arrays[PROBABILITIES].astype(np.float64), info, {})
 
 
 def fit(train: TokenRows, num_labels: int, max_rows: int, stop: StopSignal) -> Boosting | str:
-    """Fit on at most `max_rows` rows, the same ones each time; or return why that is impossible. Raises Preempted."""
+    """Fit on at most `max_rows` rows (a fixed sample), or return why that is impossible. Raises Preempted."""
     try:
         from sklearn.ensemble import HistGradientBoostingClassifier
     except ImportError as error:
@@ -194,13 +191,13 @@ def fit(train: TokenRows, num_labels: int, max_rows: int, stop: StopSignal) -> B
         bucket, numbers = locate(train.sizes, chosen[start : start + _BLOCK_ROWS])
         parts.append(train.read(bucket, numbers, len(train.sizes) - 1, ("numeric", "label")))
     if not parts:
-        return "no row of split train"
+        return "the train split has no rows"
     features, label = (np.concatenate([part[name] for part in parts]) for name in ("numeric", "label"))
     if not features.shape[1]:
         return "prepared rows have no numeric feature (data.lexical, data.numeric)"
     features, label = features[label >= 0], label[label >= 0]
     if len(np.unique(label)) < 2:
-        return "the train split has rows of fewer than two labels"
+        return "the train split has fewer than two labels"
     model = HistGradientBoostingClassifier(early_stopping=False, warm_start=True, random_state=SEED)
     with _one_thread(), progress("fitting gradient boosting", _ROUNDS, "rounds") as advance:
         for rounds in range(_ROUNDS_AT_ONCE, _ROUNDS + 1, _ROUNDS_AT_ONCE):
@@ -211,7 +208,7 @@ def fit(train: TokenRows, num_labels: int, max_rows: int, stop: StopSignal) -> B
 
 
 def _one_thread() -> AbstractContextManager[object]:
-    from threadpoolctl import threadpool_limits  # comes with scikit-learn
+    from threadpoolctl import threadpool_limits  # installed with scikit-learn
 
     limits: AbstractContextManager[object] = threadpool_limits(1, user_api="openmp")
     return limits
@@ -219,13 +216,13 @@ def _one_thread() -> AbstractContextManager[object]:
 
 def _score_boosting(search: ModelSearch) -> ScoredBaseline:
     holdout, valid, ctx, info = search.holdout, search.valid, search.ctx, search.holdout.sets[0].info
-    decides: dict[str, Json] = {
-        "data": [one.info.fingerprint for one in search.sets],
+    inputs: dict[str, Json] = {
+        "data": [token_set.info.fingerprint for token_set in search.sets],
         "holdout": holdout.name,
         "valid": valid if isinstance(valid, str) else valid.name,
         "rows": MAX_ROWS,
     }
-    key = _key(search, "boosting", decides)
+    key = _key(search, "boosting", inputs)
     if read_manifest(ctx.workspace, key) is None:
         train = open_rows(ctx.workspace, search.sets, "train", ctx.scratch / "tokens")
         fitted = fit(train, len(info.labels), MAX_ROWS, ctx.stop)

@@ -1,4 +1,4 @@
-"""Golden queries: products that search must, or must not, find first, judged for every candidate (docs/quality.md)."""
+"""Golden queries: products that search must or must not return at the top, checked for every candidate."""
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,12 +16,11 @@ from pipeline.evaluate.report import GoldenOutcome, GoldenReport
 from pipeline.io.storage import open_parent
 from pipeline.settings import Settings
 
-_SHOWN = 5
-"""Missed products that a verdict names."""
+_SHOWN = 5  # missed products that a verdict lists
 
 
 class GoldenQuery(Record):
-    """A query with products, by id or title, of which one must, or must not, be among the first `top`."""
+    """A query with products (id or title) that must or must not be among the first `top` results."""
 
     query: str = Field(pattern=r"\S")
     must: tuple[str, ...] = ()
@@ -38,22 +37,22 @@ class _File(Record):
 
 
 def read_golden(settings: Settings, stop: StopSignal) -> tuple[GoldenQuery, ...]:
-    """Read the file evaluate.golden; nothing without one. Raises DataError if it cannot be used."""
+    """Read the file evaluate.golden, if it is set. Raises DataError if the file is invalid."""
     path = settings.evaluate.golden
     if path is None:
         return ()
     depth = max(settings.gate.with_ranks(settings.evaluate.metrics).retrieval_at)
     storage, name = open_parent(path, retry=settings.storage, stop=stop)
     try:
-        found = _File.model_validate(tomllib.loads(storage.read_bytes(name).decode())).golden
-        if deep := [one for one in found if one.top > depth]:
-            raise ValueError(f"top = {deep[0].top} for {deep[0].query!r}: evaluate.metrics.retrieval_at lists {depth}")
-        return found
+        queries = _File.model_validate(tomllib.loads(storage.read_bytes(name).decode())).golden
+        if deep := [query for query in queries if query.top > depth]:
+            raise ValueError(f"top = {deep[0].top} of {deep[0].query!r} exceeds the largest retrieval_at, {depth}")
+        return queries
     except ValueError as error:
-        wrong = error.errors()[0] if isinstance(error, ValidationError) else None
-        seen = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}" if wrong else first_line(error)
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else first_line(error)
         raise DataError(
-            f"the golden queries {path} cannot be read: {seen}",
+            f"cannot read the golden queries {path}: {reason}",
             expected="tables [[golden]] with query, must, must_not and top",
             next_command=f"correct {path}",
         ) from None
@@ -62,9 +61,9 @@ def read_golden(settings: Settings, stop: StopSignal) -> tuple[GoldenQuery, ...]
 def items_named(
     names: Iterable[str], rows: Iterable[tuple[str, str, str]], item_of: Callable[[int, str], int]
 ) -> dict[str, list[int]]:
-    """Return the items that names mean: those with such an id, else those with such a title in upper or lower case.
+    """Find items by name: those with this id, otherwise those with this title (ignoring case and spacing).
 
-    `rows`: id, title and text. `item_of`: of a row and its text, -1 for none.
+    `rows`: id, title and text. `item_of`: function from a row number and its text to the item, -1 if there is none.
     """
     by_id = {name: set[int]() for name in names}
     by_title = {_plain(name): set[int]() for name in by_id}
@@ -80,42 +79,45 @@ def _plain(title: str) -> str:
 
 
 def judge_golden(
-    queries: Sequence[GoldenQuery], items: Mapping[str, Sequence[int]], ours: Int64s, theirs: Int64s | None
+    queries: Sequence[GoldenQuery], items: Mapping[str, Sequence[int]], candidate: Int64s, production: Int64s | None
 ) -> GoldenReport:
-    """Look for the items of each name in the lists [G, k] of both models. Pure."""
+    """Rank the items of each name in the search results [G, k] of both models."""
 
-    def rank(found: Int64s, name: str) -> int:
-        places = np.flatnonzero(np.isin(found, items[name]))
-        return int(places[0]) + 1 if len(places) else 0
+    def rank(results: Int64s, name: str) -> int:
+        positions = np.flatnonzero(np.isin(results, items[name]))
+        return int(positions[0]) + 1 if len(positions) else 0
 
     outcomes = [
         GoldenOutcome(
-            query=one.query,
+            query=query.query,
             product=name,
-            must=name in one.must,
-            top=one.top,
-            candidate=rank(ours[row], name),
-            incumbent=None if theirs is None else rank(theirs[row], name),
+            must=name in query.must,
+            top=query.top,
+            candidate=rank(candidate[row], name),
+            incumbent=None if production is None else rank(production[row], name),
         )
-        for row, one in enumerate(queries)
-        for name in one.names
+        for row, query in enumerate(queries)
+        for name in query.names
         if items[name]
     ]
     return GoldenReport(outcomes=tuple(outcomes), unknown=tuple(name for name in items if not items[name]))
 
 
 def golden_check(report: GoldenReport, action: OnGolden) -> GateCheck:
-    """Hold the candidate against what production gets right, or, without production, against all of the file.
+    """Check that the candidate passes all golden queries that production passes (all of them without production).
 
-    What production misses as well only warns: a wish that no model has met yet must not refuse every new one.
+    Queries that production fails too only warn, because an unmet goal must not refuse every new model.
     """
-    missed, known = report.missed, len(report.outcomes)
-    lost = [one for one in missed if one.incumbent is None or one.holds(one.incumbent)]
-    outcome: Outcome = "pass" if known and not missed else "warn"
-    if action == "fail" and (lost or not known):
+    missed, total = report.missed, len(report.outcomes)
+    lost = [outcome for outcome in missed if outcome.incumbent is None or outcome.holds(outcome.incumbent)]
+    outcome: Outcome = "pass" if total and not missed else "warn"
+    if action == "fail" and (lost or not total):
         outcome = "fail"
-    beside = f", {len(lost):,} of them right in production" if any(one.incumbent is not None for one in missed) else ""
-    words = [f"golden queries: {len(missed):,} of {known:,} missed{beside}", *map(str, (lost or missed)[:_SHOWN])]
-    if not known:
-        words = [f"golden queries: not judged, {report.missing or 'they name no product that is searched'}"]
-    return GateCheck(name="golden", kind="golden", outcome=outcome, reason="; ".join(words))
+    if not total:
+        reason = f"golden queries: not judged, {report.missing or 'no product has one of their names'}"
+    else:
+        reason = f"golden queries: {len(missed):,} of {total:,} missed"
+        if any(miss.incumbent is not None for miss in missed):
+            reason += f", {len(lost):,} of them right in production"
+        reason = "; ".join([reason, *map(str, (lost or missed)[:_SHOWN])])
+    return GateCheck(name="golden", kind="golden", outcome=outcome, reason=reason)

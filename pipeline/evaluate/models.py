@@ -1,4 +1,4 @@
-"""The two models of an evaluation, the candidate and what it is held against: opened, verified and scored."""
+"""The two models of an evaluation, the candidate and the one it is compared with: open, verify and score them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,16 +44,16 @@ from pipeline.registry.records import CheckpointRef, Pointer, StoredVerdict, rea
 from pipeline.settings import Settings
 
 PRODUCTION, NONE = "production", "none"
-SAVE_EVERY_S = 30.0
-"""Scored rows are saved this often."""
+SAVE_EVERY_S = 30.0  # interval between saves of scored rows, seconds
 
 
 @dataclass(frozen=True)
 class Models:
-    """Who is judged, against whom.
+    """The candidate and the model it is compared with.
 
-    `in_workspace`: the candidate lies in this workspace, so that it can be promoted. `pointer`: what is in production
-    when this attempt started. `compared` is None when there is nothing to compare with.
+    `in_workspace`: the candidate is stored in this workspace, so it can be promoted. `pointer`: the production model
+    when this attempt started. `compared` is None if there is nothing to compare with. `against_production`: the
+    comparison is with production, so the result may change it.
     """
 
     candidate: Checkpoint
@@ -63,24 +63,24 @@ class Models:
     against_production: bool
 
     def inputs(self, settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> dict[str, str]:
-        """Name what is judged by what: all that decides the verdict, and whether it is acted on.
+        """Return fingerprints of everything that decides the verdict and whether it is acted on.
 
-        Reads a catalogue file and golden queries for their fingerprints. Raises DataError when there is none.
+        Reads the catalogue file and the golden queries, if any. Raises DataError if they cannot be read.
         """
         dimensions, chunks = settings.embed.output.dimensions, settings.embed.chunks
         retrieval, precision = settings.evaluate.retrieval, settings.embed.precision
         path = retrieval.catalogue if retrieval.enabled else None
-        states = [one.state for one in (self.candidate, self.compared) if one]
+        states = [checkpoint.state for checkpoint in (self.candidate, self.compared) if checkpoint]
         limit = max(settings.embed.row_limit(state.max_tokens, state.model.max_positions) for state in states)
-        # All but what is done with the verdict; settings that are gone count as before, so that verdicts stand.
-        asked = with_retired(settings.evaluate) | {"vector_rows": 512}
-        asked["retrieval"] |= {"window_rows": 16_384}
-        apart = ("promote", "force_reason", "candidate", "golden")
-        asked = {name: value for name, value in asked.items() if name not in apart}
-        golden = [one.model_dump(mode="json") for one in read_golden(settings, ctx.stop)]
+        # Exclude settings that only act on the verdict. Include retired ones, so earlier verdicts stay valid.
+        evaluate = with_retired(settings.evaluate) | {"vector_rows": 512}
+        evaluate["retrieval"] |= {"window_rows": 16_384}
+        excluded = ("promote", "force_reason", "candidate", "golden")
+        evaluate = {name: value for name, value in evaluate.items() if name not in excluded}
+        golden = [query.model_dump(mode="json") for query in read_golden(settings, ctx.stop)]
         gate = {name: value for name, value in with_retired(settings.gate).items() if name != "golden"}
-        # What is as it is by default is left out, so that verdicts of earlier versions stand.
-        more = {
+        # Omit defaults of settings added later, so earlier verdicts stay valid.
+        later = {
             "dimensions": dimensions,
             "chunks": chunks if chunks > 1 else "",
             "embed_precision": precision if precision != "fp32" else "",
@@ -92,15 +92,15 @@ class Models:
             "candidate": self.candidate.digest,
             "incumbent": self.compared.digest if self.compared else "",
             "data": fingerprint([token_set.info.fingerprint for token_set in sets]),
-            "evaluate": fingerprint(asked),
+            "evaluate": fingerprint(evaluate),
             "gate": fingerprint(gate),
             "precision": settings.train.precision,
             "code_version": ctx.code_version,
-            **{name: str(value) for name, value in more.items() if value},
+            **{name: str(value) for name, value in later.items() if value},
         }
 
     def verdict(self, settings: Settings, ctx: StageContext, report: EvaluationReport) -> StoredVerdict:
-        """Convert a report to what the registry keeps of it."""
+        """Convert a report to the verdict that the registry stores."""
         compared = self.compared
         inside = compared is not None and compared.uri.startswith(f"{ctx.workspace.root}/")
         return StoredVerdict(
@@ -121,78 +121,80 @@ class Models:
 
 
 def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> Models:
-    """Open both models. Raises ConfigError, DataError without a candidate, CheckpointError if one is damaged."""
+    """Open both models. Raises ConfigError if one does not fit the data, DataError if there is no candidate."""
     config = settings.evaluate
     if config.candidate:
-        storage, prefix = locate(config.candidate, settings, ctx.workspace)  # the workspace itself when it lies there
+        storage, prefix = locate(
+            config.candidate, settings, ctx.workspace
+        )  # `ctx.workspace` itself for its checkpoints
     elif (trained := ctx.earlier("train")) is not None:
         storage, prefix = ctx.workspace, trained.outputs["checkpoint"]
     else:
         raise DataError(
             f"cycle {ctx.cycle} has no trained model",
             expected="the result of the train stage",
-            next_command=f"trnpipe train --cycle {ctx.cycle}, with the same settings; or --evaluate.candidate NAME",
+            next_command=f"trnpipe train --cycle {ctx.cycle} with the same settings, or add --evaluate.candidate NAME",
         )
     in_workspace = storage is ctx.workspace
     if not in_workspace and config.promote:
         raise ConfigError(
-            f"the candidate {storage.uri(prefix)} lies outside the workspace, so it cannot be promoted",
-            expected=f"a checkpoint below {ctx.workspace.uri('checkpoints')}",
-            next_command="trnpipe import it first, or --no-evaluate.promote",
+            f"the candidate {storage.uri(prefix)} is outside the workspace, so it cannot be promoted",
+            expected=f"a checkpoint in {ctx.workspace.uri('checkpoints')}",
+            next_command="import it first with trnpipe import, or use --no-evaluate.promote",
         )
     candidate = open_checkpoint(storage, prefix, ctx.scratch / "candidate")
-    check_data(candidate, sets, "candidate", "prepare the data with its settings, or name another --evaluate.candidate")
-    found = read_pointer(ctx.workspace, settings.model_name)
-    pointer = found[0] if found else None
-    compared, named, cache = None, config.incumbent, ctx.scratch / "incumbent"
-    if named not in (NONE, PRODUCTION):
-        compared = open_checkpoint(*locate(named, settings, ctx.workspace), cache)
-    elif named == PRODUCTION and pointer is not None:
+    check_data(candidate, sets, "candidate", "prepare the data with its settings, or use another --evaluate.candidate")
+    stored = read_pointer(ctx.workspace, settings.model_name)
+    pointer = stored[0] if stored else None
+    compared, name, cache_dir = None, config.incumbent, ctx.scratch / "incumbent"
+    if name not in (NONE, PRODUCTION):
+        compared = open_checkpoint(*locate(name, settings, ctx.workspace), cache_dir)
+    elif name == PRODUCTION and pointer is not None:
         try:
-            compared = open_checkpoint(ctx.workspace, pointer.checkpoint, cache)
+            compared = open_checkpoint(ctx.workspace, pointer.checkpoint, cache_dir)
         except CheckpointError as error:
             raise CheckpointError(
-                f"what is in production cannot be opened: {error.seen}",
+                f"cannot open the production model: {error.seen}",
                 expected=error.expected,
-                next_command="trnpipe registry rollback --reason TEXT; or --evaluate.incumbent none with"
+                next_command="trnpipe registry rollback --reason TEXT; or use --evaluate.incumbent none with"
                 " --evaluate.force-reason TEXT",
             ) from error
     if compared is not None:
-        hint = "--evaluate.incumbent none, and --evaluate.force-reason to promote on record"
-        check_data(compared, sets, "incumbent", hint)
+        hint = "use --evaluate.incumbent none, and --evaluate.force-reason to promote"
+        check_data(compared, sets, "production model", hint)
     return Models(candidate, in_workspace, pointer, compared, config.incumbent == PRODUCTION or pointer is None)
 
 
 def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint: str) -> None:
-    """Raise ConfigError unless the model reads this data: its tokenizer, classes, features and lengths.
+    """Raise ConfigError unless tokenizer, classes, features and lengths of the data fit the model.
 
-    The gains of the classes may differ: both models are ranked by those of the data.
+    The gains of the classes may differ, because both models are ranked by those of the data.
     """
     state, info = checkpoint.state, sets[0].info
-    theirs, ours = state.inputs.model_dump(exclude={"label_gains"}), spec_of(info).model_dump(exclude={"label_gains"})
-    theirs["tokenizer"], ours["tokenizer"] = state.tokenizer_fingerprint, info.tokenizer_fingerprint
-    for name in ("tokenizer", *theirs):
-        if theirs[name] != ours[name]:
+    model, data = state.inputs.model_dump(exclude={"label_gains"}), spec_of(info).model_dump(exclude={"label_gains"})
+    model["tokenizer"], data["tokenizer"] = state.tokenizer_fingerprint, info.tokenizer_fingerprint
+    for name in ("tokenizer", *model):
+        if model[name] != data[name]:
             raise ConfigError(
-                f"the data has other {name} than the {role} {checkpoint.uri} was trained with:"
-                f" {difference(ours[name], theirs[name])}",
-                expected="data that the model can read",
+                f"the data has a different {name} than the {role} {checkpoint.uri} was trained with:"
+                f" {difference(data[name], model[name])}",
+                expected="data that fits the model",
                 next_command=hint,
             )
     longest = max(max(int(side) for side in bucket.split("x")) for bucket in info.buckets)
     if longest > state.model.max_positions:
         raise ConfigError(
-            f"the longest bucket has {longest} tokens, the {role} reads {state.model.max_positions}",
-            expected="buckets that fit its position embeddings",
+            f"the longest bucket has {longest} tokens, but the {role} supports {state.model.max_positions}",
+            expected="buckets that fit the position embeddings of the model",
             next_command=hint,
         )
 
 
 @dataclass
 class ModelScorer:
-    """Scores one model after the other, and keeps the scores in the cycle.
+    """Scores models one after the other and stores the scores in the cycle.
 
-    Models of one architecture share a program and its graphs.
+    Models of the same architecture share a program and its graphs.
     """
 
     settings: Settings
@@ -203,7 +205,7 @@ class ModelScorer:
     _programs: dict[str, ScoreProgram] = field(default_factory=dict)
 
     def run(self, role: str, checkpoint: Checkpoint, holdout: Holdout) -> tuple[ScoreSet | None, str]:
-        """Scores on rank 0 (None elsewhere), and the key they lie under. Raises Preempted with what is done saved."""
+        """Score a holdout. Returns the scores (on rank 0 only) and their key. Raises Preempted after saving."""
         ctx = self.ctx
         key = self._key(checkpoint, holdout)
         if self.process_group.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
@@ -250,7 +252,7 @@ class ModelScorer:
         return scores, key
 
     def embed(self, checkpoint: Checkpoint, holdout: Holdout) -> Embed:
-        """Texts to vectors with the encoder of a checkpoint, which is opened when the first text comes."""
+        """Return the embedding function of a checkpoint, which opens the model on first use."""
         watch = self._watch(checkpoint, holdout)
         embedder = cache(
             lambda: open_embedder(checkpoint, self.backend, self.settings.embed, watch, stop=self.ctx.stop)
@@ -258,7 +260,7 @@ class ModelScorer:
         return lambda windows: embedder().stream(windows)
 
     def _loaded(self, checkpoint: Checkpoint, holdout: Holdout) -> ScoreProgram:
-        """Load the weights of this model into the program of its architecture."""
+        """Load the weights of a checkpoint into the program of its architecture."""
         state = checkpoint.state
         with torch.device("meta"):  # structure only
             model = RelevanceModel(state.model, state.inputs)
@@ -276,12 +278,12 @@ class ModelScorer:
         return self._programs[name]
 
     def _watch(self, checkpoint: Checkpoint, holdout: Holdout) -> GraphWatch:
-        """Open the watch over graphs: they must be those of training with these settings and this architecture."""
+        """Open the guard that checks graphs against those of training with these settings and this architecture."""
         if not (self.backend.is_lazy or self.backend.compiles_steps):
             return GraphWatch()
         name = _architecture(checkpoint.state.model)
         if name not in self._watches:
-            dropout = self.settings.model.dropout  # of no effect here, but part of the plan of training
+            dropout = self.settings.model.dropout  # no effect here, but part of the training plan
             model = checkpoint.state.model.model_copy(update={"dropout": dropout})
             trained, spec = self.settings.model_copy(update={"model": model}), spec_of(holdout.sets[0].info)
             ranks, device = self.ctx.world.world_size, self.backend.device_name()
@@ -292,20 +294,20 @@ class ModelScorer:
         return self._watches[name]
 
     def _key(self, checkpoint: Checkpoint, holdout: Holdout) -> str:
-        """Name the scores by all that decides them, so that another attempt finds those of the same question only."""
-        decides: dict[str, Json] = {
+        """Return the key of stored scores, which identifies all their inputs."""
+        inputs: dict[str, Json] = {
             "holdout": holdout.name,
             "query_tokens": list(QUERY_EDGES),
             "precision": self.settings.train.precision,
             "device": self.backend.device_name(),
         }
         if renamed := sorted({PARTITION, QUERY_TOKENS}.intersection(holdout.sets[0].info.slice_columns)):
-            decides["renamed"] = renamed
-        mark = fingerprint(decides)[:8]
-        return f"cycles/{self.ctx.cycle}/evaluate/scores/{holdout.split}-{checkpoint.digest[:16]}-{mark}"
+            inputs["renamed"] = renamed
+        digest = fingerprint(inputs)[:8]
+        return f"cycles/{self.ctx.cycle}/evaluate/scores/{holdout.split}-{checkpoint.digest[:16]}-{digest}"
 
 
 def _architecture(model: ModelConfig) -> str:
-    """Models of one name have the same parameters and graphs."""
+    """Return a fingerprint of the architecture. Models with the same one share parameter shapes and graphs."""
     unused = ("preset", "dropout", "init_from")
     return fingerprint({name: value for name, value in model.shape().items() if name not in unused})

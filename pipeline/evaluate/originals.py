@@ -1,4 +1,4 @@
-"""The queries and titles of a digest as the input has them: prepared data keeps tokens, without case and spacing."""
+"""Restore the original texts of queries and titles in a digest. Prepared data has only tokens, without case."""
 
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -18,26 +18,23 @@ from pipeline.evaluate.report import MAX_TEXT, ScoreDigest
 from pipeline.evaluate.retrieval import field_texts
 from pipeline.retrieval.products import decode_tokens
 
-MAX_ROWS = 1_000_000
-"""Rows of the input that are looked through, the newest days first: about 10 s."""
-Text = tuple[str, str]
-"""A side of a pair, query or product, and a text of it."""
-_SIDES = {"query": "query", "product": "product", "text": "product"}
-"""Of the fields of examples, moved queries and the products that were found."""
+MAX_ROWS = 1_000_000  # maximum input rows to search, newest days first: about 10 s
+Text = tuple[str, str]  # side of a pair ("query" or "product") and its text
+_SIDES = {"query": "query", "product": "product", "text": "product"}  # side by field name in the digest
 
 
 def with_originals(
     digest: ScoreDigest, info: TokenSetInfo, tokenizer: bytes, config: DataConfig, ctx: StageContext
 ) -> ScoreDigest:
-    """Return the digest with original texts in place of decode_tokens ones, as far as the newest rows have them.
+    """Replace decoded texts of a digest by the original ones, if the newest rows have them.
 
     Raises DataError or ConfigError if the input cannot be read.
     """
     shown, tree = set[Text](), digest.model_dump(mode="json")
-    _change(tree, lambda text: shown.add(text))
+    _map_texts(tree, lambda text: shown.add(text))
     buckets, encoder = [Bucket.parse(text) for text in info.buckets], TextTokenizer(tokenizer)
 
-    def again(side: str, texts: list[str]) -> list[str]:
+    def round_trip(side: str, texts: list[str]) -> list[str]:
         limit = buckets[-1].query_tokens if side == "query" else buckets[-1].product_tokens
         tokens = cut_tokens(encoder.encode(texts), limit, encoder.sep_id)
         return [shortened(text, MAX_TEXT) for text in decode_tokens(tokens, tokenizer)]
@@ -55,42 +52,42 @@ def with_originals(
             if num_rows >= MAX_ROWS:
                 return
 
-    found = find_originals(shown, windows(), again) if shown else {}
-    return ScoreDigest.model_validate(_change(tree, lambda text: found.get(text, text[1])))
+    originals = find_originals(shown, windows(), round_trip) if shown else {}
+    return ScoreDigest.model_validate(_map_texts(tree, lambda text: originals.get(text, text[1])))
 
 
-def _change(tree: Any, change: Callable[[Text], object]) -> Any:
-    """Return a tree of JSON with what `change` makes of each text of a query or product."""
+def _map_texts(tree: Any, change: Callable[[Text], object]) -> Any:
+    """Apply `change` to every text of a query or product in a JSON tree."""
     if isinstance(tree, list):
-        return [_change(one, change) for one in tree]
+        return [_map_texts(item, change) for item in tree]
     if isinstance(tree, dict):
-        return {k: change((_SIDES[k], v)) if k in _SIDES else _change(v, change) for k, v in tree.items()}
+        return {k: change((_SIDES[k], v)) if k in _SIDES else _map_texts(v, change) for k, v in tree.items()}
     return tree
 
 
 def find_originals(
-    shown: Collection[Text], windows: Iterable[dict[Text, str]], again: Callable[[str, list[str]], list[str]]
+    shown: Collection[Text], windows: Iterable[dict[Text, str]], round_trip: Callable[[str, list[str]], list[str]]
 ) -> dict[Text, str]:
-    """Return the originals of the decoded texts `shown`, without those that are not found. Pure.
+    """Find the originals of `shown`, texts that were decoded from tokens. Texts without a match are omitted.
 
-    `windows`: texts of the input with titles. `again` tokenises and decodes texts of a side; it is slow, so only
-    texts that begin like one of `shown` are given to it.
+    `windows`: input texts, each with its title. `round_trip`: tokenises and decodes texts of a side. It is slow, so it
+    is applied only to texts with the same prefix as one of `shown`.
     """
-    begins, found, tried = {(side, _beginning(text)) for side, text in shown}, dict[Text, str](), set[Text]()
+    prefixes, originals, tried = {(side, _prefix(text)) for side, text in shown}, dict[Text, str](), set[Text]()
     for window in windows:
-        chosen = [one for one in window if (one[0], _beginning(one[1])) in begins and one not in tried]
+        chosen = [text for text in window if (text[0], _prefix(text[1])) in prefixes and text not in tried]
         tried.update(chosen)
         for side in {side for side, _ in chosen}:
-            texts = [text for of, text in chosen if of == side]
-            for text, words in zip(texts, again(side, texts), strict=True):
-                if (side, words) in shown:
+            texts = [text for text_side, text in chosen if text_side == side]
+            for text, decoded_text in zip(texts, round_trip(side, texts), strict=True):
+                if (side, decoded_text) in shown:
                     title = " ".join(window[side, text].split())
-                    found.setdefault((side, words), shortened(title, MAX_TEXT))
-        if len(found) == len(shown):
+                    originals.setdefault((side, decoded_text), shortened(title, MAX_TEXT))
+        if len(originals) == len(shown):
             break
-    return found
+    return originals
 
 
-def _beginning(text: str) -> str:
-    """Return the first letters and digits of a text, as every normaliser of tokenizers leaves them."""
+def _prefix(text: str) -> str:
+    """Return the first letters and digits of a text, which every normaliser of tokenizers preserves."""
     return "".join(filter(str.isalnum, unicodedata.normalize("NFKD", text[:80]).casefold()))[:24]

@@ -1,4 +1,4 @@
-"""What an evaluation found: the record `cycles/<cycle>/evaluate/report.json`, its table, and what pages draw."""
+"""Results of an evaluation: the record `cycles/<cycle>/evaluate/report.json`, its console table, the score digest."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -11,7 +11,7 @@ from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.format import aligned, shortened
 from pipeline.core.record import Record
 from pipeline.evaluate.config import MetricName
-from pipeline.evaluate.gate.compare import GateCheck, Side, Verdict
+from pipeline.evaluate.gate.compare import GateCheck, GateInput, Verdict
 from pipeline.evaluate.metrics.labels import NUM_BINS, SMALLEST
 from pipeline.evaluate.metrics.measure import MetricReport, SliceReport
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
@@ -19,41 +19,41 @@ from pipeline.io.storage import Storage, read_record
 
 
 class HybridReport(Record):
-    """Search of a model fused with that of BM25."""
+    """Hybrid search: the results of a model fused with those of BM25."""
 
-    name: Literal["rrf", "weighted"] = Field(description="By reciprocal ranks, or by a weighted mean of scores")
-    weight: float | None = Field(None, description="Of the vectors, the rest of BM25; of the weighted fusion only")
-    valid_queries: int = Field(0, description="Queries of the valid split from which the weight was chosen")
+    name: Literal["rrf", "weighted"] = Field(description="Fusion by reciprocal ranks, or by a weighted mean of scores")
+    weight: float | None = Field(None, description="Weight of the vector scores in the weighted fusion")
+    valid_queries: int = Field(0, description="Queries of the valid split that chose the weight")
     retrieval: MetricReport | None = None
-    missing: str = Field("", description="Why there is none")
+    missing: str = Field("", description="Reason for having no result")
 
 
 class BaselineReport(Record):
-    """A simple tool on the holdout."""
+    """Results of a baseline."""
 
     name: Literal["bm25", "boosting"]
-    scores: str = Field("", description="Key of its scores in the workspace; it is shared by cycles")
-    metrics: MetricReport | None = Field(None, description="Of rows")
+    scores: str = Field("", description="Key of its scores in the workspace, shared by cycles")
+    metrics: MetricReport | None = Field(None, description="Row metrics")
     retrieval: MetricReport | None = None
-    threshold: float | None = Field(None, description="As of a model")
-    missing: str = Field("", description="Why it was not scored")
-    weak: str = Field("", description="Why it is no proof to beat it")
+    threshold: float | None = Field(None, description="Probability from which a row is a match, for two labels")
+    missing: str = Field("", description="Reason why it was not scored")
+    weak: str = Field("", description="Reason why beating it proves nothing")
 
     @property
     def figures(self) -> dict[str, float]:
-        """Metrics of rows or of retrieval by name."""
+        """Row and retrieval metrics by name."""
         return {name: value for part in (self.metrics, self.retrieval) if part for name, value in part.values.items()}
 
 
 class GoldenOutcome(Record):
-    """A product that search for a query must, or must not, find among the first `top`. Ranks are 0 beyond the list."""
+    """Result for one product that must or must not be among the first `top`. A rank of 0 means not retrieved."""
 
     query: str
-    product: str = Field(description="As the file names it: id or title")
+    product: str = Field(description="Id or title, as in the file")
     must: bool
     top: int
     candidate: int
-    incumbent: int | None = Field(description="None without an incumbent, or without vectors of it")
+    incumbent: int | None = Field(description="Rank with the production model, None if it was not searched")
 
     def holds(self, rank: int) -> bool:
         return (0 < rank <= self.top) == self.must
@@ -61,24 +61,24 @@ class GoldenOutcome(Record):
     def __str__(self) -> str:
         ranks = [f"at {rank}" if rank else "not found" for rank in (self.candidate, self.incumbent or 0)]
         where = ranks[0] if self.incumbent is None else f"{ranks[0]}, production {ranks[1]}"
-        word = "must" if self.must else "must not"
-        return f"{self.query!r} {word} find {self.product!r} in the first {self.top} ({where})"
+        verb = "must" if self.must else "must not"
+        return f"{self.query!r} {verb} find {self.product!r} in the first {self.top} ({where})"
 
 
 class GoldenReport(Record):
-    """What search finds for the golden queries."""
+    """Results for the golden queries."""
 
     outcomes: tuple[GoldenOutcome, ...] = ()
-    unknown: tuple[str, ...] = Field((), description="Names of no product among those that are searched")
-    missing: str = Field("", description="Why nothing was judged")
+    unknown: tuple[str, ...] = Field((), description="Names that match no searched product")
+    missing: str = Field("", description="Reason why nothing was judged")
 
     @property
     def missed(self) -> list[GoldenOutcome]:
-        return [one for one in self.outcomes if not one.holds(one.candidate)]
+        return [outcome for outcome in self.outcomes if not outcome.holds(outcome.candidate)]
 
 
 class ModelReport(Record):
-    """One model on the holdout."""
+    """Results of one model."""
 
     retired: ClassVar[Mapping[str, Any]] = {"retrieval_by_width": ...}
 
@@ -86,17 +86,16 @@ class ModelReport(Record):
     digest: str
     cycle: str
     step: int
-    began_from: str = Field("", description="Published weights that its lineage began from; empty: scratch, or unknown")
+    began_from: str = Field("", description="Published weights its lineage started from (empty: scratch or unknown)")
     scores: str = Field(description="Key of its scores in the workspace")
     metrics: MetricReport
     retrieval: MetricReport | None = Field(description="None when retrieval is not evaluated")
     ndcg_by_width: dict[int, float] = Field(
-        {},
-        description="nDCG of retrieval with vectors cut to so many leading dimensions (evaluate.retrieval.dimensions)",
+        {}, description="Retrieval nDCG by number of leading dimensions (evaluate.retrieval.dimensions)"
     )
     hybrids: tuple[HybridReport, ...] = ()
     slices: tuple[SliceReport, ...]
-    threshold: float | None = Field(description="Probability from which a row is called a match; of two classes only")
+    threshold: float | None = Field(description="Probability from which a row is a match, for two labels")
 
     @property
     def figures(self) -> dict[str, float]:
@@ -104,28 +103,28 @@ class ModelReport(Record):
 
 
 class HoldoutReport(Record):
-    """What was scored."""
+    """The rows and queries that were scored."""
 
     split: str
     partitions: tuple[str, ...]
-    new_partitions: tuple[str, ...] = Field(description="Those the incumbent was not trained on")
+    new_partitions: tuple[str, ...] = Field(description="Partitions the production model was not trained on")
     rows: int
-    rows_in_split: int = Field(description="Before evaluate.max_rows")
+    rows_in_split: int = Field(description="Rows before evaluate.max_rows")
     queries: int
     leaked_by_id: int = Field(description="Queries that were trained on")
-    leaked_by_text: int = Field(description="Further ones whose text was trained on under another id")
+    leaked_by_text: int = Field(description="Further queries that were trained on under another id")
     leak_checked: bool
-    unchecked_partitions: tuple[str, ...] = Field(description="Trained on, and not prepared any more")
+    unchecked_partitions: tuple[str, ...] = Field(description="Training partitions that are no longer prepared")
     retrieval_queries: int = 0
     retrieval_items: int = 0
 
 
 class EvaluationReport(Record):
-    """All figures of one evaluation."""
+    """Report of one evaluation."""
 
     schema_version: Literal[1] = 1
     cycle: str
-    inputs: dict[str, str] = Field(description="What was judged by what: fingerprints by name")
+    inputs: dict[str, str] = Field(description="Fingerprints of everything that decides the verdict")
     backend: str
     device: str
     precision: str
@@ -136,18 +135,20 @@ class EvaluationReport(Record):
     holdout: HoldoutReport
     verdict: Verdict
     warnings: tuple[str, ...]
-    seconds: dict[str, float] = Field(description="By part of the work, of the attempt that finished it")
+    seconds: dict[str, float] = Field(description="Duration by phase, in the attempt that finished")
     settings_hash: str
     code_version: str
     at: datetime = Field(description="UTC")
 
     def figures(self) -> dict[str, float]:
-        """Metrics of the candidate by name; those of the others with a prefix."""
+        """Return the metrics of the candidate, and those of all others with a prefix."""
         others = {"incumbent": self.incumbent.figures} if self.incumbent else {}
-        others |= {f"hybrid_{one.name}": one.retrieval.values for one in self.candidate.hybrids if one.retrieval}
-        others |= {one.name: one.figures for one in self.baselines}
-        theirs = {f"{who}_{name}": value for who, found in others.items() for name, value in found.items()}
-        return self.candidate.figures | theirs
+        others |= {
+            f"hybrid_{hybrid.name}": hybrid.retrieval.values for hybrid in self.candidate.hybrids if hybrid.retrieval
+        }
+        others |= {baseline.name: baseline.figures for baseline in self.baselines}
+        prefixed = {f"{prefix}_{name}": value for prefix, values in others.items() for name, value in values.items()}
+        return self.candidate.figures | prefixed
 
 
 def report_key(cycle: str) -> str:
@@ -159,74 +160,78 @@ def store_report(workspace: Storage, report: EvaluationReport) -> None:
 
 
 def load_report(workspace: Storage, cycle: str) -> EvaluationReport | None:
-    """Load the report of a cycle, None if there is none. Raises DataError if it cannot be read."""
+    """Load the report of a cycle, or None if it does not exist. Raises DataError if it cannot be read."""
     key = report_key(cycle)
     return read_record(workspace, key, EvaluationReport, "an evaluation report", f"trnpipe evaluate --cycle {cycle}")
 
 
-# Lines for a terminal: models and baselines side by side, slices that matter, the verdict.
+# Console table: models and baselines side by side, the worst slices, the verdict.
 
 _SLICES_SHOWN = 5
 
 
 def table_lines(report: EvaluationReport) -> list[str]:
-    baselines, checks = [one for one in report.baselines if not one.missing], report.verdict.checks
-    # Each end of an interval holds alone with the one-sided confidence, so both together with less.
+    """Format a report for the console."""
+    baselines = [baseline for baseline in report.baselines if not baseline.missing]
+    checks = report.verdict.checks
+    # Each bound has the one-sided confidence, so the two-sided interval has less.
     interval = f"{2 * report.verdict.confidence - 1:.0%} interval"
-    head = ("metric", "candidate", "incumbent", "difference", interval, *(one.name for one in baselines), "gate")
-    table = [head]
-    # Every metric of either model, in the order of reports.
+    tools = [baseline.name for baseline in baselines]
+    table = [("metric", "candidate", "production", "difference", interval, *tools, "gate")]
+    # Every metric of either model, in the order of the reports.
     parts = [part for _, model in _roles(report) for part in (model.metrics, model.retrieval) if part]
     names = dict.fromkeys([*parts[0].values, *parts[0].missing, *(name for part in parts for name in part.values)])
     for name in names:
-        of_name = [check for check in checks if check.metric == name and not check.slice]
-        delta = next((check for check in of_name if check.kind == "delta"), None)
-        outcomes = {check.outcome for check in of_name}
+        metric_checks = [check for check in checks if check.metric == name and not check.slice]
+        delta = next((check for check in metric_checks if check.kind == "delta"), None)
+        outcomes = {check.outcome for check in metric_checks}
         values = [model.figures.get(name) for model in (report.candidate, report.incumbent) if model]
         worst = next((outcome for outcome in ("fail", "warn", "skipped", "pass") if outcome in outcomes), "")
-        tools = (_number(one.figures.get(name)) for one in baselines)
-        table.append(
-            (name, *_compared(values[0], values[1] if len(values) > 1 else None), _interval(delta), *tools, worst)
-        )
+        cells = _compared(values[0], values[1] if len(values) > 1 else None)
+        others = (_number(baseline.figures.get(name)) for baseline in baselines)
+        table.append((name, *cells, _interval(delta), *others, worst))
     return [*_table(table), *_details(report), *_slice_lines(checks), *report.verdict.lines()]
 
 
 def _roles(report: EvaluationReport) -> list[tuple[str, ModelReport]]:
-    return [("candidate", report.candidate), *([("incumbent", report.incumbent)] if report.incumbent else [])]
+    return [("candidate", report.candidate), *([("production", report.incumbent)] if report.incumbent else [])]
 
 
 def _details(report: EvaluationReport) -> list[str]:
-    """Return why metrics are missing, then search with narrower vectors and fused with BM25."""
+    """List missing metrics with their reasons, then search with truncated vectors and hybrid search."""
     lines = []
     for role, model in _roles(report):
         reasons: dict[str, list[str]] = {}
         for part in (model.metrics, model.retrieval):
             for name, reason in part.missing.items() if part else ():
                 reasons.setdefault(reason, []).append(name)
-        lines += [f"not computed for the {role}: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    lines += [f"{one.name} was not scored: {one.missing}" for one in report.baselines if one.missing]
+        lines += [f"not computed for {role}: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    lines += [
+        f"{baseline.name} was not scored: {baseline.missing}" for baseline in report.baselines if baseline.missing
+    ]
     for role, model in _roles(report):
         lines += [
-            f"search of the {role} with vectors cut to {width} dimensions: nDCG {ndcg:.4f}"
+            f"search with {role} vectors cut to {width} dimensions: nDCG {ndcg:.4f}"
             for width, ndcg in model.ndcg_by_width.items()
         ]
-    fused = [(role, one) for role, model in _roles(report) for one in model.hybrids]
-    if not fused:
+    hybrids = [(role, hybrid) for role, model in _roles(report) for hybrid in model.hybrids]
+    if not hybrids:
         return lines
     columns = [(role, model.retrieval) for role, model in _roles(report)]
-    columns += [(one.name, one.retrieval) for one in report.baselines]
+    columns += [(baseline.name, baseline.retrieval) for baseline in report.baselines]
     columns += [
-        (f"{role} {one.name}{'' if one.weight is None else f' {one.weight:g}'}", one.retrieval) for role, one in fused
+        (f"{role} {hybrid.name}{'' if hybrid.weight is None else f' {hybrid.weight:g}'}", hybrid.retrieval)
+        for role, hybrid in hybrids
     ]
     shown = [(head, part.values) for head, part in columns if part]
     names = dict.fromkeys(name for _, values in shown for name in values)
     rows = ((name, *(_number(values.get(name)) for _, values in shown)) for name in names)
     lines += ["hybrid search: each model fused with BM25", *_table([("metric", *(head for head, _ in shown)), *rows])]
-    return [*lines, *dict.fromkeys(one.missing for _, one in fused if one.missing)]
+    return [*lines, *dict.fromkeys(hybrid.missing for _, hybrid in hybrids if hybrid.missing)]
 
 
 def _slice_lines(checks: Sequence[GateCheck]) -> list[str]:
-    """Return the slices that refuse, and those in which the candidate lost most."""
+    """List the slices that refuse and those with the largest drops."""
     compared = [check for check in checks if check.kind == "slice" and check.low is not None]
     if not compared:
         return []
@@ -247,13 +252,13 @@ def _slice_lines(checks: Sequence[GateCheck]) -> list[str]:
         )
         for check in shown
     ]
-    head = ("slice", "metric", "candidate", "incumbent", "difference", "interval", "queries", "gate")
-    return [f"slices: {len(shown)} of {len(compared)} compared, those that lost most", *_table([head, *rows])]
+    head = ("slice", "metric", "candidate", "production", "difference", "interval", "queries", "gate")
+    return [f"slices: {len(shown)} with the largest drops of {len(compared)} compared", *_table([head, *rows])]
 
 
-def _compared(ours: float | None, theirs: float | None) -> tuple[str, str, str]:
-    difference = None if ours is None or theirs is None else ours - theirs
-    return _number(ours), _number(theirs), _number(difference, "+")
+def _compared(candidate: float | None, production: float | None) -> tuple[str, str, str]:
+    difference = None if candidate is None or production is None else candidate - production
+    return _number(candidate), _number(production), _number(difference, "+")
 
 
 def _number(value: float | None, sign: str = "") -> str:
@@ -267,63 +272,61 @@ def _interval(check: GateCheck | None) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align names to the left, figures to the right."""
-    left = [column for column, title in enumerate(rows[0]) if title in ("metric", "slice", "gate")]
-    return [f"  {line}" for line in aligned(rows, left)]
+    """Align names left and numbers right."""
+    names = [column for column, title in enumerate(rows[0]) if title in ("metric", "slice", "gate")]
+    return [f"  {line}" for line in aligned(rows, names)]
 
 
-# What pages draw of a model's scores: `cycles/<cycle>/evaluate/digest.json`. Bins, counts and a bounded number of rows,
-# so that nobody has to read every score again. Of the same scores it is the same, to the byte.
+# Score digest for the report page: `cycles/<cycle>/evaluate/digest.json`. It has bins, counts and a bounded number of
+# rows, so the page need not read all scores. The same scores give the same bytes.
 
 SCORE_BINS = 20
-MAX_CLASSES = 20
-"""Of more labels no confusion is drawn."""
-MAX_TEXT = 160
-"""Characters of a query or a title."""
+MAX_CLASSES = 20  # with more labels there is no confusion matrix
+MAX_TEXT = 160  # maximum characters of a query or a title
 TextsOf = Callable[[Int64s], Mapping[int, tuple[str, str]]]
-"""Query and product of rows [M] by their number."""
+"""Function from row numbers [M] to query and product by row number."""
 
 
 class Bin(Record):
-    """Rows whose most probable label has a probability in (low, high]."""
+    """Calibration bin: rows with a most probable label of probability in (low, high]."""
 
     low: float
     high: float
     rows: int
-    confidence: float | None = Field(description="Mean of that probability; None in an empty bin")
-    right: float | None = Field(description="Share of rows of which it is the true label")
+    confidence: float | None = Field(description="Mean probability, None in an empty bin")
+    right: float | None = Field(description="Accuracy, None in an empty bin")
 
 
 class ModelDigest(Record):
-    """Scores of one model on the labelled rows of the holdout; rows with a NaN or infinite score are left out."""
+    """Score statistics of one model over labelled rows with finite scores."""
 
-    digest: str = Field(description="Of its checkpoint")
+    digest: str = Field(description="Digest of the checkpoint")
     rows: int
-    unusable: int = Field(description="Labelled rows that are left out")
+    unusable: int = Field(description="Labelled rows with a NaN or infinite score")
     reliability: tuple[Bin, ...]
     confusion: tuple[tuple[int, ...], ...] = Field(description="Rows by true label (first) and most probable label")
     scores: tuple[tuple[int, ...], ...] = Field(
-        description=f"For each label its rows by expected gain, in {SCORE_BINS} bins of equal width from 0 to top_gain"
+        description=f"Histogram of each label: rows by expected gain, in {SCORE_BINS} equal bins from 0 to top_gain"
     )
 
 
 class Example(Record):
-    """One row that a model is wrong about, or that changed against the incumbent."""
+    """A row that the candidate gets wrong, or on which it differs from production."""
 
     kind: Literal["worst", "lost", "won"] = Field(
-        description="worst: the true label is least probable; lost: right before and wrong now; won: the other way"
+        description="worst: the true label is least probable; lost: only production is right; won: only the candidate"
     )
     query: str
     product: str
     label: str
     candidate: str = Field(description="Most probable label")
-    candidate_probability: float = Field(description="Of the true label")
+    candidate_probability: float = Field(description="Probability of the true label")
     incumbent: str | None = None
     incumbent_probability: float | None = None
 
 
 class QueryChanges(Record):
-    """Queries by whether the candidate does better than the incumbent."""
+    """Number of queries on which the candidate is better, equal or worse than production."""
 
     metric: str
     better: int
@@ -332,17 +335,19 @@ class QueryChanges(Record):
 
 
 class FoundProduct(Record):
+    """A search result of a query."""
+
     text: str
-    gain: float | None = Field(description="As it was judged for the query; None: nobody judged it")
+    gain: float | None = Field(description="Gain for the query, None if not judged")
 
 
 class MovedQuery(Record):
-    """A query whose search results are better or worse than those of the incumbent."""
+    """A query with better or worse search results than with the production model."""
 
     query: str
-    before: float = Field(description="The metric with the incumbent")
+    before: float = Field(description="The metric with the production model")
     now: float
-    found_before: tuple[FoundProduct, ...] = Field(description="The first products, the best first")
+    found_before: tuple[FoundProduct, ...] = Field(description="First products, best first")
     found_now: tuple[FoundProduct, ...]
 
     @property
@@ -357,12 +362,12 @@ class ScoreDigest(Record):
     top_gain: float
     candidate: ModelDigest
     incumbent: ModelDigest | None
-    queries: tuple[QueryChanges, ...] = Field(description="Of search; empty without an incumbent or without search")
+    queries: tuple[QueryChanges, ...] = Field(description="Retrieval changes, empty without production or retrieval")
     moved_by: str = Field("", description="The metric of `moved`")
-    moved: tuple[MovedQuery, ...] = Field((), description="Queries that won most, then those that lost most")
-    lost: int | None = Field(description="Rows that were right and are wrong; None without an incumbent")
+    moved: tuple[MovedQuery, ...] = Field((), description="Queries that gained most, then those that lost most")
+    lost: int | None = Field(description="Rows that only production gets right, None without production")
     won: int | None
-    examples: tuple[Example, ...] = Field(description="At most report.examples of each kind; of won half as many")
+    examples: tuple[Example, ...] = Field(description="At most report.examples of each kind, half as many of won")
 
 
 def digest_key(cycle: str) -> str:
@@ -370,33 +375,33 @@ def digest_key(cycle: str) -> str:
 
 
 def load_digest(workspace: Storage, cycle: str) -> ScoreDigest | None:
-    """Load the digest of a cycle, None if there is none. Raises DataError if it cannot be read."""
+    """Load the digest of a cycle, or None if it does not exist. Raises DataError if it cannot be read."""
     writer = f"trnpipe evaluate --cycle {cycle}"
-    return read_record(workspace, digest_key(cycle), ScoreDigest, "a digest of scores", writer)
+    return read_record(workspace, digest_key(cycle), ScoreDigest, "a score digest", writer)
 
 
 def score_digest(
     cycle: str,
-    models: Sequence[tuple[str, Side]],
+    models: Sequence[tuple[str, GateInput]],
     limit: int,
     texts_of: TextsOf,
     moved_by: str,
     moved: Sequence[MovedQuery],
 ) -> ScoreDigest:
-    """Return what pages draw of the scores of the candidate and, after it, the incumbent, each with its digest.
+    """Build the score digest of the candidate and, if given, the production model (checkpoint digest and results each).
 
-    An incumbent whose scores mean nothing is compared by search alone. `limit`, `texts_of`: see `find_examples`.
+    A production model with an untrained head is compared by search alone. `limit`, `texts_of`: see `find_examples`.
     """
-    (digest, ours), *others = models
-    compared = [(mark, side.rows) for mark, side in others if not side.rows.meaningless]
-    examples, lost, won = find_examples(ours.rows, compared[0][1] if compared else None, limit, texts_of)
+    (digest, candidate), *others = models
+    compared = [(other_digest, result.rows) for other_digest, result in others if not result.rows.meaningless]
+    examples, lost, won = find_examples(candidate.rows, compared[0][1] if compared else None, limit, texts_of)
     return ScoreDigest(
         cycle=cycle,
-        labels=ours.rows.labels,
-        top_gain=max(ours.rows.label_gains),
-        candidate=model_digest(digest, ours.rows),
+        labels=candidate.rows.labels,
+        top_gain=max(candidate.rows.label_gains),
+        candidate=model_digest(digest, candidate.rows),
         incumbent=model_digest(*compared[0]) if compared else None,
-        queries=query_changes(ours.retrieval, others[0][1].retrieval) if others else (),
+        queries=query_changes(candidate.retrieval, others[0][1].retrieval) if others else (),
         moved_by=moved_by if moved else "",
         moved=tuple(moved),
         lost=lost,
@@ -406,6 +411,7 @@ def score_digest(
 
 
 def model_digest(digest: str, rows: ScoredRows) -> ModelDigest:
+    """Compute calibration bins, confusion matrix and score histograms of one model."""
     labelled = rows.label >= 0
     usable = labelled & ~rows.unusable
     label, probabilities = rows.label[usable], rows.probabilities[usable]
@@ -434,11 +440,12 @@ def model_digest(digest: str, rows: ScoredRows) -> ModelDigest:
     )
 
 
-def query_changes(ours: PerQuery | None, theirs: PerQuery | None) -> tuple[QueryChanges, ...]:
-    """Compare each figure that both have, over the queries for which both are defined."""
-    if ours is None or theirs is None or not np.array_equal(ours.query_id, theirs.query_id):
+def query_changes(candidate: PerQuery | None, production: PerQuery | None) -> tuple[QueryChanges, ...]:
+    """Compare each common metric over the queries for which both are defined."""
+    if candidate is None or production is None or not np.array_equal(candidate.query_id, production.query_id):
         return ()
-    changes = {name: values - theirs.values[name] for name, values in ours.values.items() if name in theirs.values}
+    before = production.values
+    changes = {name: now - before[name] for name, now in candidate.values.items() if name in before}
     return tuple(
         QueryChanges(
             metric=name, better=int((change > 0).sum()), equal=int((change == 0).sum()), worse=int((change < 0).sum())
@@ -448,54 +455,51 @@ def query_changes(ours: PerQuery | None, theirs: PerQuery | None) -> tuple[Query
 
 
 def find_examples(
-    ours: ScoredRows,
-    theirs: ScoredRows | None,
-    limit: int,
-    texts_of: TextsOf,
+    candidate: ScoredRows, production: ScoredRows | None, limit: int, texts_of: TextsOf
 ) -> tuple[tuple[Example, ...], int | None, int | None]:
-    """Find the rows that are most surely wrong or changed; count those lost and won, None without an incumbent.
+    """Choose example rows with the largest errors and changes. Also returns the numbers of rows lost and won.
 
-    At most `limit` of each kind, half as many won ones, each text once; of equal ones those that come first.
+    At most `limit` of each kind (half as many won), without duplicate texts. The numbers are None without production.
     """
-    usable = (ours.label >= 0) & ~ours.unusable
-    if theirs is not None:
-        usable &= ~theirs.unusable
+    usable = (candidate.label >= 0) & ~candidate.unusable
+    if production is not None:
+        usable &= ~production.unusable
     numbers = np.flatnonzero(usable)
-    label, every = ours.label[numbers], np.arange(len(numbers))
-    probabilities = ours.probabilities[numbers]
-    of_label, wrong = probabilities[every, label], probabilities.argmax(axis=1) != label
+    label, index = candidate.label[numbers], np.arange(len(numbers))
+    probabilities = candidate.probabilities[numbers]
+    true_probability, wrong = probabilities[index, label], probabilities.argmax(axis=1) != label
     kinds: list[tuple[Literal["worst", "lost", "won"], Float64s, Bools, int]]
-    kinds = [("worst", -np.log(np.maximum(of_label, SMALLEST)), wrong, limit)]
+    kinds = [("worst", -np.log(np.maximum(true_probability, SMALLEST)), wrong, limit)]
     num_lost = num_won = None
-    if theirs is not None:
-        before = theirs.probabilities[numbers]
-        was_wrong, moved = before.argmax(axis=1) != label, np.abs(of_label - before[every, label])
+    if production is not None:
+        before = production.probabilities[numbers]
+        was_wrong, moved = before.argmax(axis=1) != label, np.abs(true_probability - before[index, label])
         lost, won = wrong & ~was_wrong, ~wrong & was_wrong
         num_lost, num_won = int(lost.sum()), int(won.sum())
         kinds += [("lost", moved, lost, limit), ("won", moved, won, limit // 2)]
-    # Three times as many, as data may hold a row several times.
+    # Take three times as many, because the data may contain duplicate rows.
     chosen = []
-    for kind, size, mask, most in kinds:
+    for kind, magnitude, mask, max_count in kinds:
         indices = np.flatnonzero(mask)
-        largest = indices[np.argsort(-size[indices], kind="stable")[: 3 * most]]
-        chosen.append((kind, numbers[largest], most))
+        largest = indices[np.argsort(-magnitude[indices], kind="stable")[: 3 * max_count]]
+        chosen.append((kind, numbers[largest], max_count))
     texts = texts_of(np.unique(np.concatenate([rows for _, rows, _ in chosen])))
     examples = []
-    for kind, rows, most in chosen:
-        first = {(texts[row], int(ours.label[row])): row for row in reversed(rows.tolist())}
-        for row in [row for row in rows.tolist() if row in first.values()][:most]:
-            own = int(ours.label[row])
+    for kind, rows, max_count in chosen:
+        unique = {(texts[row], int(candidate.label[row])): row for row in reversed(rows.tolist())}
+        for row in [row for row in rows.tolist() if row in unique.values()][:max_count]:
+            own = int(candidate.label[row])
             query, product = (shortened(text, MAX_TEXT) for text in texts[row])
             examples.append(
                 Example(
                     kind=kind,
                     query=query,
                     product=product,
-                    label=ours.labels[own],
-                    candidate=ours.labels[int(ours.probabilities[row].argmax())],
-                    candidate_probability=round(float(ours.probabilities[row, own]), 6),
-                    incumbent=theirs.labels[int(theirs.probabilities[row].argmax())] if theirs else None,
-                    incumbent_probability=round(float(theirs.probabilities[row, own]), 6) if theirs else None,
+                    label=candidate.labels[own],
+                    candidate=candidate.labels[int(candidate.probabilities[row].argmax())],
+                    candidate_probability=round(float(candidate.probabilities[row, own]), 6),
+                    incumbent=production.labels[int(production.probabilities[row].argmax())] if production else None,
+                    incumbent_probability=round(float(production.probabilities[row, own]), 6) if production else None,
                 )
             )
     return tuple(examples), num_lost, num_won

@@ -1,4 +1,4 @@
-"""Search with a model's embeddings, every query against every item, exactly; the lists are kept in the cycle."""
+"""Exact retrieval with the embeddings of a model: every query against every item. Results are stored in the cycle."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ from pipeline.data.token_sets import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.data.tokenizer import TextTokenizer, Tokens, token_windows
 from pipeline.data.validate import filter_mask
 from pipeline.embed.catalogue import cut_tokens
-from pipeline.embed.config import whole_limit
+from pipeline.embed.config import max_text_tokens
 from pipeline.embed.engine import with_progress
 from pipeline.embed.vectors import check_dimensions, shorten_vectors
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig, RetrievalConfig
@@ -45,20 +45,17 @@ from pipeline.retrieval.products import decode_tokens, distinct_products, join_t
 from pipeline.retrieval.search import Ranked, search_on_ranks
 from pipeline.settings import Settings
 
-WINDOW_ROWS = 16_384
-"""Items read and embedded at a time."""
-MAX_TUNING = 1000
-"""Queries from which the weight of hybrid search is chosen, at most."""
+WINDOW_ROWS = 16_384  # items read and embedded at a time
+MAX_TUNING = 1000  # maximum number of queries to choose the weight of hybrid search
 _WINDOW = 512
 _BATCH_ROWS = 8192
-_SHOWN = 5
-"""Products of a list that pages show."""
+_SHOWN = 5  # search results of a query in the digest
 NO_QUERY = -1
 
 
 @dataclass(frozen=True)
 class RetrievalQueries:
-    """Q queries: ids [Q] ascending, tokens and texts [Q], and what is relevant to them."""
+    """Q queries with their judgements: ids [Q] ascending, tokens and texts [Q]."""
 
     ids: Int64s
     tokens: Tokens
@@ -68,12 +65,12 @@ class RetrievalQueries:
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """What retrieval searches for, and where.
+    """Queries and items of retrieval.
 
-    `tuning`: further queries, of the valid split, from which the weight of hybrid search is chosen. `items` yields the
-    number of the first item and the tokens of windows, in order, of those whose number passes. `texts` yields the texts
-    of all items. `item_of`: of a row, and its text, among those that
-    items were made of; -1 for none. `golden`: queries that are asked last, and not measured.
+    `tuning`: queries of the valid split that choose the weight of hybrid search. `items`: takes a filter of window
+    numbers and yields the number of the first item and the tokens of each selected window, in order. `texts`: yields
+    the texts of all items. `item_of`: maps a source row (its number and text) to its item, -1 if there is none.
+    `golden`: queries that are searched last and not measured.
     """
 
     queries: RetrievalQueries
@@ -85,19 +82,19 @@ class RetrievalTask:
     golden: RetrievalQueries | None = None
 
     @property
-    def asked(self) -> list[RetrievalQueries]:
-        return [one for one in (self.queries, self.tuning, self.golden) if one]
+    def query_groups(self) -> list[RetrievalQueries]:
+        return [group for group in (self.queries, self.tuning, self.golden) if group]
 
     def report(self, items: Int64s, metrics: MetricsConfig) -> tuple[PerQuery, MetricReport]:
-        """Measure items [Q or more, k] found for the judged queries, which come first."""
+        """Measure the results [Q or more, k] of the judged queries, which are first."""
         return retrieval_report(self.queries.ids, items[: len(self.queries.ids)], self.queries.judged, metrics)
 
 
 class CatalogueQueries(NamedTuple):
-    """The queries of a catalogue file, number to text, those for tuning, and its R rows.
+    """Judged and tuning queries of a catalogue file (number to text), and its R rows.
 
-    `query_of` [R]: the number of the query that the row's item is relevant to, or NO_QUERY. `item_of` [R]: the number
-    of the item. `is_item` [R]: whether the row is the first one of its item, whose title and text count.
+    `query_of` [R]: number of the query that the item is relevant to, or NO_QUERY. `item_of` [R]: number of the item.
+    `is_item` [R]: True for the first row of an item, which provides its title and text.
     """
 
     texts: dict[int, str]
@@ -109,9 +106,9 @@ class CatalogueQueries(NamedTuple):
 
 @dataclass(frozen=True)
 class JudgedCatalogue:
-    """A table of items, each row with a query that its item is relevant to.
+    """A table of items, each row with a query that the item is relevant to.
 
-    It is read twice: for the queries, then for the titles. Memory: 33 bytes a row, and the queries asked.
+    It is read twice, for the queries and then for the titles. Memory: 33 bytes per row, and the evaluated queries.
     """
 
     config: RetrievalConfig
@@ -119,66 +116,62 @@ class JudgedCatalogue:
 
     @property
     def content(self) -> str:
-        """The fingerprint of the content of the files."""
+        """Fingerprint of the file contents."""
         return fingerprint([[file.key, file.content_id] for file in self.files.inputs])
 
     def queries(self) -> CatalogueQueries:
-        """Read the queries and what is relevant to them. An item with several rows is relevant to the query of each.
+        """Read the queries and judgements. An item with several rows is relevant to all their queries.
 
-        Raises DataError for missing columns, rows without an id, or no query.
+        Raises DataError if a column, the id of a row, or all queries are missing.
         """
         config, texts, valid_texts = self.config, dict[int, str](), dict[int, str]()
         items, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-        num_nameless = 0
+        num_without_id = 0
         for batch in self.batches(("id", "query", "query_id")):
             ids, queries, names = (field_texts(batch, name) for name in ("id", "query", "query_id"))
-            named = zip(queries, names, strict=True)
-            of_rows = [hash63(name or query) if query else NO_QUERY for query, name in named]
-            asks = filter_mask(batch.columns, config.queries)
-            tunes = filter_mask(batch.columns, config.valid_queries) & bool(config.valid_queries)
-            for known, mask in ((texts, asks), (valid_texts, tunes)):
-                for number, query, asked in zip(of_rows, queries, mask.tolist(), strict=True):
-                    if asked and number != NO_QUERY:
-                        known.setdefault(number, query)
-            num_nameless += ids.count("")
+            pairs = zip(queries, names, strict=True)
+            batch_numbers = [hash63(name or query) if query else NO_QUERY for query, name in pairs]
+            judged = filter_mask(batch.columns, config.queries)
+            tuning = filter_mask(batch.columns, config.valid_queries) & bool(config.valid_queries)
+            for target, mask in ((texts, judged), (valid_texts, tuning)):
+                for number, query, selected in zip(batch_numbers, queries, mask.tolist(), strict=True):
+                    if selected and number != NO_QUERY:
+                        target.setdefault(number, query)
+            num_without_id += ids.count("")
             items.append(np.array([hash63(item) for item in ids], dtype=np.int64))
-            numbers.append(np.array(of_rows, dtype=np.int64))
-        every = np.concatenate(items)
-        if num_nameless or not texts:
-            seen = f"{num_nameless:,} of {len(every):,} rows have no {config.id!r}"
+            numbers.append(np.array(batch_numbers, dtype=np.int64))
+        row_items = np.concatenate(items)
+        if num_without_id or not texts:
+            reason = f"{num_without_id:,} rows have no {config.id!r}" if num_without_id else "no row has a query"
             raise DataError(
-                f"the catalogue {config.catalogue}: {seen if num_nameless else f'no query in {len(every):,} rows'}",
+                f"{reason} in the catalogue {config.catalogue} of {len(row_items):,} rows",
                 expected=f"a {config.id!r} in every row, and rows with a {config.query!r}"
                 + (f" among {dict(config.queries)}" if config.queries else ""),
                 next_command="check the file, --evaluate.retrieval.id, --evaluate.retrieval.query and"
                 " --evaluate.retrieval.queries",
             )
-        _, first, of_row = np.unique(every, return_index=True, return_inverse=True)
-        is_item = np.zeros(len(every), dtype=np.bool_)
+        _, first, inverse = np.unique(row_items, return_index=True, return_inverse=True)
+        is_item = np.zeros(len(row_items), dtype=np.bool_)
         is_item[first] = True
-        item_of = np.argsort(np.argsort(first))[of_row]  # items are numbered by their first rows
+        item_of = np.argsort(np.argsort(first))[inverse]  # items are numbered in order of their first rows
         valid_texts = {number: text for number, text in valid_texts.items() if number not in texts}
         return CatalogueQueries(texts, valid_texts, np.concatenate(numbers), item_of, is_item)
 
-    def windows(self, is_item: Bools, wanted: Callable[[int], bool], limit: int) -> Iterator[tuple[int, list[str]]]:
-        """Yield the texts of items, cut to `limit` characters, in windows whose number is `wanted`.
-
-        Each with the number of its first item.
-        """
-        held: list[str] = []
+    def windows(self, is_item: Bools, selects: Callable[[int], bool], limit: int) -> Iterator[tuple[int, list[str]]]:
+        """Yield the first item number and the texts, cut to `limit` characters, of windows whose number is selected."""
+        texts_read: list[str] = []
         number = row = 0
         for batch in self.batches(("title", "text")):
             titles, texts = field_texts(batch, "title"), field_texts(batch, "text")
-            kept = is_item[row : row + len(titles)].tolist()
+            rows = zip(titles, texts, is_item[row : row + len(titles)].tolist(), strict=True)
             row += len(titles)
-            rows_of = zip(titles, texts, kept, strict=True)
-            held += [product_text(title, text, limit) for title, text, keep in rows_of if keep]
-            while len(held) >= WINDOW_ROWS:
-                if wanted(number):
-                    yield number * WINDOW_ROWS, held[:WINDOW_ROWS]
-                held, number = held[WINDOW_ROWS:], number + 1
-        if held and wanted(number):
-            yield number * WINDOW_ROWS, held
+            texts_read += [product_text(title, text, limit) for title, text, is_first in rows if is_first]
+            while len(texts_read) >= WINDOW_ROWS:
+                if selects(number):
+                    yield number * WINDOW_ROWS, texts_read[:WINDOW_ROWS]
+                texts_read, number = texts_read[WINDOW_ROWS:], number + 1
+        if texts_read and selects(number):
+            yield number * WINDOW_ROWS, texts_read
 
     def batches(self, fields: Sequence[str]) -> Iterator[RawBatch]:
         config = self.config
@@ -197,27 +190,27 @@ class JudgedCatalogue:
         for batch in self.files.read(planner, _BATCH_ROWS, "reading the catalogue"):
             if batch.bad:
                 raise DataError(
-                    f"{batch.bad[0].file} has a bad row at {batch.bad[0].row}: {batch.bad[0].reason}",
-                    expected="whole rows: retrieval is judged against all items",
+                    f"{batch.bad[0].file} has an invalid row {batch.bad[0].row}: {batch.bad[0].reason}",
+                    expected="no invalid rows, because retrieval is evaluated on all items",
                     next_command="repair the file",
                 )
             yield batch
 
 
 def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> JudgedCatalogue:
-    """Find the files of a catalogue. Raises DataError if there is none."""
+    """Find the files of a catalogue. Raises DataError if there are none."""
     return JudgedCatalogue(config, open_files(path, "auto", stop, "--evaluate.retrieval.catalogue"))
 
 
 def field_texts(batch: RawBatch, field: str) -> list[str]:
-    """Return a field of every row, stripped; empty texts if the file lacks it."""
+    """Return a field of every row, stripped. Empty if the file lacks the column."""
     if field not in batch.columns.schema.names:
         return [""] * len(batch.columns)
     return [(value or b"").decode(errors="replace").strip() for value in batch.columns[field].to_pylist()]
 
 
 class _GradedRows(NamedTuple):
-    """Rows of a holdout that have a gain: query_id, hash of the product's text, gain, each [N]."""
+    """Holdout rows with a gain: query_id, hash of the product text, gain, each [N]."""
 
     query_id: Int64s
     product: UInt64s
@@ -245,27 +238,27 @@ def from_products(
     stop: StopSignal,
     warn: Callable[[str], None],
 ) -> RetrievalTask | str:
-    """Search for the holdout's queries among the distinct products of all `sources`; or return why that is impossible.
+    """Build the task of searching the distinct products of all `sources`, or return why that is impossible.
 
-    Queries of `valid` that are not judged are for tuning.
+    Queries of the holdout are judged, further queries of `valid` are for tuning.
     """
     rows = _graded_rows(holdout)
     if not len(rows.query_id):
-        return "no row of the holdout has a gain, so nothing is relevant to any query"
-    asked = some_queries(np.unique(rows.query_id), config.max_queries)
-    rows = rows.select(np.isin(rows.query_id, asked))
+        return "no test row has a gain, so nothing is relevant to any query"
+    judged_ids = some_queries(np.unique(rows.query_id), config.max_queries)
+    rows = rows.select(np.isin(rows.query_id, judged_ids))
     products = distinct_products(sources, np.unique(rows.product), config.max_items, stop)
     if len(products) < products.num_distinct:
         warn(f"retrieval: {len(products):,} of {products.num_distinct:,} products (evaluate.retrieval.max_items)")
 
-    def items(wanted: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
-        return products.windows(WINDOW_ROWS, wanted)
+    def items(selects: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
+        return products.windows(WINDOW_ROWS, selects)
 
     def texts() -> Iterator[list[str]]:
         return (decode_tokens(window, tokenizer) for _, window in items(lambda number: True))
 
-    def queries(asking: Holdout, ids: Int64s, graded: _GradedRows) -> RetrievalQueries:
-        (tokens,) = asking.tokens_of("query_id", ids, ("query",))
+    def queries(source: Holdout, ids: Int64s, graded: _GradedRows) -> RetrievalQueries:
+        (tokens,) = source.tokens_of("query_id", ids, ("query",))
         judged = Judgements(graded.query_id, products.item_numbers(graded.product), graded.gain)
         return RetrievalQueries(ids, tokens, decode_tokens(tokens, tokenizer), judged)
 
@@ -279,32 +272,32 @@ def from_products(
     if not isinstance(valid, str):
         others = _graded_rows(valid)
         others = others.select(products.item_numbers(others.product) >= 0)
-        ids = some_queries(np.setdiff1d(others.query_id, asked), MAX_TUNING)
+        ids = some_queries(np.setdiff1d(others.query_id, judged_ids), MAX_TUNING)
         tuning = queries(valid, ids, others.select(np.isin(others.query_id, ids))) if len(ids) else None
-    return RetrievalTask(queries(holdout, asked, rows), tuning, len(products), items, texts, item_of)
+    return RetrievalTask(queries(holdout, judged_ids, rows), tuning, len(products), items, texts, item_of)
 
 
 def from_catalogue(
     file: JudgedCatalogue, holdout: Holdout, tokenizer: TextTokenizer, spec: InputSpec, chunks: int = 1
 ) -> RetrievalTask:
-    """Search for the queries of a catalogue file among all its items.
+    """Build the task of searching all items of a catalogue file for its queries.
 
-    Queries are cut as those of the prepared data, items to `chunks` times as much as products of it.
+    Queries are truncated as in the prepared data, and items to `chunks` times the length of products there.
     """
     config, largest, table = file.config, holdout.rows.buckets[-1], file.queries()
     limit = chunks * text_characters(holdout.rows.buckets)
-    most_tokens = whole_limit(largest.product_tokens, chunks)
+    max_tokens = max_text_tokens(largest.product_tokens, chunks)
 
-    def items(wanted: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
-        for first, titles in file.windows(table.is_item, wanted, limit):
+    def items(selects: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
+        for first, titles in file.windows(table.is_item, selects, limit):
             tokens = tokenizer.encode([spec.product_prefix + title for title in titles])
-            yield first, cut_tokens(tokens, most_tokens, tokenizer.sep_id)
+            yield first, cut_tokens(tokens, max_tokens, tokenizer.sep_id)
 
     def texts() -> Iterator[list[str]]:
         return (titles for _, titles in file.windows(table.is_item, lambda number: True, limit))
 
-    def queries(texts_of: dict[int, str], most: int) -> RetrievalQueries:
-        ids = some_queries(np.array(sorted(texts_of), dtype=np.int64), most)
+    def queries(texts_of: dict[int, str], max_queries: int) -> RetrievalQueries:
+        ids = some_queries(np.array(sorted(texts_of), dtype=np.int64), max_queries)
         texts = [texts_of[number][:limit] for number in ids.tolist()]
         tokens = _query_tokens(texts, tokenizer, spec, holdout)
         rows = np.flatnonzero(np.isin(table.query_of, ids))
@@ -317,19 +310,19 @@ def from_catalogue(
 
 
 def _query_tokens(texts: Sequence[str], tokenizer: TextTokenizer, spec: InputSpec, holdout: Holdout) -> Tokens:
-    """Tokenise queries, cut as those of the prepared data."""
+    """Tokenise queries and truncate them as in the prepared data."""
     encoded = tokenizer.encode([spec.query_prefix + text for text in texts])
     return cut_tokens(encoded, holdout.rows.buckets[-1].query_tokens, tokenizer.sep_id)
 
 
-def some_queries(query_id: Int64s, most: int) -> Int64s:
-    """Return at most `most` of the ids [Q], chosen by a hash of them, ascending."""
+def some_queries(query_id: Int64s, max_queries: int) -> Int64s:
+    """Sample at most `max_queries` of the ids [Q] by their hash. Returns them ascending."""
     order = np.argsort(mix64(query_id.astype(np.uint64)), kind="stable")
-    return np.sort(query_id[order[:most]])
+    return np.sort(query_id[order[:max_queries]])
 
 
 Embed = Callable[[Iterable[Tokens]], Iterator[Float32s]]
-"""Windows of texts to their unit vectors [n, D], in order."""
+"""Function from windows of texts to their unit vectors [n, D], in order."""
 
 
 def search(
@@ -341,19 +334,19 @@ def search(
     advance: Callable[[int], None] = lambda count: None,
     widths: Sequence[int] = (0,),
 ) -> list[Ranked]:
-    """Find the `k` best items of every query of the task, those for tuning last, with their cosines.
+    """Search the `k` best items of every query of the task by cosine, on all ranks.
 
-    One list for each of `widths`: the leading dimensions of the vectors that are compared, 0 for all. Ranks share
-    queries and items; all get the lists. Memory: the queries' vectors in every width and one window of items. Raises
-    NumericError if a vector is not finite, Preempted.
+    Returns one result for each of `widths`, the number of leading dimensions to compare (0: all). Queries and items are
+    distributed over ranks, and all ranks return the results. Memory: the query vectors in every width and one window of
+    items. Raises NumericError if a vector is not finite, Preempted.
     """
-    world, tokens = process_group.world, join_tokens([queries.tokens for queries in task.asked])
+    world, tokens = process_group.world, join_tokens([group.tokens for group in task.query_groups])
     bounds = np.linspace(0, len(tokens.lengths), world.world_size + 1).astype(int)
-    own = tokens.part(int(bounds[world.rank]), int(bounds[world.rank + 1]))
-    windows = token_windows(own, _WINDOW) if len(own.lengths) else ()
-    embedded = list(with_progress(embed(windows), "embedding queries", len(own.lengths))) if windows else []
-    whole = np.concatenate([vectors for part in process_group.gather(embedded) for vectors in part])
-    firsts: deque[int] = deque()  # the embedder reads ahead, so the numbers wait for their vectors
+    local = tokens.part(int(bounds[world.rank]), int(bounds[world.rank + 1]))
+    windows = token_windows(local, _WINDOW) if len(local.lengths) else ()
+    embedded = list(with_progress(embed(windows), "embedding queries", len(local.lengths))) if windows else []
+    query_vectors = np.concatenate([vectors for part in process_group.gather(embedded) for vectors in part])
+    firsts: deque[int] = deque()  # numbers of windows that the embedder has read ahead
 
     def cut(vectors: Float32s) -> list[Float32s]:
         return [shorten_vectors(vectors, width or vectors.shape[1]) for width in widths]
@@ -369,7 +362,7 @@ def search(
             yield firsts.popleft(), cut(vectors)
             advance(len(vectors) * world.world_size)
 
-    return search_on_ranks(process_group, cut(whole), chunks(), k)
+    return search_on_ranks(process_group, cut(query_vectors), chunks(), k)
 
 
 KIND = "retrieval"
@@ -377,9 +370,9 @@ KIND = "retrieval"
 
 @dataclass(frozen=True)
 class RetrievalResult:
-    """Retrieval with one model; `per_query` and `ranked` are None if there is none, and `report` has the reason.
+    """Retrieval results of one model.
 
-    `by_width`: nDCG with vectors cut to other widths than those that are judged.
+    `per_query` and `ranked` are None if it is impossible (see `report`). `by_width`: nDCG with truncated vectors.
     """
 
     per_query: PerQuery | None
@@ -389,32 +382,35 @@ class RetrievalResult:
 
 
 def moved_queries(
-    task: RetrievalTask, ours: RetrievalResult, theirs: RetrievalResult, metric: str, most: int
+    task: RetrievalTask, candidate: RetrievalResult, production: RetrievalResult, metric: str, limit: int
 ) -> list[MovedQuery]:
-    """Return at most `most` queries that won most by a metric, the best first, then as many that lost most.
+    """Return the `limit` queries with the largest gain in a metric, best first, then those with the largest loss.
 
-    Each with the first products that both models found. Texts are those of the task, read through once.
+    Each has the first search results of both models. Reads the texts of all items once.
     """
-    if not most or ours.ranked is None or theirs.ranked is None or ours.per_query is None or theirs.per_query is None:
+    if not limit or candidate.ranked is None or production.ranked is None:
         return []
-    lists, figures = (theirs.ranked.items, ours.ranked.items), (theirs.per_query.values, ours.per_query.values)
+    if candidate.per_query is None or production.per_query is None:
+        return []
+    lists = production.ranked.items, candidate.ranked.items
+    figures = production.per_query.values, candidate.per_query.values
     if any(metric not in values for values in figures):
         return []
     before, now = (values[metric] for values in figures)
     order = np.argsort(now - before, kind="stable")
-    won = [row for row in order[::-1].tolist() if now[row] > before[row]][:most]
-    lost = [row for row in order.tolist() if now[row] < before[row]][:most]
+    won = [row for row in order[::-1].tolist() if now[row] > before[row]][:limit]
+    lost = [row for row in order.tolist() if now[row] < before[row]][:limit]
     rows, ids, judged = np.array([*won, *lost], dtype=np.int64), task.queries.ids, task.queries.judged
-    of_rows, gains = np.flatnonzero(np.isin(judged.query_id, ids[rows])), dict[tuple[int, int], float]()
-    columns = (column[of_rows].tolist() for column in (judged.query_id, judged.item_id, judged.gain))
+    selected, gains = np.flatnonzero(np.isin(judged.query_id, ids[rows])), dict[tuple[int, int], float]()
+    columns = (column[selected].tolist() for column in (judged.query_id, judged.item_id, judged.gain))
     for query, item, gain in zip(*columns, strict=True):
         gains[query, item] = max(gain, gains.get((query, item), 0.0))
-    wanted = {item for items in lists for item in items[rows, :_SHOWN].ravel().tolist()}
-    titles = {n: shortened(text, MAX_TEXT) for n, text in enumerate(chain.from_iterable(task.texts())) if n in wanted}
+    shown = {item for items in lists for item in items[rows, :_SHOWN].ravel().tolist()}
+    titles = {n: shortened(text, MAX_TEXT) for n, text in enumerate(chain.from_iterable(task.texts())) if n in shown}
 
     def first(items: Int64s, row: int) -> tuple[FoundProduct, ...]:
-        found = [item for item in items[row, :_SHOWN].tolist() if item >= 0]
-        return tuple(FoundProduct(text=titles[item], gain=gains.get((int(ids[row]), item))) for item in found)
+        results = [item for item in items[row, :_SHOWN].tolist() if item >= 0]
+        return tuple(FoundProduct(text=titles[item], gain=gains.get((int(ids[row]), item))) for item in results)
 
     return [
         MovedQuery(
@@ -430,10 +426,10 @@ def moved_queries(
 
 @dataclass
 class ModelSearch:
-    """Searches with one model after the other, for the same queries in the same items.
+    """Retrieval with several models, one after the other, for the same queries and items.
 
-    What is judged are the vectors as they are embedded: cut to embed.output.dimensions. `valid`: the holdout whose
-    queries choose the weight of hybrid search, or why there is none.
+    The judged vectors are truncated to embed.output.dimensions, as for serving. `valid`: the holdout with the tuning
+    queries of hybrid search, or the reason why there is none.
     """
 
     settings: Settings
@@ -447,12 +443,12 @@ class ModelSearch:
     warn: Callable[[str], None]
 
     def run(self, role: str, checkpoint: Checkpoint, embed: Embed) -> RetrievalResult | None:
-        """Search on all ranks. Return None if retrieval is not to be evaluated. Raises DataError, Preempted."""
+        """Search on all ranks. Returns None if disabled. Raises DataError if stored results are damaged, Preempted."""
         ctx, task = self.ctx, self.task if self.settings.evaluate.retrieval.enabled else None
         if task is None:
             return None
         if isinstance(task, str):
-            return self._without(task)
+            return self._missing(task)
         widths, key = self._widths(checkpoint), self._key(checkpoint)
         if self.process_group.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
             return self.load(task, key)
@@ -462,7 +458,7 @@ class ModelSearch:
                     task, embed, max(self.metrics.retrieval_at), self.process_group, ctx.stop, advance, widths
                 )
         except NumericError as error:
-            return self._without(error.seen)
+            return self._missing(error.seen)
         figures = (task.report(ranked.items, self.metrics)[1].values.get(self.ndcg) for ranked in lists[1:])
         by_width = {width: ndcg for width, ndcg in zip(widths[1:], figures, strict=True) if ndcg is not None}
         return self.save(task, key, lists[0], by_width)
@@ -470,7 +466,7 @@ class ModelSearch:
     def save(
         self, task: RetrievalTask, key: str, ranked: Ranked, by_width: dict[int, float] | None = None
     ) -> RetrievalResult:
-        """Measure lists; rank 0 commits them, with the figures of each query."""
+        """Measure search results. Rank 0 commits them with the metrics of each query."""
         per_query, report = task.report(ranked.items, self.metrics)
         if self.ctx.world.is_main:
             arrays = {"items": ranked.items, "scores": ranked.scores, "query_id": per_query.query_id}
@@ -486,18 +482,18 @@ class ModelSearch:
 
     @cached_property
     def metrics(self) -> MetricsConfig:
-        """The ranks that are reported and those that the gate judges."""
+        """Metrics with all ranks that are reported or used by the gate."""
         return self.settings.gate.with_ranks(self.settings.evaluate.metrics)
 
     @property
     def ndcg(self) -> str:
-        """The metric by which widths and weights are compared: at the largest rank up to ten, else the least one."""
+        """Metric to compare widths and weights by, at the largest rank up to 10 or else the smallest."""
         ranks = self.metrics.retrieval_at
         return f"{RETRIEVAL}ndcg@{max((k for k in ranks if k <= 10), default=min(ranks))}"
 
     @cached_property
     def task(self) -> RetrievalTask | str:
-        """Queries, items and judgements, or why there are none."""
+        """Queries, items and judgements, or the reason why retrieval is impossible."""
         config, ctx = self.settings.evaluate.retrieval, self.ctx
         spec, tokenizer = spec_of(self.sets[0].info), TextTokenizer(self.tokenizer)
         task: RetrievalTask | str
@@ -508,34 +504,37 @@ class ModelSearch:
             task = from_products(self.holdout, self.valid, sources, self.tokenizer, config, ctx.stop, self.warn)
         if isinstance(task, str) or not self.golden:
             return task
-        buckets, nothing = self.holdout.rows.buckets, np.zeros(0, dtype=np.int64)
-        texts = [one.query[: text_characters(buckets)] for one in self.golden]
+        buckets, no_ids = self.holdout.rows.buckets, np.zeros(0, dtype=np.int64)
+        texts = [query.query[: text_characters(buckets)] for query in self.golden]
         tokens = _query_tokens(texts, tokenizer, spec, self.holdout)
-        judged = Judgements(nothing, nothing, np.zeros(0))
+        judged = Judgements(no_ids, no_ids, np.zeros(0))
         return replace(task, golden=RetrievalQueries(np.arange(len(texts)), tokens, texts, judged))
 
     @cached_property
     def golden(self) -> tuple[GoldenQuery, ...]:
         return read_golden(self.settings, self.ctx.stop)
 
-    def judge_golden(self, ours: RetrievalResult | None, theirs: RetrievalResult | None) -> GoldenReport | None:
-        """Judge the golden queries, if any, by what both models found. Raises DataError if the data is gone."""
+    def judge_golden(
+        self, candidate: RetrievalResult | None, production: RetrievalResult | None
+    ) -> GoldenReport | None:
+        """Judge the golden queries, if any, by the results of both models. Raises DataError if the data is missing."""
         if not self.golden:
             return None
-        lists, other = (one.ranked.items[-len(self.golden) :] if one and one.ranked else None for one in (ours, theirs))
-        task = self.task if ours else "evaluate.retrieval.enabled is false"
+        results, num = (candidate, production), len(self.golden)
+        lists, other_lists = (each.ranked.items[-num:] if each and each.ranked else None for each in results)
+        task = self.task if candidate else "evaluate.retrieval.enabled is false"
         if isinstance(task, str) or lists is None:
             return GoldenReport(missing=task if isinstance(task, str) else "search with the candidate failed")
-        names = (name for one in self.golden for name in one.names)
+        names = (name for query in self.golden for name in query.names)
         items = items_named(names, self._product_rows(), task.item_of)
-        report = judge_golden(self.golden, items, lists, other)
+        report = judge_golden(self.golden, items, lists, other_lists)
         if report.unknown:
-            where = f"of the {task.num_items:,} products that retrieval searches"
-            self.warn(f"golden queries name {len(report.unknown):,} that are none {where}: {names_of(report.unknown)}")
+            count, unknown = len(report.unknown), names_of(report.unknown)
+            self.warn(f"golden queries name {count:,} product(s) not among the {task.num_items:,} searched: {unknown}")
         return report
 
     def _product_rows(self) -> Iterator[tuple[str, str, str]]:
-        """Yield id, title and text, as it was tokenised, of the rows that items are made of."""
+        """Yield the id, title and tokenised text of the source rows of items."""
         prefix, limit = spec_of(self.sets[0].info).product_prefix, text_characters(self.holdout.rows.buckets)
         if self._catalogue is not None:
             batches, name = self._catalogue.batches(("id", "title")), "id"
@@ -543,12 +542,12 @@ class ModelSearch:
             source = open_source(self.settings.data, scratch=self.ctx.scratch, stop=self.ctx.stop)
             batches, name = read_products(source, self.ctx.stop), "product_id"
         for batch in batches:
-            for one, title, text in zip(*(field_texts(batch, each) for each in (name, "title", "text")), strict=True):
-                yield one, title, prefix + product_text(title, text, limit)
+            for row in zip(*(field_texts(batch, column) for column in (name, "title", "text")), strict=True):
+                yield row[0], row[1], prefix + product_text(row[1], row[2], limit)
 
     @cached_property
-    def decides(self) -> dict[str, Json]:
-        """All that decides queries, items, lists and figures."""
+    def inputs(self) -> dict[str, Json]:
+        """Inputs that determine queries, items and results, for the keys of stored results."""
         retrieval = with_retired(self.settings.evaluate.retrieval)
         del retrieval["catalogue"], retrieval["dimensions"]
         return {
@@ -560,8 +559,8 @@ class ModelSearch:
             "retrieval": retrieval,
             "metrics": self.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
             **({"chunks": self.settings.embed.chunks} if self._catalogue and self.settings.embed.chunks > 1 else {}),
-            **({"golden": [one.query for one in self.golden]} if self.golden else {}),
-            **({"asked": "every row"} if self._catalogue else {}),  # once: the query of an item's first row alone
+            **({"golden": [query.query for query in self.golden]} if self.golden else {}),
+            **({"asked": "every row"} if self._catalogue else {}),  # earlier versions: only the first row of an item
         }
 
     @cached_property
@@ -570,16 +569,17 @@ class ModelSearch:
         return open_catalogue(config, config.catalogue, self.ctx.stop) if config.catalogue else None
 
     def _widths(self, checkpoint: Checkpoint) -> list[int]:
-        """Return the width of the vectors as they are embedded, then the others. Raises ConfigError."""
+        """Return the width of embedded vectors, then the others. Raises ConfigError if a width is not available."""
         width, config = checkpoint.state.model.encoder.hidden_size, self.settings.evaluate.retrieval
         check_dimensions("embed.output.dimensions", self.settings.embed.output.dimensions, width)
         for dimensions in config.dimensions:
             check_dimensions("evaluate.retrieval.dimensions", dimensions, width)
         return [self.settings.embed.output.dimensions, *config.dimensions]
 
-    def _without(self, reason: str) -> RetrievalResult:
-        names = [f"{RETRIEVAL}{word}@{k}" for k in self.metrics.retrieval_at for word in ("recall", "ndcg", "success")]
-        missing = dict.fromkeys([*names, f"{RETRIEVAL}mrr"], reason)
+    def _missing(self, reason: str) -> RetrievalResult:
+        ranks, families = self.metrics.retrieval_at, ("recall", "ndcg", "success")
+        names = [*(f"{RETRIEVAL}{family}@{k}" for k in ranks for family in families), f"{RETRIEVAL}mrr"]
+        missing = dict.fromkeys(names, reason)
         return RetrievalResult(None, MetricReport(values={}, missing=missing, num_rows=0, num_queries=0), None)
 
     def _key(self, checkpoint: Checkpoint) -> str:
@@ -590,5 +590,5 @@ class ModelSearch:
         if limit := config.row_limit(state.max_tokens, state.model.max_positions):
             embed["row_tokens"] = limit
         widths: list[Json] = [*self._widths(checkpoint)]
-        decides = fingerprint({**self.decides, "embed": embed, "widths": widths, "device": self.backend.device_name()})
-        return f"cycles/{self.ctx.cycle}/evaluate/retrieval/{checkpoint.digest[:16]}-{decides[:8]}"
+        inputs = fingerprint({**self.inputs, "embed": embed, "widths": widths, "device": self.backend.device_name()})
+        return f"cycles/{self.ctx.cycle}/evaluate/retrieval/{checkpoint.digest[:16]}-{inputs[:8]}"

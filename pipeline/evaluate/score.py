@@ -1,4 +1,4 @@
-"""Score rows with a model, split over ranks and saved on the way; store scores, and measure those of training."""
+"""Score rows with a model, distributed over ranks and resumable, and store the scores."""
 
 import math
 import time
@@ -46,13 +46,13 @@ from pipeline.parallel.strategies.flat import FlatLayout, flat_forward, paramete
 from pipeline.retrieval.products import text_hashes
 from pipeline.retrieval.search import search_vectors
 
-# The scoring program of one device: weights and the forward pass, in the very graphs that training evaluates with.
+# The scoring program of one device: weights and forward pass, with the graphs that training uses for evaluation.
 
 PHASE = "evaluate"
 
 
 class ScoreProgram:
-    """Scores and embeddings of batches. No gradient; a model of the same shape takes the same graphs."""
+    """Inference of scores and embeddings. Models of the same shape share its graphs."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class ScoreProgram:
         *,
         has_one_rate: bool = False,
     ) -> None:
-        """Takes the model over: only its structure stays. Load weights before scoring.
+        """Build the program from the structure of `model`, which it modifies. Call `load` before scoring.
 
-        `has_one_rate`: as the optimizer in training, whose graphs it shares.
+        `has_one_rate`: as in the optimizer of the training run, to share its graphs.
         """
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self.backend, self._precision = backend, precision
@@ -76,7 +76,7 @@ class ScoreProgram:
         self._forward = step_program(backend, self._computed)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Put weights (our names and shapes, any dtype, on CPU) on the device."""
+        """Copy weights (names and shapes of the model, any dtype, on CPU) to the device."""
         self._flats = [flat.to(self.backend.device) for flat in self._layout.pack(weights)]
 
     def _computed(self, flats: list[Tensor], batch: Mapping[str, Tensor]) -> RelevanceOutputs:
@@ -84,23 +84,23 @@ class ScoreProgram:
 
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
-        """Logits over relevance classes [B, K] and embeddings [B, D], fp32, on the device."""
+        """Compute logits over relevance classes [B, K] and embeddings [B, D], fp32 on the device."""
         (rows, query_tokens), product_tokens = batch["query"].shape, batch["product"].shape[1]
-        found = self._forward(self._flats, batch)
-        outputs = RelevanceOutputs(*(tensor.float() for tensor in found))
-        del found  # what is alive at the end of a graph is an output of it
-        place = GraphPosition(PHASE, Bucket(query_tokens, product_tokens).name, rows)
-        self._watch.before(place, outputs)
+        raw = self._forward(self._flats, batch)
+        outputs = RelevanceOutputs(*(tensor.float() for tensor in raw))
+        del raw  # every live tensor becomes an output of the graph
+        position = GraphPosition(PHASE, Bucket(query_tokens, product_tokens).name, rows)
+        self._watch.before(position, outputs)
         self.backend.step_boundary(outputs)
-        self._watch.after(place)
+        self._watch.after(position)
         return outputs
 
 
 @dataclass(frozen=True)
 class PartStore:
-    """Scored rows of one model on one holdout, stored part by part, so that a killed evaluation continues.
+    """Scores of one model on one holdout in parts, so that an interrupted evaluation resumes.
 
-    A part is named by the position in the holdout's order of its first row.
+    The index of a part is the position of its first row in the order of the holdout.
     """
 
     parts: Parts[Part]
@@ -113,42 +113,41 @@ class PartStore:
         return cls(parts, scratch / "parts", warn)
 
     def load(self) -> tuple[int, list[Arrays]]:
-        """Return the position to continue from, and the arrays of the rows before it. A damaged part loses all."""
-        place, found, done = 0, list[Arrays](), self.parts.done()
+        """Return the position to resume from and the stored arrays before it. A damaged part discards all parts."""
+        position, loaded, done = 0, list[Arrays](), self.parts.done()
         try:
-            while place in done:
-                (path,) = self.parts.fetch(place, self.cache_dir)
-                found.append(load_file(path))
-                place += len(found[-1]["sample_id"])
+            while position in done:
+                (path,) = self.parts.fetch(position, self.cache_dir)
+                loaded.append(load_file(path))
+                position += len(loaded[-1]["sample_id"])
         except (DataError, SafetensorError, OSError) as error:
-            self.warn(f"scores are computed again: {error}")
+            self.warn(f"computing the scores again: {error}")
             self.parts.delete()
             return 0, []
-        return place, found
+        return position, loaded
 
     def commit(self, start: int, arrays: Arrays) -> None:
         (name,) = self.parts.names(start)
-        whole = {key: np.ascontiguousarray(values) for key, values in arrays.items()}
-        self.parts.commit(Part(index=start), {name: save(whole)})
+        contiguous = {key: np.ascontiguousarray(values) for key, values in arrays.items()}
+        self.parts.commit(Part(index=start), {name: save(contiguous)})
 
 
 Score = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""A batch on the device to what is kept of it, by name, such as logits [B, K]: on the device too."""
+"""Function from a batch to outputs by name, such as logits [B, K]. Both are on the device."""
 
 KEPT = ("sample_id", "query_id", "label", "gain", "slice", "partition")
-"""Arrays of the token shards that go into scores, if they exist; `query_tokens` [N] is counted as well."""
-_SHORT_S, _LONG_S, _MOST_BATCHES = 1.0, 4.0, 256
+"""Arrays of the token shards that are stored with the scores, if they exist, in addition to `query_tokens` [N]."""
+_SHORT_S, _LONG_S, _MAX_BATCHES = 1.0, 4.0, 256
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Where and how rows are scored: by an evaluation, while a model is trained, and on each side of a comparison."""
+    """Distributed scoring of rows, used by evaluation, training and `trnpipe parity`."""
 
     backend: Backend
     process_group: ProcessGroup
     stop: StopSignal
-    batch_size: int
-    """Rows of one batch on one rank: that of training, so that the graphs are the same."""
+    batch_size: int  # rows per batch and rank, the same as in training to share its graphs
     save_every_s: float = math.inf
     clock: Callable[[], float] = time.monotonic
 
@@ -161,10 +160,10 @@ class Scorer:
         advance: Callable[[int], None] = lambda count: None,
         kept: Callable[[Arrays], Arrays] | None = None,
     ) -> Arrays:
-        """Return what `kept` takes of every row (KEPT and query_tokens) and its scores, by ascending sample_id.
+        """Score all rows. Returns scores and the arrays chosen by `kept`, sorted by sample_id.
 
-        Ranks exchange results after every few batches. With `parts` rank 0 saves them and alone gets the arrays;
-        without, nothing is saved and all ranks get them. Raises Preempted when any rank is told to stop.
+        `kept` selects input arrays of a batch (default: KEPT and query_tokens). Ranks exchange results after a few
+        batches. With `parts`, rank 0 saves and returns them. Without, all ranks return them. Raises Preempted.
         """
 
         def for_scores(arrays: Arrays) -> Arrays:
@@ -173,79 +172,80 @@ class Scorer:
 
         kept = kept or for_scores
         is_main, layout = self.process_group.world.is_main, self.process_group.layout
-        start, held = parts.load() if parts and is_main else (0, [])
+        start, saved = parts.load() if parts and is_main else (0, [])
         start = int(self.process_group.gather(start)[0])
         advance(start)
-        under_way: deque[tuple[Span, int, Arrays]] = deque()
+        in_flight: deque[tuple[Span, int, Arrays]] = deque()
 
         def batches() -> Iterator[Batch]:
             for span in order.spans(start, self.batch_size * layout.data_size):
-                numbers, num_real = span.share(layout.data_rank, self.batch_size)
+                numbers, num_real = span.rank_batch(layout.data_rank, self.batch_size)
                 arrays = rows.read(np.full(self.batch_size, span.bucket, dtype=np.int64), numbers, span.bucket)
-                under_way.append((span, num_real, kept(arrays)))
+                in_flight.append((span, num_real, kept(arrays)))
                 yield to_tensors(arrays)
 
-        fresh: list[Arrays] = []
-        place = saved = start
+        unsaved: list[Arrays] = []
+        position = saved_position = start
         size, since = 1, self.clock()
         with self.backend.loader(batches()) as ready:
-            results = self._one_behind(score, ready)
-            while place < order.total:
+            results = self._pipelined(score, ready)
+            while position < order.total:
                 began = self.clock()
-                found = list(islice(results, size))
-                if not found:
-                    raise RuntimeError(f"scored {place} of {order.total} rows: a loader thread ended early")
-                done = [(*under_way.popleft(), host) for host in found]
-                mine = [  # without the rows that fill a batch
-                    {name: values[:num_real] for name, values in {**of_rows, **scores}.items()}
-                    for _, num_real, of_rows, scores in done
+                outputs = list(islice(results, size))
+                if not outputs:
+                    raise RuntimeError(f"scored {position} of {order.total} rows: a loader thread ended early")
+                done = [(*in_flight.popleft(), scores) for scores in outputs]
+                local = [  # without padding rows
+                    {name: values[:num_real] for name, values in {**inputs, **scores}.items()}
+                    for _, num_real, inputs, scores in done
                 ]
-                gathered = self.process_group.gather((joined(mine), self.clock() - began, self.stop.is_set()))
+                gathered = self.process_group.gather((joined(local), self.clock() - began, self.stop.is_set()))
                 count = sum(len(span.rows) for span, _, _, _ in done)
-                place += count
+                position += count
                 advance(count)
-                # Tensor peers scored the same rows.
-                fresh += [part for part, _, _ in gathered[:: layout.tensor_size]] if is_main or not parts else []
+                # Ranks of one tensor-parallel group scored the same rows.
+                unsaved += [part for part, _, _ in gathered[:: layout.tensor_size]] if is_main or not parts else []
                 stopping = any(stopped for _, _, stopped in gathered)
-                due = self.clock() - since >= self.save_every_s and place < order.total
+                due = self.clock() - since >= self.save_every_s and position < order.total
                 if parts and is_main and (due or stopping):
-                    parts.commit(saved, joined(fresh))
-                    held, fresh, saved, since = [*held, joined(fresh)], [], place, self.clock()
+                    parts.commit(saved_position, joined(unsaved))
+                    saved, unsaved = [*saved, joined(unsaved)], []
+                    saved_position, since = position, self.clock()
                 if stopping:
-                    self.stop.set("another rank")  # keeps the reason of our own signal, if there was one
-                    saved_rows = f"scoring a holdout; {place:,} of {order.total:,} rows are saved"
+                    self.stop.set("another rank")  # keeps the reason of a local signal, if any
+                    saved_rows = f"scoring a holdout; {position:,} of {order.total:,} rows are saved"
                     self.stop.raise_if_set(saved_rows if parts else "evaluating the holdout")
-                # Ranks meet after few enough batches to stop soon, and enough not to wait for each other all the time.
+                # Few enough batches between exchanges to stop soon, and enough to keep synchronisation cheap.
                 seconds = max(seconds for _, seconds, _ in gathered)
                 if seconds < _SHORT_S:
-                    size = min(size * 2, _MOST_BATCHES)
+                    size = min(size * 2, _MAX_BATCHES)
                 elif seconds > _LONG_S:
                     size = max(1, size // 2)
-        return by_sample_id([*held, *fresh]) if is_main or not parts else {}
+        return by_sample_id([*saved, *unsaved]) if is_main or not parts else {}
 
-    def _one_behind(self, score: Score, ready: Iterator[Batch]) -> Iterator[Arrays]:
-        """Scores on the host. A batch is fetched when the next one is under way: the device does not wait."""
-        before: Mapping[str, Tensor] | None = None
+    def _pipelined(self, score: Score, ready: Iterator[Batch]) -> Iterator[Arrays]:
+        """Yield scores on the host. Fetches a batch after starting the next one, so the device does not wait."""
+        previous: Mapping[str, Tensor] | None = None
         for batch in chain(ready, [None]):
             outputs = None if batch is None else score(batch)
-            if before is not None:
-                host = self.backend.to_host(list(before.values()))
-                yield {name: values.numpy() for name, values in zip(before, host, strict=True)}
-            before = outputs
+            if previous is not None:
+                host = self.backend.to_host(list(previous.values()))
+                yield {name: values.numpy() for name, values in zip(previous, host, strict=True)}
+            previous = outputs
 
 
 def joined(parts: list[Arrays]) -> Arrays:
-    """Parts one after the other; all hold the same arrays."""
+    """Concatenate parts, which all have the same arrays."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def by_sample_id(parts: list[Arrays]) -> Arrays:
-    every = joined(parts)
-    ascending = np.argsort(every["sample_id"], kind="stable")
-    return {name: values[ascending] for name, values in every.items()}
+    arrays = joined(parts)
+    ascending = np.argsort(arrays["sample_id"], kind="stable")
+    return {name: values[ascending] for name, values in arrays.items()}
 
 
-# Arrays that an evaluation computed, above all the scores of one model on one holdout.
+# Stored results of an evaluation, in particular the scores of a model on a holdout.
 
 ARRAYS_FILE, FILE = "arrays.safetensors", "scores.safetensors"
 
@@ -259,17 +259,17 @@ def save_arrays(
     fields: Mapping[str, JsonValue] | None = None,
     file: str = ARRAYS_FILE,
 ) -> None:
-    """Commit arrays by name, with `fields`, unless they exist: `prefix` names all that decides them.
+    """Commit arrays by name, with `fields`, unless `prefix` exists. The prefix must identify the content.
 
-    A writer killed at any byte leaves nothing that is read. Raises the errors of a disk.
+    An interrupted writer leaves nothing that is read later. Raises the errors of `os_errors`.
     """
     if read_manifest(storage, prefix) is not None:
         return
-    home = scratch / "arrays"  # the cycles of a machine share it
-    with os_errors("writing", f"file://{home}"), atomic.staging_dir(home) as folder:
+    staging = scratch / "arrays"  # shared by the cycles of a machine
+    with os_errors("writing", f"file://{staging}"), atomic.staging_dir(staging) as folder:
         try:
             save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, folder / file)
-        except SafetensorError as error:  # how safetensors reports a full disk
+        except SafetensorError as error:  # reported by safetensors when the disk is full
             raise OSError(str(error)) from error
         commit_dir(storage, folder, prefix, kind=kind, fields=fields or {})
 
@@ -277,21 +277,21 @@ def save_arrays(
 def load_arrays(
     storage: Storage, prefix: str, kind: str, cache_dir: Path, file: str = ARRAYS_FILE
 ) -> tuple[Arrays, Mapping[str, JsonValue]]:
-    """Load committed arrays, every byte verified, and their fields. Raises DataError."""
+    """Load and verify committed arrays and their fields. Raises DataError if they are missing or damaged."""
     try:
         manifest = require_manifest(storage, prefix)
         if manifest.kind != kind:
-            raise DataError(f"it is of kind {manifest.kind}")
+            raise DataError(f"its kind is {manifest.kind}")
         return load_file(fetch_dir(storage, prefix, cache_dir) / file), manifest.fields
     except (DataError, SafetensorError, OSError) as error:
-        raise _bad(storage, prefix, kind, first_line(error)) from error
+        raise _unreadable(storage, prefix, kind, first_line(error)) from error
 
 
-def _bad(storage: Storage, prefix: str, kind: str, seen: str) -> DataError:
+def _unreadable(storage: Storage, prefix: str, kind: str, reason: str) -> DataError:
     return DataError(
-        f"{storage.uri(prefix)} holds no {kind}: {seen}",
-        expected="what this version of trnpipe evaluate writes",
-        next_command="delete that folder and run trnpipe evaluate again",
+        f"cannot read the {kind} in {storage.uri(prefix)}: {reason}",
+        expected=f"the {kind} written by this version of trnpipe evaluate",
+        next_command="delete this folder and run trnpipe evaluate again",
     )
 
 
@@ -301,19 +301,19 @@ ARRAYS = ("sample_id", "query_id", "label", "gain", "logits")
 
 
 class ScoreInfo(Record):
-    """Where scores come from."""
+    """Metadata of stored scores."""
 
     retired: ClassVar[Mapping[str, Any]] = {"vector_rows": ...}
 
     schema_version: Literal[1] = 1
-    role: str = Field(description="candidate, incumbent, or what else the model was scored as")
+    role: str = Field(description="Role of the model, such as candidate or incumbent")
     checkpoint: str = Field(description="URI of the checkpoint")
-    digest: str = Field(description="Digest of its manifest: names its content")
-    cycle: str = Field(description="The cycle that trained it")
-    step: int = Field(description="Its optimizer step")
+    digest: str = Field(description="Digest of the manifest of the checkpoint, which identifies its content")
+    cycle: str = Field(description="Cycle that trained the checkpoint")
+    step: int = Field(description="Optimizer step of the checkpoint")
     split: str = Field(description="train, valid or test")
     backend: str
-    device: str = Field(description="What graphs are compiled for, such as xla:CPU")
+    device: str = Field(description="Device that graphs are compiled for, such as xla:CPU")
     precision: str = Field(description="fp32, autocast or bf16")
     data: tuple[str, ...] = Field(description="Fingerprints of the prepared partitions")
     labels: tuple[str, ...] = Field(description="Relevance classes, from least to most relevant")
@@ -325,10 +325,10 @@ class ScoreInfo(Record):
 
 @dataclass(frozen=True)
 class ScoreSet:
-    """N rows in ascending order of sample_id.
+    """Scores of N rows, sorted by sample_id.
 
-    `arrays`: sample_id, query_id int64 [N]; label int32 [N], -1 without one; gain float32 [N]; logits float32 [N, K];
-    `slice.<column>` int64 [N], codes into the names of `slices`.
+    `arrays` has sample_id and query_id int64 [N], label int32 [N] (-1 if unlabelled), gain float32 [N], logits
+    float32 [N, K], and `slice.<column>` int64 [N] with codes into the names in `slices`.
     """
 
     info: ScoreInfo
@@ -337,34 +337,34 @@ class ScoreSet:
 
     @property
     def rows(self) -> ScoredRows:
-        """What metrics read: the softmax over the classes in double precision."""
+        """Rows for the metrics, with the softmax over the classes in double precision."""
         slices = {name: SliceColumn(self.arrays[SLICE + name], names) for name, names in self.slices.items()}
         return scored_rows(self.arrays, to_probabilities(self.arrays["logits"]), self.info, slices)
 
 
 class _Description(BaseModel):
-    """The fields of the manifest."""
+    """Fields of the manifest."""
 
     info: ScoreInfo
     slices: dict[str, tuple[str, ...]]
 
 
 def save_scores(storage: Storage, prefix: str, scores: ScoreSet, scratch: Path) -> None:
-    """Commit scores under `prefix`; `scratch` is a local folder for staging."""
+    """Commit scores under `prefix`. `scratch` is a local staging folder."""
     fields = _Description(info=scores.info, slices=dict(scores.slices)).model_dump(mode="json")
     save_arrays(storage, prefix, KIND, scores.arrays, scratch, fields, FILE)
 
 
 def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:
-    """Load committed scores, every byte verified. Raises DataError if they are missing or of another version."""
+    """Load and verify committed scores. Raises DataError if they are missing, damaged or from another version."""
     stored, fields = load_arrays(storage, prefix, KIND, cache_dir, FILE)
     # Earlier versions also stored the embeddings of some rows.
     arrays = {name: array for name, array in stored.items() if not name.startswith("vector.")}
     try:
-        found = _Description.model_validate(fields)
+        description = _Description.model_validate(fields)
     except ValidationError as error:
-        raise _bad(storage, prefix, KIND, str(error.errors(include_url=False)[0]["loc"])) from error
-    return ScoreSet(found.info, arrays, found.slices)
+        raise _unreadable(storage, prefix, KIND, str(error.errors(include_url=False)[0]["loc"])) from error
+    return ScoreSet(description.info, arrays, description.slices)
 
 
 def scored_rows(
@@ -376,26 +376,25 @@ def scored_rows(
 
 
 def to_probabilities(logits: Float32s) -> Float64s:
-    """Return the softmax of [N, K], NaN in a row with a logit that is not finite."""
+    """Compute the softmax of [N, K]. A row with a non-finite logit becomes NaN."""
     wide = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        raised = np.exp(wide - wide.max(axis=1, keepdims=True))
-        probabilities: Float64s = raised / raised.sum(axis=1, keepdims=True)
+        exponentials = np.exp(wide - wide.max(axis=1, keepdims=True))
+        probabilities: Float64s = exponentials / exponentials.sum(axis=1, keepdims=True)
     return probabilities
 
 
-# What a model reaches on a holdout while it is trained.
+# Metrics on the validation split during training.
 
-_DEPTH = 10
-"""Of the ranked lists: nDCG@10."""
+_DEPTH = 10  # rank of nDCG
 
 
 @dataclass(frozen=True)
 class HoldoutFigures:
-    """What a model reaches on a holdout. `ndcg` is at 10, by expected gain; NaN without gains.
+    """Metrics of a model on a holdout during training. `ndcg` is nDCG@10 by expected gain, NaN without gains.
 
-    `retrieval_ndcg` is at 10 too: every query searched, by the cosine of embeddings, in the distinct products of the
-    rows that were scored; None where that was not asked for, or nothing is relevant.
+    `retrieval_ndcg` is nDCG@10 of searching the distinct products of the scored rows by the cosine of embeddings. It is
+    None if not requested or if nothing is relevant.
     """
 
     rows: int
@@ -408,12 +407,12 @@ class HoldoutFigures:
 
     @property
     def combined(self) -> float | None:
-        """One figure for a model that is to be good at both: the mean of macro F1 and retrieval nDCG@10."""
+        """Mean of macro F1 and retrieval nDCG@10, for a model that must be good at both."""
         return None if self.retrieval_ndcg is None else (self.macro_f1 + self.retrieval_ndcg) / 2
 
 
 Outputs = Callable[[Mapping[str, Tensor]], RelevanceOutputs]
-"""A batch of B pairs on the device to logits [B, K] and embeddings [B, D], fp32 on the device."""
+"""Function from a batch of B pairs to logits [B, K] and embeddings [B, D], fp32, all on the device."""
 
 
 def evaluate_holdout(
@@ -428,35 +427,35 @@ def evaluate_holdout(
     stop: StopSignal,
     search_pad_id: int | None = None,
 ) -> HoldoutFigures:
-    """Score at most `limit` rows, spread evenly, on all ranks. Raises DataError for an empty holdout, Preempted.
+    """Measure at most `limit` evenly spaced rows on all ranks. Raises DataError if the holdout is empty, Preempted.
 
-    `search_pad_id`: when given, also search; product tokens are padded with it. Memory: 8 D bytes a row on every rank.
+    `search_pad_id`: padding token of products, to also measure retrieval (memory: 8 D bytes per row on every rank).
     """
     order = some_rows(rows.sizes, limit)
     if not order.total:
         raise DataError(
-            "the holdout is empty",
+            "the valid split is empty",
             expected="rows in the valid split",
-            next_command="raise data.valid_fraction, or give a split column",
+            next_command="raise data.valid_fraction or add a split column, and prepare again",
         )
 
     def kept(arrays: Arrays) -> Arrays:
-        rows_of = {name: arrays[name] for name in ("label", "gain", "query_id", "sample_id")}
-        return rows_of if search_pad_id is None else {**rows_of, "text": text_hashes(arrays["product"], search_pad_id)}
+        rows = {name: arrays[name] for name in ("label", "gain", "query_id", "sample_id")}
+        return rows if search_pad_id is None else {**rows, "text": text_hashes(arrays["product"], search_pad_id)}
 
-    def wanted(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def scores(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         outputs = score(batch)
         return {"logits": outputs.logits} if search_pad_id is None else outputs._asdict()
 
     with progress("scoring the holdout", order.total, "rows") as advance:
-        arrays = Scorer(backend, process_group, stop, batch_size).run(wanted, rows, order, None, advance, kept)
+        arrays = Scorer(backend, process_group, stop, batch_size).run(scores, rows, order, None, advance, kept)
     return figures(arrays, label_gains)
 
 
 def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...]) -> HoldoutFigures:
-    """Figures from gathered arrays: logits [N, K], label, gain, query_id, all [N].
+    """Compute metrics from arrays: logits [N, K], label, gain and query_id [N].
 
-    With retrieval also embeddings `query` and `product` [N, D], and `text` [N], equal for equal products.
+    With retrieval also the embeddings `query` and `product` [N, D] and `text` [N], the hash of the product.
     """
     probabilities = to_probabilities(joined["logits"])
     label, predicted = joined["label"].astype(np.int64), probabilities.argmax(axis=1)
@@ -478,10 +477,10 @@ def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...])
 
 
 def _retrieval_ndcg(joined: dict[str, npt.NDArray[Any]]) -> float | None:
-    """nDCG@10 of each query among the distinct products; None when no query has a gain, or a vector is not finite."""
+    """Compute nDCG@10 over the distinct products. None if no query has a gain or a vector is not finite."""
     gain = joined["gain"].astype(np.float64)
     _, first, item = np.unique(joined["text"], return_index=True, return_inverse=True)
-    asked, rows = np.unique(joined["query_id"], return_index=True)
+    query_ids, rows = np.unique(joined["query_id"], return_index=True)
     query, product = joined["query"][rows], joined["product"][first]
     if not (np.isfinite(query).all() and np.isfinite(product).all()):
         return None
@@ -491,5 +490,5 @@ def _retrieval_ndcg(joined: dict[str, npt.NDArray[Any]]) -> float | None:
     nearest = search_vectors(query, [(0, product)], _DEPTH)
     positive = gain > 0
     judged = Judgements(joined["query_id"][positive], item.reshape(-1)[positive].astype(np.int64), gain[positive])
-    report = retrieval_report(asked, nearest.items, judged, MetricsConfig(retrieval_at=(_DEPTH,)))[1]
+    report = retrieval_report(query_ids, nearest.items, judged, MetricsConfig(retrieval_at=(_DEPTH,)))[1]
     return report.values.get(f"retrieval_ndcg@{_DEPTH}")

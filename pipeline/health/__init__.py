@@ -1,1 +1,1 @@
-"""Is this machine fit for work: checks that find a sick one in a minute and name it."""
+"""Health checks that detect a faulty machine within a minute and report why."""

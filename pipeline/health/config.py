@@ -21,16 +21,16 @@ OperationName = Literal[
     "reductions",
     "optimizer step",
 ]
-"""The operations of device.py, which needs torch."""
+"""The operations that device.py checks."""
 NUM_NCCOM_TESTS, NCCOM_LIMIT_S = 3, 300.0  # each size is compiled first
-START_LIMIT_S = 60.0  # for the ranks to import what they need, on a busy host
+START_LIMIT_S = 60.0  # for the imports of the ranks on a busy host
 SLOW_RATIO = 1.5
-"""A core that is this many times slower than the median of the others is unfit."""
+"""A core is unfit if it is this many times slower than the median of the others."""
 _LONGER = 10
 
 
 class HealthConfig(Record):
-    """What a machine must have before work is given to it."""
+    """Requirements that a machine must meet before a job runs on it."""
 
     retired: ClassVar[Mapping[str, Any]] = {
         "max_clock_skew_s": ...,
@@ -48,58 +48,54 @@ class HealthConfig(Record):
     }
 
     only: tuple[Group, ...] = Field(
-        (), description="Run only these groups of checks: host, tools, cores, collectives; none named: all"
+        (), description="Groups of checks to run: host, tools, cores, collectives (default: all)"
     )
     min_free_gib: float = Field(
         10.0,
         ge=0,
         le=1e6,
-        description="Free disk (GiB) for compiled graphs, and for checkpoints; twice that on a disk that takes both;"
-        " 0: any will do",
+        description="Minimum free disk space in GiB for compiled graphs and for checkpoints (twice that on one disk)",
     )
     check_limit_s: float = Field(
         60.0,
         gt=0,
         le=3600,
-        description="Seconds a check may take, and a rank may be late for a collective; ten times that for cores and"
-        " collectives on Neuron, where small graphs are compiled first",
+        description="Time limit in seconds of a check, and for ranks to join a collective. Ten times that for cores and"
+        " collectives on Neuron, where graphs are compiled first",
     )
     tolerances: dict[OperationName, Annotated[float, Field(gt=0, le=1)]] = Field(
         {},
-        description="Relative error against float64 that an operation may have, in place of the usual one, as"
-        " softmax=0.001,layer norm=0.001; for a new kind of device whose accuracy is not known",
+        description="Maximum relative error of operations compared with float64, to override the defaults on a new kind"
+        " of device, such as softmax=0.001,layer norm=0.001",
     )
     min_bus_gb_s: float = Field(
-        0.0, ge=0, le=1e5, description="Bus bandwidth (GB/s) the device's largest all-reduce must reach; 0: any will do"
+        0.0, ge=0, le=1e5, description="Minimum bus bandwidth in GB/s of the largest all-reduce (0: no minimum)"
     )
     nodes_wait_s: float = Field(
         600.0, gt=0, le=86_400, description="Seconds to wait for the reports of the other nodes of a job"
     )
     expected_instance: str = Field(
-        "", description="Instance type this must run on, such as trn1.32xlarge; empty: do not compare"
+        "", description="Required instance type, such as trn1.32xlarge (empty: any instance type)"
     )
 
-    def wants(self, *groups: Group | None) -> bool:
-        """Return whether one of these groups is to be run; None is run always."""
+    def includes(self, *groups: Group | None) -> bool:
+        """Return whether one of these groups is selected. None always is."""
         return not self.only or None in groups or not {*groups}.isdisjoint(self.only)
 
     def device_limit_s(self, *, on_neuron: bool) -> float:
-        """Return the seconds of one check of cores or collectives."""
+        """Return the time limit of one check of cores or collectives."""
         return self.check_limit_s * (_LONGER if on_neuron else 1)
 
     def stage_limit_s(self, *, on_neuron: bool, num_nodes: int, processes: int) -> float:
-        """Return the longest that the stage may take: nccom-test, the ranks, and the wait for the other nodes.
-
-        The short checks of the host are not in it.
-        """
-        limit_s = NUM_NCCOM_TESTS * NCCOM_LIMIT_S if on_neuron and processes > 1 and self.wants("tools") else 0.0
-        if self.wants("cores", "collectives"):
+        """Return the time limit of nccom-test, the checks of the ranks and the wait for other nodes together."""
+        limit_s = NUM_NCCOM_TESTS * NCCOM_LIMIT_S if on_neuron and processes > 1 and self.includes("tools") else 0.0
+        if self.includes("cores", "collectives"):
             limit_s += START_LIMIT_S + 6 * self.device_limit_s(on_neuron=on_neuron)
         return limit_s + (self.nodes_wait_s if num_nodes > 1 else 0.0)
 
     @field_validator("expected_instance")
     @classmethod
-    def _known(cls, name: str) -> str:
+    def _check_instance(cls, name: str) -> str:
         if name and name not in MACHINES:
-            raise ValueError(f"expected one of {', '.join(MACHINES)}, or nothing")
+            raise ValueError(f"expected one of {', '.join(MACHINES)}, or an empty text")
         return name

@@ -1,7 +1,7 @@
-"""The checks of a rank: is its core right, whole and as fast as the others, and do collectives with all others work.
+"""The checks of a rank: correctness, memory and speed of its core, and collectives with all other ranks.
 
-Operations against float64, a memory sweep, a short burn; collectives under the process group's time limit. The
-operations again after an error of the device in training: is it the machine, the settings, or a bug of ours?
+Operations are compared with float64, memory is swept, a short burn measures speed, and collectives run with a time
+limit. After a device error in training the operations are checked again, to tell a faulty machine from a bug.
 """
 
 import math
@@ -26,10 +26,10 @@ from pipeline.core.neuron_errors import device_error
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import (
     BURN,
-    ELSEWHERE,
     OPERATIONS_CHECK,
     ROUND,
     SHARED,
+    USE_ANOTHER_MACHINE,
     Check,
     CheckContext,
     CheckResult,
@@ -43,16 +43,16 @@ from pipeline.health.config import HealthConfig, OperationName
 from pipeline.parallel.process_group import host_group, open_device, open_world_group
 from pipeline.parallel.world import World
 
-# The tensor operations a model of ours uses, each with the same in float64 on the host to compare with.
+# The tensor operations of our models, each compared with the same operation in float64 on the host.
 
-ROWS, WIDTH, TABLE = 128, 256, 512  # small: what is looked for is a wrong core, not a slow one
+ROWS, WIDTH, TABLE = 128, 256, 512  # small, because this checks correctness and not speed
 Tensors = tuple[Tensor, ...]
 Inputs = Callable[[torch.Generator], Tensors]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """`compute(*inputs)` gives the tensors to compare; `tolerance` is relative to the largest reference value."""
+    """One operation. `compute(*inputs)` returns tensors, `tolerance` is relative to the largest reference value."""
 
     name: OperationName
     inputs: Inputs
@@ -72,7 +72,7 @@ def _embedding_inputs(generator: torch.Generator) -> Tensors:
 
 
 def _embedding(table: Tensor, ids: Tensor, direction: Tensor) -> Tensors:
-    """Rows of a table, and the gradient of the table: a scatter with rows that meet."""
+    """Return rows of a table, and the gradient of the table, which is a scatter with duplicate rows."""
     table = table.detach().requires_grad_()
     rows = F.embedding(ids, table)
     (gradient,) = torch.autograd.grad((rows * direction).sum(), [table])
@@ -84,7 +84,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
 
 
 def _optimizer_step(weight: Tensor, gradient: Tensor, average: Tensor, square: Tensor) -> Tensors:
-    """AdamW (Loshchilov and Hutter 2019) without bias correction."""
+    """Take one step of AdamW (Loshchilov and Hutter 2019) without bias correction."""
     average = 0.9 * average + 0.1 * gradient
     square = 0.999 * square + 0.001 * gradient * gradient
     return weight * 0.99 - 1e-3 * average / (torch.sqrt(square) + 1e-8), average, square
@@ -93,8 +93,8 @@ def _optimizer_step(weight: Tensor, gradient: Tensor, average: Tensor, square: T
 _ONE, _FACTORS, _TRIPLE = _normal((ROWS, WIDTH)), _normal((ROWS, WIDTH), (WIDTH, WIDTH)), _normal(*[(ROWS, WIDTH)] * 3)
 _SCALED = _normal((ROWS, WIDTH), (WIDTH,), (WIDTH,))
 
-# Relative errors: fp32 sums of a few hundred products, and bf16 with 8 bits of mantissa. Hardware may multiply fp32 in
-# pieces, so these leave room; a flipped bit of weight is far outside.
+# Relative errors of fp32 sums of a few hundred products, and of bf16 with 8 bits of mantissa. Hardware may split fp32
+# products, so the tolerances have a margin. A flipped significant bit still exceeds them by far.
 OPERATIONS = (
     Operation("matmul fp32", _FACTORS, lambda left, right: (left @ right,)),
     Operation("matmul bf16", _FACTORS, lambda left, right: (left @ right,), torch.bfloat16, 2e-2),
@@ -104,7 +104,7 @@ OPERATIONS = (
     Operation("softmax", _ONE, lambda values: (torch.softmax(values, dim=1), torch.log_softmax(values, dim=1))),
     Operation("gelu", _ONE, lambda values: (F.gelu(values),), tolerance=1e-3),
     Operation("embedding", _embedding_inputs, _embedding),
-    Operation("reductions", _ONE, lambda one: (one.sum(dim=0), one.mean(dim=1), one.amax(dim=1), (one * one).sum())),
+    Operation("reductions", _ONE, lambda x: (x.sum(dim=0), x.mean(dim=1), x.amax(dim=1), (x * x).sum())),
     Operation(
         "optimizer step",
         lambda generator: (*_normal(*[(WIDTH,)] * 3)(generator), torch.rand(WIDTH, generator=generator) + 0.5),
@@ -114,17 +114,17 @@ OPERATIONS = (
 
 
 def reference(operation: Operation, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Compute on the host in float64, from the values the device gets (rounded to its dtype)."""
+    """Compute an operation on the host in float64, from the same inputs (rounded to the operation's dtype)."""
     exact = tuple(value.to(operation.dtype).double() if value.is_floating_point() else value for value in inputs)
     return tuple(tensor.detach() for tensor in operation.compute(*exact))
 
 
-def worst_error(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference over the largest expected magnitude; infinite if a value is not finite."""
-    found = found.double()
-    if not bool(torch.isfinite(found).all()):
+def max_relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return max |actual - expected| / max |expected|, or infinity if a value is not finite."""
+    actual = actual.double()
+    if not bool(torch.isfinite(actual).all()):
         return float("inf")
-    return float((found - expected).abs().max()) / max(float(expected.abs().max()), 1e-30)
+    return float((actual - expected).abs().max()) / max(float(expected.abs().max()), 1e-30)
 
 
 def check_operations(
@@ -135,10 +135,7 @@ def check_operations(
     stop: StopSignal,
     tolerances: Mapping[OperationName, float] = MappingProxyType({}),
 ) -> CheckResult:
-    """Compare every operation on random inputs with float64, within its tolerance, and its bits in each repeat.
-
-    `tolerances`: in place of the usual ones.
-    """
+    """Compare every operation with float64 and bit by bit between repeats. `tolerances` override the defaults."""
     figures: dict[str, float | int | str] = {}
     faults: list[str] = []
     for number, operation in enumerate(OPERATIONS):
@@ -147,20 +144,20 @@ def check_operations(
         expected = reference(operation, inputs)
         with _full_precision():
             runs = [_on_device(backend, operation, inputs) for _ in range(repeats)]
-        error = max(worst_error(found, right) for found, right in zip(runs[0], expected, strict=True))
+        error = max(max_relative_error(*pair) for pair in zip(runs[0], expected, strict=True))
         figures[f"{operation.name.replace(' ', '_')}_error"] = float(f"{error:.3g}")
         tolerance = tolerances.get(operation.name, operation.tolerance)
         if math.isinf(error):
-            faults.append(f"{operation.name}: a value that is not finite")
+            faults.append(f"{operation.name}: a value is not finite")
         elif error > tolerance:
-            faults.append(f"{operation.name}: relative error {error:.2g}, at most {tolerance:g} is expected")
-        elif not all(torch.equal(one, two) for run in runs[1:] for one, two in zip(runs[0], run, strict=True)):
-            faults.append(f"{operation.name}: two runs on equal inputs differ")
+            faults.append(f"{operation.name}: relative error {error:.2g}, expected at most {tolerance:g}")
+        elif not all(torch.equal(*pair) for run in runs[1:] for pair in zip(runs[0], run, strict=True)):
+            faults.append(f"{operation.name}: two runs with equal inputs differ")
     if not faults:
         return CheckResult(OPERATIONS_CHECK, HealthVerdict.PASS, figures=figures)
-    do = f"{ELSEWHERE}; an error that all machines have alike: --health.tolerances"
-    expected_text = "float64 within the tolerance of each operation, and equal bits in each run"
-    return CheckResult(OPERATIONS_CHECK, HealthVerdict.RETRY, "; ".join(faults), expected_text, do, figures)
+    advice = f"{USE_ANOTHER_MACHINE} (if all machines have the same error: --health.tolerances)"
+    expected_text = "the results of float64 within the tolerances, and the same bits in each run"
+    return CheckResult(OPERATIONS_CHECK, HealthVerdict.RETRY, "; ".join(faults), expected_text, advice, figures)
 
 
 CHUNK_BYTES = 64 * 2**20
@@ -168,23 +165,23 @@ PATTERNS = (0x55555555, -0x55555556, 0)  # alternating bits, their complement, z
 
 
 def check_memory(backend: Backend, *, sweep_bytes: int, stop: StopSignal) -> CheckResult:
-    """Write patterns to device memory, all of it at once, and read them back."""
+    """Write patterns to `sweep_bytes` of device memory and read them back."""
     figures = {"swept_bytes": sweep_bytes}
     count = max(1, sweep_bytes // CHUNK_BYTES)
     for pattern in PATTERNS:
         chunks = []
         for index in range(count):
             stop.raise_if_set("sweeping device memory")
-            # Each chunk differs: a chunk that aliases another is found, too.
+            # Each chunk differs, which also detects chunks that alias each other.
             chunks.append(torch.full((CHUNK_BYTES // 4,), pattern ^ index, dtype=torch.int32).to(backend.device))
         backend.synchronise()
         for index, chunk in enumerate(chunks):
             stop.raise_if_set("sweeping device memory")
-            (found,) = backend.to_host([chunk])
-            if wrong := int((found != (pattern ^ index)).sum()):
+            (values,) = backend.to_host([chunk])
+            if wrong := int((values != (pattern ^ index)).sum()):
                 seen = f"{wrong} words of chunk {index} of {count} ({format_bytes(CHUNK_BYTES)} each) changed"
-                expected = f"what was written, {pattern & 0xFFFFFFFF:#010x} ^ {index}"
-                return CheckResult("device memory", HealthVerdict.RETRY, seen, expected, ELSEWHERE, figures)
+                expected = f"the written pattern {pattern & 0xFFFFFFFF:#010x} ^ {index}"
+                return CheckResult("device memory", HealthVerdict.RETRY, seen, expected, USE_ANOTHER_MACHINE, figures)
         del chunks, chunk
     return CheckResult("device memory", HealthVerdict.PASS, figures=figures)
 
@@ -195,7 +192,7 @@ BURN_WIDTH, BURN_DEPTH = 1024, 8
 def check_burn(
     backend: Backend, *, seconds: float, stop: StopSignal, clock: Callable[[], float] = time.monotonic
 ) -> CheckResult:
-    """Multiply matrices for a while. The figures are compared with those of other ranks (nodes.py)."""
+    """Multiply matrices for `seconds`. The times are compared with those of other ranks (check.add_slow_ranks)."""
     generator = torch.Generator().manual_seed(1)
     weight = (torch.randn(BURN_WIDTH, BURN_WIDTH, generator=generator) / BURN_WIDTH**0.5).to(backend.device)
     values = torch.randn(BURN_WIDTH, BURN_WIDTH, generator=generator).to(backend.device)
@@ -221,44 +218,46 @@ def _round(backend: Backend, values: Tensor, weight: Tensor) -> None:
 
 
 def _on_device(backend: Backend, operation: Operation, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    placed = [
+    on_device = [
         (value.to(operation.dtype) if value.is_floating_point() else value).to(backend.device) for value in inputs
     ]
     with torch.autograd.set_multithreading_enabled(False):
-        found = [tensor.detach() for tensor in operation.compute(*placed)]
-    backend.step_boundary(found)
-    return backend.to_host(found)
+        results = [tensor.detach() for tensor in operation.compute(*on_device)]
+    backend.step_boundary(results)
+    return backend.to_host(results)
 
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Products of fp32 in fp32: an image may ask for TF32, with 10 bits of mantissa, for the whole process."""
-    before = torch.get_float32_matmul_precision()
+    """Disable TF32, which has 10 bits of mantissa and may be enabled for the whole process."""
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(precision)
 
 
 _ASSERT = "device-side assert triggered"
-"""Of CUDA, for an index beyond a table and the like: a bug, after which the process cannot use the device any more."""
+"""CUDA's message for an index out of range and similar bugs, after which the process cannot use the device."""
 
 
 def diagnose_device_error(
     error: RuntimeError, backend: Backend, config: HealthConfig, *, stop: StopSignal
 ) -> BaseException:
-    """Return what to raise for `error`: that of the table of Neuron errors, else TransientError on a device that fails
-    the short checks, else the error itself. Raises Preempted when stopped.
+    """Return the exception to raise for a device error.
+
+    This is the error of a known Neuron message, TransientError if the device fails a check of its operations, or
+    `error` itself. Raises Preempted.
     """
-    known = device_error(str(error))
-    if known is not None:
-        return known
+    diagnosed = device_error(str(error))
+    if diagnosed is not None:
+        return diagnosed
     if _ASSERT in str(error):
         return error
 
     def operations(ctx: CheckContext) -> CheckResult:
-        ctx.doing = "checking tensor operations after an error of the device"
+        ctx.doing = "checking tensor operations after a device error"
         with device_guard(backend.device):
             return check_operations(backend, seed=1, repeats=1, stop=ctx.stop, tolerances=config.tolerances)
 
@@ -269,9 +268,9 @@ def diagnose_device_error(
         return error
     (result,) = report.results
     return TransientError(
-        f"{first_line(error)}; and the device fails its check: {result.seen}",
-        expected="a device that computes",
-        next_command="trnpipe health on that machine; the job itself may be retried elsewhere",
+        f"{first_line(error)} (and the device fails its health check: {result.seen})",
+        expected="a working device",
+        next_command="run trnpipe health on that machine, or retry the job on another one",
     )
 
 
@@ -279,29 +278,29 @@ def diagnose_device_error(
 
 DEVICE, COLLECTIVES = "device", "collectives"
 SIZES_BYTES = (8, 64 * 2**10, 4 * 2**20)
-"""Of the largest buffer of a rank: latency, the middle, and enough to measure bandwidth on any link."""
-TURNS = 2  # the first call of a shape may have to be compiled
+"""Sizes of the largest buffer of a rank: one for latency, one between, one to measure the bandwidth of any link."""
+REPEATS = 2  # the first call with a shape may compile
 MIB = 2**20
-LINK_SHARES = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1}
-"""The collectives, with the bytes over the slowest link for each byte of the largest buffer, times n / (n - 1)."""
+LINK_FACTORS = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1}
+"""Bytes over the slowest link per byte of the largest buffer, times n / (n - 1), of each collective."""
 
 
-def contents(source: int, turn: int, count: int) -> Tensor:
-    """Return what rank `source` gives, fp32 [count]: whole numbers below 2^12, so that sums are exact.
+def rank_values(source: int, repeat: int, count: int) -> Tensor:
+    """Return the input of rank `source`, fp32 [count]: integers below 2^12, so that sums are exact.
 
-    It differs with source and turn, and along the tensor: a wrong rank, a stale buffer or a swapped chunk is seen.
+    Values differ by source, repeat and position, to detect a wrong rank, a stale buffer or a swapped chunk.
     """
-    return ((torch.arange(count, dtype=torch.int64) * 7 + 997 * source + 101 * turn) % 4093).to(torch.float32)
+    return ((torch.arange(count, dtype=torch.int64) * 7 + 997 * source + 101 * repeat) % 4093).to(torch.float32)
 
 
-def expected_of(name: str, world: World, turn: int, count: int) -> Tensor:
-    """Return the result of a collective over `contents`, computed on the host."""
+def expected_result(name: str, world: World, repeat: int, count: int) -> Tensor:
+    """Compute the result of a collective over `rank_values` on the host."""
     sources = range(world.world_size)
     if name == "all-gather":
-        return torch.cat([contents(source, turn, count) for source in sources])
+        return torch.cat([rank_values(source, repeat, count) for source in sources])
     total = torch.zeros(count)
-    for source in sources:  # one by one: all of a large size at once fill a host with many ranks
-        total += contents(source, turn, count)
+    for source in sources:  # one by one, because all inputs together may exceed the host's memory
+        total += rank_values(source, repeat, count)
     return total if name == "all-reduce" else total.reshape(world.world_size, -1)[world.rank]
 
 
@@ -314,66 +313,67 @@ def check_collectives(
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     minimum_gb_s: float = 0.0,
 ) -> CheckResult:
-    """Run every collective at every size; `minimum_gb_s`: bus bandwidth of the largest all-reduce.
+    """Run every collective at every size. `minimum_gb_s`: minimum bus bandwidth of the largest all-reduce.
 
-    The process group must be open. A rank with wrong numbers goes on to the end, so that no other rank waits for it.
+    The process group must be open. A rank with wrong results continues to the end, so that no other rank waits for it.
     """
     figures: dict[str, float | int | str] = {}
-    fault, num, turn = "", world.world_size, 0
+    fault, num, repeat = "", world.world_size, 0
     ranks = RankGroup(world.rank, (tuple(range(num)),))
     run: dict[str, Callable[[Tensor], Tensor]] = {
         "all-gather": backend.all_gather,
         "all-reduce": lambda tensor: backend.all_reduce(tensor, ranks),
         "reduce-scatter": lambda tensor: backend.reduce_scatter(tensor, ranks),
     }
-    for name, share in LINK_SHARES.items():
+    for name, factor in LINK_FACTORS.items():
         for size in sizes_bytes:
-            chunks = num if name == "all-gather" else 1  # its result holds a chunk for each rank
+            chunks = num if name == "all-gather" else 1  # its result has one chunk per rank
             count = num * max(1, size // 4 // chunks // num)
             best_s = float("inf")
-            for _ in range(TURNS):
-                turn += 1
+            for _ in range(REPEATS):
+                repeat += 1
                 ctx.stop.raise_if_set("checking collectives")
                 ctx.doing = f"in {name} of {size} bytes"
-                expected = expected_of(name, world, turn, count)
+                expected = expected_result(name, world, repeat, count)
                 try:
                     dist.monitored_barrier(host_group(), timedelta(seconds=limit_s), wait_all_ranks=True)
                     started = time.monotonic()
                     with device_guard(backend.device):
-                        tensor = contents(world.rank, turn, count).to(backend.device)
-                        (found,) = backend.to_host([run[name](tensor)])
-                except RuntimeError as error:  # time-out, lost rank
+                        tensor = rank_values(world.rank, repeat, count).to(backend.device)
+                        (result,) = backend.to_host([run[name](tensor)])
+                except RuntimeError as error:  # timeout or lost rank
                     ctx.stop.raise_if_set("checking collectives")
                     seen = f"{ctx.doing}: {one_line(str(error))[:300]}"
-                    do = "look at the last lines of the ranks that are named; this job elsewhere"
-                    return CheckResult(
-                        COLLECTIVES, HealthVerdict.RETRY, seen, "every rank in every collective", do, figures
-                    )
+                    expected_text = "all ranks take part in every collective"
+                    advice = "check the last log lines of the named ranks, or retry the job on another machine"
+                    return CheckResult(COLLECTIVES, HealthVerdict.RETRY, seen, expected_text, advice, figures)
                 best_s = min(best_s, time.monotonic() - started)
-                if not fault and not torch.equal(found, expected):
-                    wrong = (found != expected).nonzero().reshape(-1)
+                if not fault and not torch.equal(result, expected):
+                    wrong = (result != expected).nonzero().reshape(-1)
                     first = int(wrong[0])
                     source = f" (from rank {first // count})" if name == "all-gather" else ""
                     fault = (
-                        f"{len(wrong)} wrong numbers of {len(expected)} {ctx.doing}, the first at {first}{source}: "
-                        f"{float(found[first]):g} for {float(expected[first]):g}"
+                        f"{len(wrong)} of {len(expected)} numbers are wrong {ctx.doing}, the first at {first}{source}: "
+                        f"{float(result[first]):g} instead of {float(expected[first]):g}"
                     )
-            rate = share * (num - 1) / num * 4 * count * chunks / best_s
+            rate = factor * (num - 1) / num * 4 * count * chunks / best_s
             figures[f"{name}_{size}_bytes_gb_s"] = float(f"{rate / 1e9:.3g}")
     if fault:
-        return CheckResult(COLLECTIVES, HealthVerdict.RETRY, fault, "the contents of every rank", ELSEWHERE, figures)
-    reached = float(figures[f"all-reduce_{sizes_bytes[-1]}_bytes_gb_s"])
-    if reached < minimum_gb_s:
-        seen, wanted = f"all-reduce reaches {reached:.3g} GB/s bus bandwidth", f"at least {minimum_gb_s:g} GB/s"
-        return CheckResult(COLLECTIVES, HealthVerdict.RETRY, seen, wanted, "this job elsewhere", figures)
+        expected_text = "the result computed on the host"
+        return CheckResult(COLLECTIVES, HealthVerdict.RETRY, fault, expected_text, USE_ANOTHER_MACHINE, figures)
+    measured = float(figures[f"all-reduce_{sizes_bytes[-1]}_bytes_gb_s"])
+    if measured < minimum_gb_s:
+        seen, expected_text = (
+            f"all-reduce has a bus bandwidth of {measured:.3g} GB/s",
+            f"at least {minimum_gb_s:g} GB/s",
+        )
+        advice = "retry the job on another machine"
+        return CheckResult(COLLECTIVES, HealthVerdict.RETRY, seen, expected_text, advice, figures)
     return CheckResult(COLLECTIVES, HealthVerdict.PASS, figures=figures)
 
 
 def rank_checks(name: str, world: World, config: HealthConfig, env: Mapping[str, str], seed: int) -> tuple[Check, ...]:
-    """Return the checks of one rank, in order, on a device of backend `name`, which the first one opens.
-
-    `seed`: the same on all ranks.
-    """
+    """Return the checks of one rank, in order. The first one opens the device. `seed` must be equal on all ranks."""
     opened: list[Backend] = []
     limit_s = config.device_limit_s(on_neuron=on_neuron(name, env))
 
@@ -387,17 +387,17 @@ def rank_checks(name: str, world: World, config: HealthConfig, env: Mapping[str,
         figures = {SHARED: int(backend.shares_host_memory)}
         return CheckResult(DEVICE, HealthVerdict.PASS, backend.device_name(), figures=figures)
 
-    def on_device(what: str, cost_s: float, check: Callable[..., CheckResult]) -> Check:
+    def core_check(title: str, cost_s: float, check: Callable[..., CheckResult]) -> Check:
         def run(ctx: CheckContext) -> Iterator[CheckResult]:
-            ctx.doing = f"checking {what} on the device"
+            ctx.doing = f"checking {title} on the device"
             for backend in opened:
                 with device_guard(backend.device):
                     yield check(backend, stop=ctx.stop)
 
-        return Check(what, run, "cores", time_limit_s=limit_s, cost_s=cost_s)
+        return Check(title, run, "cores", time_limit_s=limit_s, cost_s=cost_s)
 
     def memory(backend: Backend, *, stop: StopSignal) -> CheckResult:
-        # A host's own memory holds what is written twice, and belongs to others, too.
+        # Host memory is shared with other processes and needs a second copy.
         return check_memory(backend, sweep_bytes=(64 if backend.shares_host_memory else 256) * MIB, stop=stop)
 
     def burn(backend: Backend, *, stop: StopSignal) -> CheckResult:
@@ -407,31 +407,31 @@ def rank_checks(name: str, world: World, config: HealthConfig, env: Mapping[str,
         for backend in opened:
             yield check_collectives(backend, world, limit_s=limit_s, ctx=ctx, minimum_gb_s=config.min_bus_gb_s)
             if process_group(name):
-                dist.destroy_process_group()  # nccl warns of a leak if a process ends without
+                dist.destroy_process_group()  # otherwise nccl warns of a leak at exit
 
     operations = partial(check_operations, seed=seed, repeats=2, tolerances=config.tolerances)
-    alone = (
+    checks = (
         Check(DEVICE, device, time_limit_s=2 * limit_s, cost_s=0.0),
-        on_device(OPERATIONS_CHECK, 1.0, operations),
-        on_device("device memory", 2.0, memory),
-        on_device(BURN, 3.0, burn),
+        core_check(OPERATIONS_CHECK, 1.0, operations),
+        core_check("device memory", 2.0, memory),
+        core_check(BURN, 3.0, burn),
     )
     if world.world_size == 1:
-        return alone
-    return (*alone, Check(COLLECTIVES, collectives, "collectives", time_limit_s=3 * limit_s, cost_s=4.0))
+        return checks
+    return (*checks, Check(COLLECTIVES, collectives, "collectives", time_limit_s=3 * limit_s, cost_s=4.0))
 
 
 def report_rank(checks: Sequence[Check], config: HealthConfig, rank: int, folder: Path, stop: StopSignal) -> NodeReport:
-    """Run the checks of a rank and leave its report in `folder`, also after each check. Raises Preempted."""
-    so_far = NodeReport(rank, f"rank {rank}", ())
+    """Run the checks of a rank and write its report to `folder` after each result. Raises Preempted."""
+    report = NodeReport(rank, f"rank {rank}", ())
 
-    def seen(result: CheckResult) -> None:
-        nonlocal so_far
-        so_far = replace(so_far, results=(*so_far.results, result))
-        write_rank_report(folder, so_far, is_finished=False)
+    def add(result: CheckResult) -> None:
+        nonlocal report
+        report = replace(report, results=(*report.results, result))
+        write_rank_report(folder, report, is_finished=False)
 
     try:
-        run_checks(checks, config, node_rank=rank, host=so_far.host, stop=stop, seen=seen)
-    finally:  # when stopped, too: this rank has not died
-        write_rank_report(folder, so_far, is_finished=True)
-    return so_far
+        run_checks(checks, config, node_rank=rank, host=report.host, stop=stop, on_result=add)
+    finally:  # also when stopped, so that this rank is not reported as dead
+        write_rank_report(folder, report, is_finished=True)
+    return report

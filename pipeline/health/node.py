@@ -1,8 +1,7 @@
-"""The checks of a node: type, clock, address and ports, shared memory, disks, the workspace, and Neuron's own tools.
+"""The checks of a node: instance type, clock, address and ports, shared memory, disks, workspace, and Neuron tools.
 
-Facts about Neuron: AWS Neuron documentation, user guides of nccom-test, runtime troubleshooting and release notes. The
-exit code of nccom-test is not documented: a run is good only if every size asked for was measured and it reports no
-failure.
+Sources: AWS Neuron documentation, user guides of nccom-test, runtime troubleshooting and release notes. The exit code
+of nccom-test is not documented, so a run passes only if it measured every requested size and reports no failure.
 """
 
 import importlib.metadata
@@ -29,14 +28,14 @@ from pipeline.io.storage import Storage, os_errors
 from pipeline.parallel.world import MAIN_ADDRESS, MASTER_PORT, own_address
 from pipeline.proc.tool import NOT_INSTALLED, ToolRun, last_line, run_tool
 
-SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written
-MIN_SHM_GIB = 1.0  # loader workers hand over batches through it; 64 MiB, the default of a container, end in SIGBUS
-EARLIEST = datetime(2026, 1, 1, tzinfo=UTC)  # a clock before it was never set
-ROOT_COMM_PORT = 62182  # where ranks of the Neuron runtime meet unless NEURON_RT_ROOT_COMM_ID says so (docs/neuron.md)
+SHM = Path("/dev/shm")  # noqa: S108 - only its size is read
+MIN_SHM_GIB = 1.0  # loader workers send batches through it. The container default of 64 MiB ends in SIGBUS
+EARLIEST = datetime(2026, 1, 1, tzinfo=UTC)  # an earlier time means that the clock was never set
+ROOT_COMM_PORT = 62182  # default port of the Neuron runtime, unless NEURON_RT_ROOT_COMM_ID is set (docs/neuron.md)
 SLOW_WORKSPACE_S = 5.0
 PROBE_BYTES = 4096
 
-# Instance id and type on EC2, else the host name.
+# Instance id and type on EC2, otherwise the host name.
 
 DMI = Path("/sys/devices/virtual/dmi/id")
 INSTANCE_ID = re.compile(r"i-[0-9a-f]{8,17}")
@@ -45,23 +44,20 @@ INSTANCE_TYPE = re.compile(r"[a-z0-9-]+\.[a-z0-9-]+")
 
 @dataclass(frozen=True)
 class Identity:
-    """`host` names the machine in reports; `instance_type` is empty if unknown."""
+    """The identity of a machine. `host` is its name in reports, `instance_type` is empty if unknown."""
 
     host: str
     instance_type: str = ""
 
 
 def read_identity(dmi: Path = DMI) -> Identity:
-    """Read instance id and type from the firmware of a Nitro machine (all with Trainium are), else the host name.
-
-    No network is needed, and containers see it.
-    """
-    found = {"sys_vendor": "", "board_asset_tag": "", "product_name": ""}
-    for name in found:
+    """Read instance id and type from the firmware of a Nitro machine, such as all with Trainium, or the host name."""
+    firmware = {"sys_vendor": "", "board_asset_tag": "", "product_name": ""}
+    for name in firmware:
         with suppress(OSError):
-            found[name] = (dmi / name).read_text(errors="replace").strip()
-    on_ec2 = found["sys_vendor"] == "Amazon EC2"
-    instance, kind = (found["board_asset_tag"], found["product_name"]) if on_ec2 else ("", "")
+            firmware[name] = (dmi / name).read_text(errors="replace").strip()
+    on_ec2 = firmware["sys_vendor"] == "Amazon EC2"
+    instance, kind = (firmware["board_asset_tag"], firmware["product_name"]) if on_ec2 else ("", "")
     return Identity(
         host=instance if INSTANCE_ID.fullmatch(instance) else socket.gethostname() or "unknown",
         instance_type=kind if INSTANCE_TYPE.fullmatch(kind) else "",
@@ -70,10 +66,10 @@ def read_identity(dmi: Path = DMI) -> Identity:
 
 @dataclass(frozen=True)
 class HostChecks:
-    """The checks of this host. `folders`: where the run writes on its disks.
+    """The checks of this host.
 
-    `after_stop`: the workspace as a storage that does not heed the stop signal, to clean up with. `probes`: how keys
-    begin that this node writes to test the workspace.
+    `after_stop`: the workspace as a storage that ignores the stop signal, for cleaning up. `probes`: prefix of the keys
+    that this node writes to test the workspace. `folders`: the folders on local disks that the run writes to.
     """
 
     config: HealthConfig
@@ -98,29 +94,30 @@ class HostChecks:
         )
 
     def instance(self, ctx: CheckContext) -> CheckResult:
-        """Compare the type with the one that was asked for."""
-        expected, found = self.config.expected_instance, self.identity.instance_type
-        figures: dict[str, float | int | str] = {"type": found or "unknown", "cpus": os.cpu_count() or 1}
-        if not expected or found == expected:
+        """Compare the instance type with the expected one."""
+        expected, actual = self.config.expected_instance, self.identity.instance_type
+        figures: dict[str, float | int | str] = {"type": actual or "unknown", "cpus": os.cpu_count() or 1}
+        if not expected or actual == expected:
             return CheckResult("instance", HealthVerdict.PASS, figures=figures)
-        if not found:
-            seen = "instance type not known: this is no EC2 machine, or its metadata cannot be read"
+        if not actual:
+            seen = "unknown instance type, because this is not an EC2 machine or its metadata cannot be read"
             return CheckResult("instance", HealthVerdict.WARN, seen, expected, figures=figures)
-        do = "send the job to the queue of that type, or set --health.expected-instance"
-        return CheckResult("instance", HealthVerdict.FIX, f"instance type {found}", expected, do, figures)
+        advice = "submit the job to a queue of that type, or set --health.expected-instance"
+        return CheckResult("instance", HealthVerdict.FIX, f"instance type {actual}", expected, advice, figures)
 
     def clock(self, ctx: CheckContext) -> CheckResult:
-        """A clock that was never set makes every request to AWS fail, and cycles of another year."""
+        """Check that the clock was set. Otherwise every request to AWS fails and cycles get wrong dates."""
         now = datetime.now(UTC)
         if now > EARLIEST:
             return CheckResult("clock", HealthVerdict.PASS)
-        do = "this job elsewhere; on this machine: chronyc tracking"
-        return CheckResult("clock", HealthVerdict.RETRY, f"it is {now:%Y-%m-%d %H:%M}", f"after {EARLIEST:%Y}", do)
+        seen, expected = f"the clock is at {now:%Y-%m-%d %H:%M}", f"{EARLIEST:%Y} or later"
+        advice = "retry the job on another machine, and run chronyc tracking on this one"
+        return CheckResult("clock", HealthVerdict.RETRY, seen, expected, advice)
 
     def address(self, ctx: CheckContext) -> list[CheckResult]:
-        """Nodes find each other, and the ports of the main node are free.
+        """Check that the main node's address resolves and its ports are free.
 
-        A second job on the same port of the Neuron runtime hangs at its start without an error (reported by users).
+        Users report that a second job on the same port of the Neuron runtime hangs at its start without an error.
         """
         ports, bad = self._ports(), list[CheckResult]()
         if self.num_nodes > 1:
@@ -142,13 +139,13 @@ class HostChecks:
                     listener.listen(1)
                 except OSError as error:
                     verdict = HealthVerdict.RETRY if self.node_rank == 0 else HealthVerdict.WARN
-                    do = f"ss -tlnp | grep {port} on that machine; end what an earlier job has left"
+                    advice = f"ss -tlnp | grep {port} on that machine, and end processes of an earlier job"
                     seen = f"port {port} ({variable}) is not free: {error.strerror}"
-                    bad.append(CheckResult("address", verdict, seen, "a free port: one job on a machine", do))
+                    bad.append(CheckResult("address", verdict, seen, "a free port (one job per machine)", advice))
         return bad or [CheckResult("address", HealthVerdict.PASS, figures=ports)]
 
     def _ports(self) -> dict[str, int]:
-        """Return the ports on which the main node listens. Raises ConfigError for one that is none, or used twice."""
+        """Return the ports on which the main node listens. Raises ConfigError if one is invalid or used twice."""
         texts = {}
         if self.num_nodes > 1:
             texts["MASTER_PORT"] = self.env.get("MASTER_PORT", str(MASTER_PORT))
@@ -158,34 +155,34 @@ class HostChecks:
         ports = {name: int(text) for name, text in texts.items() if text.isdecimal() and 0 < int(text) < 65_536}
         if len({*ports.values()}) < len(texts):
             raise ConfigError(
-                f"the ports are {texts}", expected="a port for each", next_command=f"unset {' '.join(texts)}"
+                f"invalid ports: {texts}", expected="a valid port for each", next_command=f"unset {' '.join(texts)}"
             )
         return ports
 
     def shared_memory(self, ctx: CheckContext) -> Iterator[CheckResult]:
-        ctx.doing = f"asking for the size of {SHM}"
+        ctx.doing = f"reading the size of {SHM}"
         if SHM.is_dir():  # not on macOS
             too_small = "sharedMemorySize in the job definition (docker: --shm-size)"
-            needed, full = MIN_SHM_GIB * GIB, "remove what dead processes left"
-            found = room("shared memory", SHM, "", needed, too_small=too_small, full=full)
-            yield found if self.on_neuron or not found.verdict else replace(found, verdict=HealthVerdict.WARN)
+            needed, full = MIN_SHM_GIB * GIB, "remove files of dead processes"
+            result = check_free_space("shared memory", SHM, "", needed, too_small=too_small, full=full)
+            yield result if self.on_neuron or not result.verdict else replace(result, verdict=HealthVerdict.WARN)
 
     def disks(self, ctx: CheckContext) -> Iterator[CheckResult]:
-        """Each file system has room for all that goes there."""
+        """Check that each file system has enough space for its folders."""
         groups: dict[int, list[str]] = {}
         for name, folder in self.folders.items():
-            ctx.doing = f"asking for the free space of {folder}"
-            groups.setdefault(existing(folder).stat().st_dev, []).append(name)
+            ctx.doing = f"reading the free space of {folder}"
+            groups.setdefault(nearest_existing(folder).stat().st_dev, []).append(name)
         for names in groups.values():
             folder = self.folders[names[0]]
-            num_uses = len({name == "compile cache" for name in names})  # scratch and workspace both take checkpoints
+            num_uses = len({name == "compile cache" for name in names})  # scratch and workspace both have checkpoints
             needed, full = num_uses * self.config.min_free_gib * GIB, f"du -xh --max-depth=2 {folder} on that machine"
             too_small = "a larger volume in the launch template, or lower --health.min-free-gib"
-            yield room("disk", folder, f"{' + '.join(names)}: ", needed, too_small=too_small, full=full)
+            yield check_free_space("disk", folder, f"{' + '.join(names)}: ", needed, too_small=too_small, full=full)
 
     def write_read_delete(self, ctx: CheckContext) -> CheckResult:
-        """Send a small object to the workspace and back. Raises the storage's own error for what denies it."""
-        # One key for each host: what a killed process leaves is overwritten by the next one.
+        """Write, read and delete a small object in the workspace. Raises the storage's error if one is denied."""
+        # One key per host, so that an object of a killed process is overwritten by the next one.
         key, data = self.probes + re.sub(r"[^A-Za-z0-9.-]", "-", self.identity.host), secrets.token_bytes(PROBE_BYTES)
         uri, back, figures = self.workspace.uri(key), b"", dict[str, float | int | str]()
         try:
@@ -199,48 +196,51 @@ class HostChecks:
                     self.workspace.delete([key])
                 figures[f"{doing}_s"] = time.monotonic() - started
         except BaseException:
-            with suppress(TrnpipeError):  # the first error says more
+            with suppress(TrnpipeError):  # the original error is more useful
                 self.after_stop.delete([key])
             raise
         if back != data:
-            seen, do = f"{uri} came back with other bytes than were written", "do not use that machine: it changes data"
-            return CheckResult("workspace", HealthVerdict.RETRY, seen, "the same bytes", do, figures)
+            seen, advice = (
+                f"{uri} was read back with different bytes",
+                "do not use this machine, because it changes data",
+            )
+            return CheckResult("workspace", HealthVerdict.RETRY, seen, "the written bytes", advice, figures)
         slowest_s = max(map(float, figures.values()))
         if slowest_s > SLOW_WORKSPACE_S:
             seen = f"{format_duration(slowest_s)} for {PROBE_BYTES} bytes in {self.workspace.root}"
-            do = "look at the network of that machine, and for throttling of the bucket"
-            return CheckResult("workspace", HealthVerdict.WARN, seen, f"under {SLOW_WORKSPACE_S:g} s", do, figures)
+            advice = "check the network of that machine, and the bucket for throttling"
+            return CheckResult("workspace", HealthVerdict.WARN, seen, f"under {SLOW_WORKSPACE_S:g} s", advice, figures)
         seen = f"{1000 * slowest_s:.1f} ms for the slowest of write, read and delete"
         return CheckResult("workspace", HealthVerdict.PASS, seen, figures=figures)
 
 
-def room(name: str, folder: Path, what: str, needed: float, *, too_small: str, full: str) -> CheckResult:
-    """Compare the free bytes of a file system with what is needed. FIX where even an empty one would not do."""
+def check_free_space(name: str, folder: Path, title: str, needed: float, *, too_small: str, full: str) -> CheckResult:
+    """Check that a file system has `needed` bytes free. FIX if it would be too small even when empty."""
     total, free = disk_bytes(folder)
-    seen, figures = f"{what}{format_bytes(free)} of {format_bytes(total)} free at {folder}", {"free_bytes": free}
+    seen, figures = f"{title}{format_bytes(free)} of {format_bytes(total)} free at {folder}", {"free_bytes": free}
     if free >= needed:
         return CheckResult(name, HealthVerdict.PASS, seen, figures=figures)
-    verdict, do = (HealthVerdict.FIX, too_small) if total < needed else (HealthVerdict.RETRY, full)
-    return CheckResult(name, verdict, seen, f"at least {format_bytes(needed)}", do, figures)
+    verdict, advice = (HealthVerdict.FIX, too_small) if total < needed else (HealthVerdict.RETRY, full)
+    return CheckResult(name, verdict, seen, f"at least {format_bytes(needed)}", advice, figures)
 
 
-def existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists."""
-    with os_errors("asking for the free space of", f"file://{folder}"):
+def nearest_existing(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    with os_errors("reading the free space of", f"file://{folder}"):
         while not folder.exists():
             folder = folder.parent
     return folder
 
 
 def disk_bytes(folder: Path) -> tuple[int, int]:
-    """Return total and free bytes of the file system a folder is on, or will be on."""
-    with os_errors("asking for the free space of", f"file://{folder}"):
-        found = os.statvfs(existing(folder))
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    """Return total and free bytes of the file system of a folder, which may not exist yet."""
+    with os_errors("reading the free space of", f"file://{folder}"):
+        stat = os.statvfs(nearest_existing(folder))
+    return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
 
 
-def usual_folders(scratch: Path, cache_root: str, workspace: Storage) -> dict[str, Path]:
-    """Return where a cycle writes on this machine. Checkpoints are staged in scratch before they are uploaded."""
+def local_folders(scratch: Path, cache_root: str, workspace: Storage) -> dict[str, Path]:
+    """Return the local folders that a cycle writes to. Checkpoints are staged in scratch before the upload."""
     folders = {"scratch": scratch}
     if "://" not in cache_root:
         folders["compile cache"] = Path(cache_root)
@@ -249,7 +249,7 @@ def usual_folders(scratch: Path, cache_root: str, workspace: Storage) -> dict[st
     return folders
 
 
-# Versions, and whether driver and runtime fit.
+# Versions, and compatibility of driver and runtime.
 
 VERSIONS, DRIVER_FIT = "versions", "driver and runtime"
 DISTRIBUTIONS = ("neuronx-cc", "torch", "torch-xla", "torch-neuronx", "libneuronxla")
@@ -261,54 +261,54 @@ NEW_DRIVER, LEAST_RUNTIME = (2, 29), (2, 33)
 
 
 def find_versions(*, driver_file: Path = DRIVER_FILE, libraries: Path = NEURON_LIBRARIES) -> dict[str, str]:
-    """Return the versions of the parts that are installed."""
-    found = {}
+    """Return the versions of the installed components."""
+    versions = {}
     for name in DISTRIBUTIONS:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    # Links of the package aws-neuronx-runtime-lib lead to a file named by its version.
+            versions[name] = importlib.metadata.version(name)
+    # The links of the package aws-neuronx-runtime-lib resolve to a file with the version in its name.
     if runtimes := {path.resolve().name.removeprefix("libnrt.so.") for path in libraries.glob("libnrt.so.*")}:
-        found["runtime"] = ", ".join(sorted(runtimes))
+        versions["runtime"] = ", ".join(sorted(runtimes))
     if driver_file.is_file():
-        found["driver"] = driver_file.read_text().strip()
-    return found
+        versions["driver"] = driver_file.read_text().strip()
+    return versions
 
 
-def judge_driver(versions: Mapping[str, str]) -> CheckResult | None:
-    """Judge whether the image's runtime works with the machine's driver; None without a driver.
+def check_driver(versions: Mapping[str, str]) -> CheckResult | None:
+    """Check that the image's runtime works with the machine's driver. Returns None without a driver.
 
-    The driver is part of the machine image, so every machine of it would give the same verdict.
+    The driver is part of the machine image, so the verdict is the same on every machine with that image.
     """
     driver, runtime = versions.get("driver"), versions.get("runtime")
     if driver is None:
         return None
-    # Of several runtimes side by side the loader's choice is not known: only all of them together are wrong.
+    # With several runtimes it is unknown which one is loaded, so the check fails only if all of them are too old.
     numbers = [number for text in (runtime or "").split(", ") if (number := _release(text))]
     new, seen = _release(driver), f"driver {driver}, runtime {runtime or 'not found'}"
     least, limit = (".".join(map(str, release)) for release in (LEAST_RUNTIME, NEW_DRIVER))
     expected = f"runtime {least} or later with driver {limit} or later"
     if new is None or (new >= NEW_DRIVER and not numbers):
-        look = f"cat {DRIVER_FILE}; ls {NEURON_LIBRARIES}"
-        return CheckResult(DRIVER_FIT, HealthVerdict.WARN, f"{seen}: cannot be compared", expected, look)
+        advice = f"cat {DRIVER_FILE}; ls {NEURON_LIBRARIES}"
+        return CheckResult(DRIVER_FIT, HealthVerdict.WARN, f"{seen}: cannot be compared", expected, advice)
     if new >= NEW_DRIVER and max(numbers) < LEAST_RUNTIME:
-        fix = (
+        advice = (
             f"a machine image with a driver before {limit} (Terraform: ami_id), or a container image with runtime "
             f"{least}: docs/neuron.md, When no such machine image is left"
         )
-        return CheckResult(DRIVER_FIT, HealthVerdict.FIX, f"{seen}: nrt_init fails", expected, fix)
+        return CheckResult(DRIVER_FIT, HealthVerdict.FIX, f"{seen}: nrt_init fails", expected, advice)
     return CheckResult(DRIVER_FIT, HealthVerdict.PASS, seen)
 
 
 def _release(version: str) -> tuple[int, int] | None:
-    """Return major and minor number; None if it does not start with them."""
+    """Return (major, minor), or None if the version does not start with them."""
     match = re.match(r"(\d{1,6})\.(\d{1,6})(?!\d)", version)
     return (int(match[1]), int(match[2])) if match else None
 
 
-# nccom-test: do the cores of this machine add up right and fast.
+# nccom-test: correctness and bandwidth of collectives over the cores of this machine.
 
 NAME = "nccom-test"
-_ELSEWHERE = "this job elsewhere; on this machine: nccom-test with --debug, dmesg | grep -i neuron"
+_ADVICE = "retry the job on another machine; on this one run nccom-test --debug and dmesg | grep -i neuron"
 _USAGE = re.compile(r"^usage:|unrecognized arguments|invalid choice", re.MULTILINE)
 _FAILED = re.compile(
     r"^[^\n]*(?:\bFailure\b|\b[1-9]\d* errors? found|test failed|Driver is not running)[^\n]*", re.MULTILINE
@@ -317,10 +317,7 @@ _FAILED = re.compile(
 
 @dataclass(frozen=True)
 class NccomTest:
-    """One test: an operation over sizes, each 1,024 times the one before.
-
-    check: results are compared with those of the host, which takes long for large sizes.
-    """
+    """One test: an operation with sizes that grow by a factor of 1,024. `check`: compare results with the host."""
 
     operation: str = "all_reduce"
     min_bytes: int = 2**13
@@ -336,14 +333,14 @@ class NccomTest:
         return 1 + (self.max_bytes // self.min_bytes).bit_length() // 10
 
     def command(self, num_ranks: int) -> list[str]:
-        """Return the command: the operation first, and a flag after --check, which takes a word for its value."""
-        words = [NAME, self.operation, "-r", str(num_ranks), "-b", str(self.min_bytes), "-e", str(self.max_bytes)]
-        words += ["-f", str(2**10), "-d", "fp32", "-n", "20", "-w", "5"]
-        return [*words, *(["--check"] if self.check else []), "--non-interactive"]
+        """Return the command line. A flag must follow --check, which would take any other word as its value."""
+        command = [NAME, self.operation, "-r", str(num_ranks), "-b", str(self.min_bytes), "-e", str(self.max_bytes)]
+        command += ["-f", str(2**10), "-d", "fp32", "-n", "20", "-w", "5"]
+        return [*command, *(["--check"] if self.check else []), "--non-interactive"]
 
 
-# Results are checked at 8 KiB and 8 MiB, those of all-reduce from 8 bytes on, which is one number for every rank; the
-# bandwidth is that of 128 MiB, more than a gradient bucket.
+# Results are checked at 8 KiB and 8 MiB, and those of all-reduce also at 8 bytes, one number per rank. Bandwidth is
+# measured at 128 MiB, more than a gradient bucket.
 TESTS = (
     NccomTest(min_bytes=2**3),
     NccomTest("all_gather"),
@@ -353,112 +350,110 @@ TESTS = (
 
 
 def parse_table(text: str) -> dict[int, float]:
-    """Return the bus bandwidth by size in bytes of the printed table; GB there is 2^30 bytes.
+    """Parse the printed table. Return size in bytes -> bus bandwidth, in which GB means 2^30 bytes.
 
-    A row of another length reports a failure; one without an end of line may be cut in the middle of a number.
+    Rows of another length report a failure and are skipped. So is a row without a line end, which may be truncated.
     """
     header: list[str] = []
-    found: dict[int, float] = {}
+    bandwidths: dict[int, float] = {}
     for cells in (line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")):
         if "size(B)" in cells and "busbw(GB/s)" in cells:
             header = cells
         elif header and len(cells) == len(header):
-            with suppress(ValueError):  # the row of a failure may have as many words as there are columns
-                found[int(cells[header.index("size(B)")])] = float(cells[header.index("busbw(GB/s)")])
-    return found
+            with suppress(ValueError):  # the row of a failure may have as many words as the header
+                bandwidths[int(cells[header.index("size(B)")])] = float(cells[header.index("busbw(GB/s)")])
+    return bandwidths
 
 
-def judge_nccom(
+def check_nccom_run(
     run: ToolRun, test: NccomTest, *, min_gib_s: float = 0.0, usual_gib_s: float | None = None
 ) -> CheckResult:
-    """Judge results and bandwidth at the largest size, in 2^30 bytes a second.
+    """Check the results of a run, and the bandwidth at the largest size in 2^30 bytes per second.
 
-    A machine below `min_gib_s` is unfit; less than half of the usual bandwidth is a warning.
+    Below `min_gib_s` a machine is unfit. Less than half of `usual_gib_s` is a warning.
     """
     rows = parse_table(run.stdout)
     largest, busbw_gib_s = max(rows.items(), default=(0, 0.0))
     figures = {"num_sizes": len(rows), "size_bytes": largest, "busbw_gib_s": busbw_gib_s}
-    what = "right results" if test.check else "times"
-    wanted = f"{what} for {test.num_sizes} sizes of {test.operation}"
+    outcome = "correct results" if test.check else "times"
+    complete = f"{outcome} for {test.num_sizes} sizes of {test.operation}"
 
-    def bad(verdict: HealthVerdict, seen: str, expected: str = wanted, do: str = _ELSEWHERE) -> CheckResult:
-        return CheckResult(test.name, verdict, seen, expected, do, figures, run.seconds)
+    def bad(verdict: HealthVerdict, seen: str, expected: str = complete, advice: str = _ADVICE) -> CheckResult:
+        return CheckResult(test.name, verdict, seen, expected, advice, figures, run.seconds)
 
-    if run.failure == NOT_INSTALLED:  # the image brings the tools, so every machine that runs it lacks them
-        return bad(HealthVerdict.FIX, f"{NAME} is not installed", do="aws-neuronx-tools in the image")
+    if run.failure == NOT_INSTALLED:  # the tools are part of the image, so every machine with it lacks them
+        return bad(HealthVerdict.FIX, f"{NAME} is not installed", advice="install aws-neuronx-tools in the image")
     if _USAGE.search(run.output) and not rows:
-        return bad(
-            HealthVerdict.FIX, run.summary(), do="nccom-test --help: are these options of your version of the tools?"
-        )
-    failure = last_line(found[0]) if (found := _FAILED.search(run.output)) else ""
+        advice = "nccom-test --help: does your version of the tools support these options?"
+        return bad(HealthVerdict.FIX, run.summary(), advice=advice)
+    failure = last_line(match[0]) if (match := _FAILED.search(run.output)) else ""
     if run.failure or failure:
         cause = decisive(classify(run.output))
         if cause and cause.row.error is ConfigError and cause.row.evidence is not Evidence.PROOF:
-            return bad(HealthVerdict.FIX, f"{cause.row.name}: {cause.line}", do=cause.row.action)
+            return bad(HealthVerdict.FIX, f"{cause.row.name}: {cause.line}", advice=cause.row.action)
         return bad(HealthVerdict.RETRY, failure or run.summary())
-    if len(rows) < test.num_sizes:  # sizes may be rounded to whole elements of every rank
+    if len(rows) < test.num_sizes:  # sizes may be rounded to a multiple of the number of ranks
         return bad(HealthVerdict.RETRY, f"results for {len(rows)} of {test.num_sizes} sizes ({run.summary()})")
     # The bandwidth of small sizes is printed as 0.00.
     if not busbw_gib_s > 0 or not all(0 <= row < math.inf for row in rows.values()):
-        return bad(HealthVerdict.RETRY, "a bandwidth that is no positive number")
+        return bad(HealthVerdict.RETRY, "a bandwidth is not a positive number")
     seen = f"bus bandwidth {busbw_gib_s:.2f} GiB/s at {largest} bytes"
     if busbw_gib_s < min_gib_s:
         return bad(HealthVerdict.RETRY, seen, f"at least {min_gib_s:g} GiB/s")
     if usual_gib_s is not None and busbw_gib_s < usual_gib_s / 2:
-        return bad(HealthVerdict.WARN, seen, f"about {usual_gib_s:g} GiB/s, as AWS measured", "compare other machines")
+        expected = f"about {usual_gib_s:g} GiB/s, as measured by AWS"
+        return bad(HealthVerdict.WARN, seen, expected, "compare with other machines")
     if run.exit_code != 0:
         return bad(
-            HealthVerdict.WARN, f"all sizes are right, but exit code {run.exit_code}", "exit code 0", "see its output"
+            HealthVerdict.WARN, f"exit code {run.exit_code} despite correct results", "exit code 0", "see its output"
         )
     return CheckResult(test.name, HealthVerdict.PASS, seen, figures=figures, seconds=run.seconds)
 
 
-# All of them as checks of a node.
+# The checks of a node that concern Neuron.
 
-CHANGED_LNC = "NEURON_LOGICAL_NC_CONFIG"  # then the numbers of cores are others than the usual ones
+CHANGED_LNC = "NEURON_LOGICAL_NC_CONFIG"  # if set, the number of cores differs from the default
 
 
 def check_kernel_log(
     *, on_neuron: bool, stop: StopSignal, env: Mapping[str, str] | None = None, timeout_s: float = 10.0
 ) -> CheckResult:
-    """Look for hardware errors since boot, with `dmesg`. Containers may not read it, as a rule: a warning."""
+    """Search `dmesg` for hardware errors since boot. Warns if it cannot be read, as in most containers."""
     run = run_tool(["dmesg"], timeout_s=timeout_s, stop=stop, env=env)
     for match in classify(run.stdout):
         if match.row.evidence is Evidence.PROOF:
-            do, expected = f"this job elsewhere; {match.row.action}", "no hardware error since boot"
-            return CheckResult("kernel-log", HealthVerdict.RETRY, match.line, expected, do, seconds=run.seconds)
+            advice, expected = f"retry the job on another machine; {match.row.action}", "no hardware error since boot"
+            return CheckResult("kernel-log", HealthVerdict.RETRY, match.line, expected, advice, seconds=run.seconds)
     if run.exit_code == 0:
         return CheckResult("kernel-log", HealthVerdict.PASS)
-    verdict, do = HealthVerdict.WARN if on_neuron else HealthVerdict.PASS, "a container needs the capability SYSLOG"
-    return CheckResult(
-        "kernel-log", verdict, f"not readable ({run.summary()})", "the kernel log", do, seconds=run.seconds
-    )
+    verdict = HealthVerdict.WARN if on_neuron else HealthVerdict.PASS
+    seen, advice = f"not readable ({run.summary()})", "add the capability SYSLOG to the container"
+    return CheckResult("kernel-log", verdict, seen, "a readable kernel log", advice, seconds=run.seconds)
 
 
-def judge_rank_count(machine: Machine, processes: int, *, num_nodes: int) -> CheckResult:
-    """The runtime joins cores only in some numbers; with another one it hangs or fails when it starts."""
-    fits = machine.rank_counts[-1:] if num_nodes > 1 else machine.rank_counts
-    if not fits or processes in fits:
+def check_rank_count(machine: Machine, processes: int, *, num_nodes: int) -> CheckResult:
+    """Check that the runtime supports this number of cores. With others it hangs or fails at its start."""
+    supported = machine.rank_counts[-1:] if num_nodes > 1 else machine.rank_counts
+    if not supported or processes in supported:
         return CheckResult("processes", HealthVerdict.PASS, figures={"processes": processes})
     seen = f"{processes} processes on {machine.name}, {num_nodes} nodes"
-    return CheckResult(
-        "processes", HealthVerdict.FIX, seen, " or ".join(map(str, fits)), f"--launch.processes {fits[-1]}"
-    )
+    expected, advice = " or ".join(map(str, supported)), f"--launch.processes {supported[-1]}"
+    return CheckResult("processes", HealthVerdict.FIX, seen, expected, advice)
 
 
 def neuron_checks(
     config: HealthConfig, instance: str, more: Mapping[str, str], *, num_nodes: int, processes: int, on_neuron: bool
 ) -> tuple[Check, ...]:
-    """Return the checks of a node with its instance type. `more`: further versions to report.
+    """Return the Neuron checks of a node of type `instance`. `more`: further versions to report.
 
-    Versions come before anything that opens a device: if driver and runtime do not fit, that fails in less clear words.
+    Versions are checked before a device is opened, because the error of an incompatible driver is hard to understand.
     """
 
     def versions(ctx: CheckContext) -> Iterator[CheckResult]:
-        found = find_versions()
-        yield CheckResult(VERSIONS, HealthVerdict.PASS, figures={**found, **more})
-        if (fit := judge_driver(found)) is not None:
-            yield fit
+        installed = find_versions()
+        yield CheckResult(VERSIONS, HealthVerdict.PASS, figures={**installed, **more})
+        if (result := check_driver(installed)) is not None:
+            yield result
 
     def kernel_log(ctx: CheckContext) -> CheckResult:
         ctx.doing = "reading the kernel log"
@@ -469,17 +464,17 @@ def neuron_checks(
         return tuple(checks)
     machine = MACHINES.get(instance)
     if machine is not None and CHANGED_LNC not in os.environ:
-        count = judge_rank_count(machine, processes, num_nodes=num_nodes)
-        checks.append(Check("processes", lambda ctx: count, "tools", cost_s=0.0))
+        rank_count = check_rank_count(machine, processes, num_nodes=num_nodes)
+        checks.append(Check("processes", lambda ctx: rank_count, "tools", cost_s=0.0))
     usual = machine.bus_gib_s if machine and (processes,) == machine.rank_counts[-1:] else None
 
     def nccom(test: NccomTest) -> Check:
         def run(ctx: CheckContext) -> CheckResult:
             ctx.doing = f"running {test.name}"
-            ended = run_tool(test.command(processes), timeout_s=NCCOM_LIMIT_S, stop=ctx.stop)
+            tool_run = run_tool(test.command(processes), timeout_s=NCCOM_LIMIT_S, stop=ctx.stop)
             if test.check:
-                return judge_nccom(ended, test)
-            return judge_nccom(ended, test, min_gib_s=config.min_bus_gb_s * 1e9 / GIB, usual_gib_s=usual)
+                return check_nccom_run(tool_run, test)
+            return check_nccom_run(tool_run, test, min_gib_s=config.min_bus_gb_s * 1e9 / GIB, usual_gib_s=usual)
 
         return Check(test.name, run, "tools", time_limit_s=NCCOM_LIMIT_S + 60.0, cost_s=20.0)
 

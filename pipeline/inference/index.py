@@ -21,7 +21,7 @@ from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.embed.catalogue import TextRules, judge_rows, read_shard
+from pipeline.embed.catalogue import TextRules, read_shard, validate_rows
 from pipeline.embed.plan import pinned_plan
 from pipeline.embed.vectors import MappedVectors, VectorSet, open_vectors
 from pipeline.io.atomic import exclusive, make_dirs, remove_tree, staging_dir
@@ -147,7 +147,7 @@ def _texts(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Iterator
             ids = iter(vectors.columns(shard.index, ["id"])["id"].to_pylist())
             expected = next(ids, None)
             for raw in read_shard(plan.catalogue, storage, shard, plan.window_rows):
-                titles, joined, rows = list[str](), list[str](), judge_rows(rules, raw)
+                titles, joined, rows = list[str](), list[str](), validate_rows(rules, raw)
                 given = raw.batch()["title"].to_pylist()
                 ids_of, numbers = (rows.table[column].to_pylist() for column in ("id", "row"))
                 for name, row, text in zip(ids_of, numbers, rows.texts, strict=True):

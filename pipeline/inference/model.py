@@ -22,7 +22,7 @@ from pipeline.data.encode import bucket_arrays, encode_rows
 from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
 from pipeline.data.loader import to_tensors
 from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, RawBatch, RowChunk, cut_chunks, plan_pairs, to_fields
-from pipeline.data.token_sets import TokenSetInfo, prefixes_of, read_token_sets
+from pipeline.data.token_sets import TokenSetInfo, read_token_sets, token_set_prefixes
 from pipeline.data.tokenizer import TextTokenizer, token_windows
 from pipeline.data.validate import CleanRows, RowRules, clean
 from pipeline.embed.engine import Embedder, open_embedder
@@ -286,7 +286,7 @@ def _trained_on(workspace: Storage, checkpoint: Checkpoint) -> TokenSetInfo | No
     """Return the account of the data that a checkpoint was trained on, None if it is not there any more."""
     try:
         prepared = load_result(workspace, checkpoint.state.cycle, "prepare")
-        prefixes = prefixes_of(prepared.outputs) if prepared else ()
+        prefixes = token_set_prefixes(prepared.outputs) if prepared else ()
         return read_token_sets(workspace, prefixes[-1:])[0].info if prefixes else None
     except DataError:
         return None

@@ -245,7 +245,7 @@ class MinedPart(Part):
 class ArrayParts:
     """The parts of an array of `total` rows with `rows_per_part` rows each."""
 
-    parts: Parts[MinedPart]
+    store: Parts[MinedPart]
     cache_dir: Path
     total: int
     rows_per_part: int
@@ -254,7 +254,7 @@ class ArrayParts:
         return -(-self.total // self.rows_per_part)
 
     def rows(self, index: int) -> tuple[int, int]:
-        """Return the range of rows (start, stop) of a part."""
+        """Return the first row of a part, and the row after its last."""
         first = index * self.rows_per_part
         return first, min(self.total, first + self.rows_per_part)
 
@@ -263,15 +263,15 @@ class ArrayParts:
         return range(worker * len(self) // workers, (worker + 1) * len(self) // workers)
 
     def commit(self, index: int, array: npt.NDArray[np.generic], counts: Mapping[str, int] | None = None) -> None:
-        """Publish a part. If several workers commit it, the first version is kept, because it may already be in use."""
+        """Publish a part. If several workers commit it, keep the first version, because it may already be in use."""
         data = io.BytesIO()
         np.save(data, array)
-        (name,) = self.parts.names(index)
-        self.parts.commit(MinedPart(index=index, counts=dict(counts or {})), {name: data.getvalue()})
+        (name,) = self.store.names(index)
+        self.store.commit(MinedPart(index=index, counts=dict(counts or {})), {name: data.getvalue()})
 
     def open(self, index: int) -> npt.NDArray[Any]:
         """Map a part into memory. Raises DataError if it is damaged, TransientError if it has been deleted."""
-        (path,) = self.parts.fetch(index, self.cache_dir)
+        (path,) = self.store.fetch(index, self.cache_dir)
         array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
         return array
 
@@ -287,14 +287,13 @@ def open_parts(
     arrays = []
     for kind, (total, rows_per_part) in sizes.items():
         folder = f"{prefix}-{per_part}/{kind}"
-        parts = Parts(storage, f"{folder}-done", folder, MinedPart, lambda index: (f"{index:05d}.npy",))
-        arrays.append(ArrayParts(parts, cache_dir, total, rows_per_part))
+        store = Parts(storage, f"{folder}-done", folder, MinedPart, lambda index: (f"{index:05d}.npy",))
+        arrays.append(ArrayParts(store, cache_dir, total, rows_per_part))
     return arrays
 
 
 Vectors = Callable[[int, int], Float32s]  # unit vectors [n, D] of items (or queries) from `start` to `stop`
-Search = Callable[[int, int, JudgedItems], Candidates]
-"""Returns the best products of the queries from `start` to `stop`, given their judged items."""
+Search = Callable[[int, int, JudgedItems], Candidates]  # ranks products for queries `start` to `stop`
 
 
 def vectors_of(texts: Callable[[int, int], Tokens], embed: Callable[[Iterable[Tokens]], Iterator[Float32s]]) -> Vectors:
@@ -303,27 +302,21 @@ def vectors_of(texts: Callable[[int, int], Tokens], embed: Callable[[Iterable[To
 
 
 def vector_search(
-    stored: ArrayParts,
-    items: Vectors,
-    queries: Vectors,
-    depth: int,
-    stop: StopSignal,
-    worker: int = 0,
-    workers: int = 1,
+    parts: ArrayParts, items: Vectors, queries: Vectors, depth: int, stop: StopSignal, worker: int = 0, workers: int = 1
 ) -> Search:
-    """Compute the missing item vectors in `stored`, and return an exact search of all items by vectors.
+    """Compute the missing item vectors in `parts`, and return an exact search of all items by vectors.
 
     Memory: the vectors and the `depth` best items of one part of the queries, and one chunk of items.
     """
     # Compute the parts of this worker's slice, then all other missing parts. No worker waits for another, which may be
     # dead, at the cost of computing some parts twice at the end.
-    own, done = stored.worker_slice(worker, workers), stored.parts.done()
-    with progress("vectors of products", stored.total, "products") as advance:
-        for index in [*range(own.start, len(stored)), *range(own.start)]:
-            first_item, end_item = stored.rows(index)
-            if index not in done and (index in own or index not in stored.parts.done()):
+    own, done = parts.worker_slice(worker, workers), parts.store.done()
+    with progress("vectors of products", parts.total, "products") as advance:
+        for index in [*range(own.start, len(parts)), *range(own.start)]:
+            first_item, end_item = parts.rows(index)
+            if index not in done and (index in own or index not in parts.store.done()):
                 stop.raise_if_set(_EMBEDDING)
-                stored.commit(index, items(first_item, end_item))
+                parts.commit(index, items(first_item, end_item))
             advance(end_item - first_item)
     maps: dict[int, Float32s] = {}
 
@@ -334,18 +327,18 @@ def vector_search(
         positives, query_of = judged.items[order], judged.query[order]
 
         def chunks() -> Iterator[tuple[int, Float32s]]:
-            for index in range(len(stored)):
+            for index in range(len(parts)):
                 if index not in maps:
-                    maps[index] = stored.open(index)
+                    maps[index] = parts.open(index)
                 for offset in range(0, len(maps[index]), _CHUNK_ITEMS):
                     stop.raise_if_set(_SEARCHING)
-                    first, chunk = stored.rows(index)[0] + offset, np.array(maps[index][offset : offset + _CHUNK_ITEMS])
+                    first, chunk = parts.rows(index)[0] + offset, np.array(maps[index][offset : offset + _CHUNK_ITEMS])
                     pairs = slice(*np.searchsorted(positives, (first, first + len(chunk))))
                     scores = exact_scores(vectors[query_of[pairs]], chunk[positives[pairs] - first])
                     np.maximum.at(best, query_of[pairs], scores)
                     yield first, chunk
 
-        ranked = search_vectors(vectors, chunks(), min(depth, stored.total))
+        ranked = search_vectors(vectors, chunks(), min(depth, parts.total))
         return Candidates(ranked.scores, ranked.items, best)
 
     return search
@@ -384,7 +377,7 @@ def mine_worker_slice(
 
     `judged`: of all queries. `rows_of`: converts items to row numbers. Raises NumericError if a vector is not finite.
     """
-    done = negatives.parts.done()
+    done = negatives.store.done()
     todo = [index for index in negatives.worker_slice(worker, workers) if index not in done]
     if todo:
         search = open_search()
@@ -397,14 +390,14 @@ def mine_worker_slice(
                 items, counts = choose_negatives(search(first, last, part), part, config)
                 negatives.commit(index, rows_of(items), counts)
                 advance(last - first)
-        done = negatives.parts.done()
+        done = negatives.store.done()
     return len(negatives) - len(done)
 
 
 def read_negatives(parts: ArrayParts, per_query: int) -> tuple[Int64s, dict[str, int]]:
     """Return the negatives [Q, per_query] of all queries and their total counts. Raises as `ArrayParts.open`."""
     products = [np.zeros((0, per_query), dtype=np.int64), *(parts.open(index) for index in range(len(parts)))]
-    counts = [record.counts for record in parts.parts.read_all(range(len(parts)))]
+    counts = [record.counts for record in parts.store.read_all(range(len(parts)))]
     return np.concatenate(products), {name: sum(part[name] for part in counts) for name in COUNTS}
 
 

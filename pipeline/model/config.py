@@ -93,8 +93,7 @@ class ModelConfig(Record):
     )
     cross_layers: int = Field(2, ge=0, le=8, description="Number of DCN-v2 cross layers")
     token_match: bool = Field(
-        False,
-        description="Add token-level matches of both texts to the relevance head's inputs (late interaction)",
+        False, description="Add token-level matches of both texts to the relevance head's inputs (late interaction)"
     )
     mlp_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field((256, 128), description="Widths of the implicit MLP")
     feature_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
@@ -151,8 +150,7 @@ class ModelConfig(Record):
     def encoder(self) -> EncoderSize:
         """The encoder's sizes: the preset, overridden by fields that are set.
 
-        Raises ConfigError if the heads do not divide the width. ModernBERT needs an even head width, because rotary
-        embeddings rotate its halves.
+        Raises ConfigError if the heads do not divide the width, for ModernBERT into even widths (rotary embeddings).
         """
         base = PRESETS[self.preset]
         size = EncoderSize(

@@ -223,10 +223,8 @@ def mask_bias(masked: Tensor, hidden: Tensor) -> Tensor:
     return (masked.to(hidden.dtype) * _MASKED)[:, None]
 
 
-# ModernBERT (Warner et al. 2024): rotary positions, gated feed-forward, mostly local attention.
-#
-# Matrices and layer norms have no bias. Layers are pre-norm, with a final norm after the last layer. Every third layer
-# uses global attention, the others local attention. gte-modernbert and others have this architecture.
+# ModernBERT (Warner et al. 2024), also used by gte-modernbert: rotary positions, gated feed-forward, pre-norm with a
+# final norm, no biases, and global attention in every third layer only.
 
 GLOBAL_EVERY = 3
 """Every n-th layer, starting with the first, uses global attention."""
@@ -269,7 +267,7 @@ class ModernLayer(nn.Module):
 
 
 class ModernBertEncoder(TextEncoder):
-    """ModernBERT (Warner et al. 2024)."""
+    """ModernBERT (Warner et al. 2024), without biases and with mostly local attention."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int) -> None:
         super().__init__(config, pad_id)

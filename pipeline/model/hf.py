@@ -297,11 +297,7 @@ _EMBEDDINGS = {
     "embedding_norm.weight": "embeddings.LayerNorm.weight",
     "embedding_norm.bias": "embeddings.LayerNorm.bias",
 }
-_FEED_FORWARD = {
-    "intermediate": "intermediate.dense",
-    "output": "output.dense",
-    "output_norm": "output.LayerNorm",
-}
+_FEED_FORWARD = {"intermediate": "intermediate.dense", "output": "output.dense", "output_norm": "output.LayerNorm"}
 
 
 @dataclass(frozen=True)

@@ -69,10 +69,7 @@ class Plan(Spread):
 
     @staticmethod
     def read(source: "Plan | Mapping[str, Any] | str | Path | None", env: Mapping[str, str] = os.environ) -> "Plan":
-        """Read a plan from a Plan, a mapping, JSON or the path of a JSON file; None: PLAN_VARIABLE.
-
-        Raises ConfigError if it cannot be read or is invalid.
-        """
+        """Read a plan, mapping, JSON or JSON file's path, by default PLAN_VARIABLE. Raises ConfigError if invalid."""
         if isinstance(source, Plan):
             return source
         origin = "the plan"

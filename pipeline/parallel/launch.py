@@ -163,10 +163,7 @@ def run_torchrun(arguments: Sequence[str]) -> int:
 
 
 def line_buffer_c_stdout(env: Mapping[str, str] = os.environ) -> None:
-    """Make the C library of a rank line-buffer standard output, so that gloo's lines do not mix with other ranks'.
-
-    Python makes it unbuffered because torchrun sets PYTHONUNBUFFERED.
-    """
+    """Line-buffer C's standard output, which PYTHONUNBUFFERED turns off, so that gloo's lines of ranks do not mix."""
     if sys.platform == "linux" and "LOCAL_RANK" in env:
         libc = ctypes.CDLL(None)
         stdout = ctypes.c_void_p.in_dll(libc, "stdout")

@@ -125,10 +125,7 @@ class Strategy(ModelParallelStrategy):
         return self.lightning_module
 
     def setup_environment(self) -> None:
-        """Join the other ranks.
-
-        Raises ConfigError if the Trainer counts ranks differently or has a callback that requires unsharded weights.
-        """
+        """Join the other ranks. Raises ConfigError if the Trainer has other ranks or an unsupported callback."""
         trainer = self._module.trainer
         for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else ():
             if isinstance(callback, _UNSUPPORTED_CALLBACKS):

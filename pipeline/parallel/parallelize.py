@@ -1,7 +1,6 @@
 """Apply tensor parallelism, activation checkpointing and FSDP to a model, in place and in this order.
 
-The order is torchtitan's (torchtitan/models/llama3/infra/parallelize.py). A degree of 1 is not a special case. It makes
-the same calls over groups of one rank.
+The order is torchtitan's (torchtitan/models/llama3/infra/parallelize.py). A degree of 1 is not a special case.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -49,10 +49,7 @@ class ProcessGroup:
         return result
 
     def agree_now(self, flag: bool) -> bool:
-        """Return, on every rank, whether any rank has set the flag, waiting for all ranks.
-
-        The pending all-reduce of `agree` is not affected.
-        """
+        """Return, on every rank, whether any rank has set the flag, without affecting the pending one of `agree`."""
         return any(all_gather_objects(flag, "agreeing to stop")) if self.world.world_size > 1 else flag
 
     def mean(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -1,7 +1,4 @@
-"""Sharded tensors: tensor-parallel styles, conversion between shards and full tensors, and gradient norms.
-
-The last section detects incorrect uses of sharded tensors in scripts.
-"""
+"""Sharded tensors: tensor-parallel styles, conversion from and to full tensors, gradient norms, checks of misuse."""
 
 import copyreg
 import re
@@ -305,10 +302,7 @@ def watch_tensors() -> None:
 
 
 def _read_scalar(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """Read the local value, as torch does, and warn once if the tensor is sharded.
-
-    Raises ConfigError during the step of an optimizer.
-    """
+    """Read the local value as torch does, and warn if it is sharded. Raises ConfigError in an optimizer's step."""
     tensor: Any = args[0]
     if shard_groups(tensor):
         if _stepping:

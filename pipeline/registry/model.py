@@ -164,10 +164,8 @@ def roll_back_model(
     served, stored = read_pair(workspace, model), read_pointer(workspace, model)
     if stored is None:
         raise ConfigError(f"no checkpoint of {model} is in production", expected="a checkpoint to roll back from")
-    current, past = (
-        stored[0],
-        append(workspace, model, stored[0]),
-    )  # its writer may have died before this
+    current = stored[0]
+    past = append(workspace, model, current)  # its writer may have died before this
     target = rollback_target(current, past, to)
     if served is None or without_vectors:
         return restore_production(workspace, stored, past, target, reason, author)
@@ -177,10 +175,9 @@ def roll_back_model(
     usable = [pair for pair in pairs if pair.digest == restored.digest and _has_vectors(workspace, pair)]
     if not usable:
         raise ConfigError(
-            f"the workspace has no vectors made with {restored.checkpoint} that were deployed",
+            f"no vectors made with {restored.checkpoint} were deployed, or they no longer exist",
             expected="a pair in the history of serving.json, because model and vectors are rolled back together",
-            next_command="trnpipe registry rollback --without-vectors --reason TEXT, then embed and verify in a new"
-            " cycle",
+            next_command="trnpipe registry rollback --without-vectors --reason TEXT, then embed in a new cycle",
         )
     rolled_back = _rolled_back_vectors(pairs)
     pair = max(usable, key=lambda pair: (pair.vectors.digest not in rolled_back, pair.generation))

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.core.arrays import Float64s, Int64s
-from pipeline.data.lexical import words_of
+from pipeline.data.lexical import split_words
 
 # bm25s calls JAX on import if it is installed, and JAX allocates three quarters of a GPU's memory at its first call, in
 # every process. Only the NumPy backend is used here, so hide JAX during the import.
@@ -53,7 +53,7 @@ class Bm25:
             return
         items: list[list[int]] = []
         for text in texts:
-            items.append([self._words.setdefault(word, len(self._words)) for word in words_of(text)])
+            items.append([self._words.setdefault(word, len(self._words)) for word in split_words(text)])
         self.num_items = len(items)
         if self._words:
             self._index.index((items, self._words), create_empty_token=False, show_progress=False)
@@ -74,7 +74,7 @@ class Bm25:
         """
         scores, items = np.zeros((len(queries), k)), np.full((len(queries), k), -1, dtype=np.int64)
         for row, query in enumerate(queries):
-            word_ids = [self._words[word] for word in words_of(query) if word in self._words]
+            word_ids = [self._words[word] for word in split_words(query) if word in self._words]
             all_scores: Float64s = self._index.get_scores_from_ids(word_ids) if word_ids else np.zeros(self.num_items)
             each(row, all_scores)
             matches = np.flatnonzero(all_scores)

@@ -1,1 +1,1 @@
-"""One file per stage: validate, do, commit a result."""
+"""The stages, one file each: validate the inputs, do the work, commit a result."""

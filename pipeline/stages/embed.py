@@ -1,4 +1,4 @@
-"""The embed stage: the whole catalogue becomes vectors, part by part; the last worker publishes them."""
+"""The embed stage: embed the whole catalogue in parts. The last worker to finish publishes the vectors."""
 
 import os
 from datetime import UTC, datetime
@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError, Preempted
-from pipeline.embed.carry_over import index_of, open_earlier
+from pipeline.embed.carry_over import open_earlier, open_row_index
 from pipeline.embed.catalogue import TextRules, WorkShard
 from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.flow import EmbedWatch, Flow, embed_shards
-from pipeline.embed.parts import finish, parts_of, report_end, totals
+from pipeline.embed.parts import finish, part_store, report_totals, totals
 from pipeline.embed.plan import EmbedPlan, catalogue_storage, check_lengths, cycle_plan, open_pinned
 from pipeline.embed.vectors import VectorSet, find_vectors, vectors_prefix
 from pipeline.io.commit import read_manifest
@@ -24,8 +24,8 @@ NAME = "embed"
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Do this worker's share, and finish the cycle when it was the last. Raises TrnpipeError."""
-    # Every rank joins, also one without work: the others' devices may wait for it.
+    """Embed this worker's slice and, on the last worker, publish the vectors. Raises TrnpipeError."""
+    # All ranks join, even those without work, because the devices of the others may wait for them.
     with join_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s):
         return _run(settings, ctx)
 
@@ -36,7 +36,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     plan, checkpoint = cycle_plan(settings, ctx)
 
     def result(figures: dict[str, Figure], vectors: VectorSet | None = None) -> StageResult:
-        """`vectors`: those of the whole cycle, once all parts are there."""
+        """Build the result. `vectors`: those of the whole cycle, if all parts are complete."""
         return ctx.finish(
             NAME,
             started,
@@ -50,18 +50,19 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         vectors = find_vectors(ctx.workspace, ctx.cycle)
         if vectors.info.plan != plan.fingerprint:
             raise ConfigError(
-                f"{ctx.workspace.uri(prefix)} holds vectors that another plan led to",
-                expected="no vectors, or those of this cycle's plan",
-                next_command=f"another --cycle, or delete {ctx.workspace.uri(prefix)}",
+                f"{ctx.workspace.uri(prefix)} has vectors from a different plan",
+                expected="no vectors, or vectors from the plan of this cycle",
+                next_command=f"use another --cycle, or delete {ctx.workspace.uri(prefix)}",
             )
         ctx.console.info(f"embed: done already, {vectors.info.rows:,} vectors in {ctx.workspace.uri(prefix)}")
         earlier = ctx.earlier(NAME)
-        if earlier is None:  # killed between the two
+        if earlier is None:  # an earlier attempt was killed after publishing the vectors
             earlier = store_result(ctx.workspace, result({}, vectors))
         return earlier.model_copy(update={"status": "already_done"})
-    done = parts_of(ctx.workspace, plan).done()
-    share = plan.shards[worker::workers]  # new rows mostly come together, so neighbours go to different workers
-    todo = [shard for shard in share if shard.index not in done]
+    done = part_store(ctx.workspace, plan).done()
+    # New rows are usually adjacent, so neighbouring parts are assigned to different workers.
+    worker_slice = plan.shards[worker::workers]
+    todo = [shard for shard in worker_slice if shard.index not in done]
     carry_from = plan.carry_from.cycle if plan.carry_from else None
     ctx.console.info(
         f"embed: {plan.catalogue.rows:,} rows in {len(plan.shards)} parts, {len(done)} done | "
@@ -81,27 +82,27 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     figures: dict[str, Figure] = {}
     if todo:
         checkpoint = checkpoint or open_pinned(plan.model, settings, ctx)
-        figures = _embed(settings, ctx, plan, checkpoint, todo, total=sum(shard.rows for shard in share))
-        done = parts_of(ctx.workspace, plan).done()
+        figures = _embed(settings, ctx, plan, checkpoint, todo, total=sum(shard.rows for shard in worker_slice))
+        done = part_store(ctx.workspace, plan).done()
     if missing := len(plan.shards) - len(done):
         Console().info(f"embed: worker {worker} of {workers} is done, the others have {missing} parts to do")
         return result(figures | {"parts_missing": missing})
     limit = settings.embed.catalogue.max_bad_fraction
     vectors = finish(ctx.workspace, plan, ctx.scratch, ctx.stop, max_bad_fraction=limit)
-    ended = result(figures, vectors)
-    report_end(ctx, vectors, ended)
-    return store_result(ctx.workspace, ended)
+    final = result(figures, vectors)
+    report_totals(ctx, vectors, final)
+    return store_result(ctx.workspace, final)
 
 
 def _embed(
     settings: Settings, ctx: StageContext, plan: EmbedPlan, checkpoint: Checkpoint, todo: list[WorkShard], *, total: int
 ) -> dict[str, Figure]:
-    """Embed shards; figures of how it went."""
+    """Embed shards. Returns throughput figures."""
     check_lengths(plan, settings, checkpoint)
     earlier, index = None, ""
     if plan.carry_from:
         earlier = open_earlier(ctx.workspace_after_stop, plan.carry_from)
-        index = str(index_of(open_earlier(ctx.workspace, plan.carry_from), ctx.scratch, ctx.stop))
+        index = str(open_row_index(open_earlier(ctx.workspace, plan.carry_from), ctx.scratch, ctx.stop))
     flow = Flow(
         plan=plan,
         catalogue=catalogue_storage(plan, settings, ctx),
@@ -129,9 +130,9 @@ def _embed(
         max_bad_fraction=settings.embed.catalogue.max_bad_fraction,
     )
     try:
-        embed_shards(flow, todo, embedder.stream, embedded=watch.embedded, written=watch.written)
+        embed_shards(flow, todo, embedder.stream, on_window=watch.on_window, on_part=watch.on_part)
     except Preempted as error:
         raise Preempted(
-            f"{error.seen}; {watch.parts} of {len(todo)} parts were finished", next_command=error.next_command
+            f"{error.seen}, {watch.parts} of {len(todo)} parts are finished", next_command=error.next_command
         ) from error
     return watch.finish()

@@ -1,11 +1,11 @@
-"""The evaluate stage: the candidate against the model in production, a verdict, and promotion or refusal."""
+"""The evaluate stage: compare the candidate with the production model, and promote or refuse it."""
 
 from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import GateRefused
 from pipeline.data.token_sets import read_token_sets
-from pipeline.evaluate.gate.judge import way_out
+from pipeline.evaluate.gate.judge import refusal_advice
 from pipeline.evaluate.models import Models, find_models
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
 from pipeline.evaluate.run import run_evaluation
@@ -28,9 +28,9 @@ _REASONS_SHOWN = 3
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Judge this cycle's candidate and act on it, or say that it is done already. Raises TrnpipeError.
+    """Judge the candidate of this cycle and act on the verdict, unless that was done already. Raises TrnpipeError.
 
-    A refusal is remembered: the same question is refused again without new work. Production then stays as it is.
+    A refused candidate is refused again without new work if no input has changed. Production then stays unchanged.
     """
     started = datetime.now(UTC)
     sets = read_token_sets(ctx.workspace, load_prepared(ctx).token_sets)
@@ -38,42 +38,42 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     inputs = models.inputs(settings, ctx, sets)
     earlier = ctx.earlier(NAME)
     if earlier is not None:
-        # Perhaps under another model_name, which is no part of the inputs.
+        # The earlier result may be for another model_name, which is not part of the inputs.
         past = read_history(ctx.workspace, settings.model_name) if earlier.figures.get("promoted") else ()
         digest = models.candidate.digest
         promoted = any(entry.digest == digest for entry in production_changes(past))
-        # The same question was answered and acted on. What was promoted is the incumbent now, or has been.
-        loose = {"code_version"} | ({"incumbent", "gate"} if promoted else set())
-        before, now = ({k: v for k, v in one.items() if k not in loose} for one in (earlier.inputs, inputs))
-        # It passed, was not promoted, and now should be.
-        wanted = settings.evaluate.promote and (models.against_production or bool(settings.evaluate.force_reason))
-        if before == now and (promoted or not wanted):
-            standing = "promoted" if promoted else "passed, and not promoted"
+        # A promoted candidate is or was the production model, so ignore changes of production and the gate.
+        ignored = {"code_version"} | ({"incumbent", "gate"} if promoted else set())
+        before, now = ({k: v for k, v in each.items() if k not in ignored} for each in (earlier.inputs, inputs))
+        # A candidate that passed without being promoted may have to be promoted now.
+        may_promote = settings.evaluate.promote and (models.against_production or bool(settings.evaluate.force_reason))
+        if before == now and (promoted or not may_promote):
+            outcome = "promoted" if promoted else "passed, not promoted"
             if promoted and digest in rolled_back_digests(past):
-                again = f"trnpipe registry promote {models.candidate.prefix} --force REASON puts it there again"
-                standing = f"promoted, and rolled back since ({again})"
-            ctx.console.info(f"evaluate: done already; {standing}, figures in {_report_uri(ctx)}")
+                command = f"trnpipe registry promote {models.candidate.prefix} --force REASON"
+                outcome = f"promoted, rolled back since (promote it again with {command})"
+            ctx.console.info(f"evaluate: done already, {outcome}, figures in {_report_uri(ctx)}")
             return earlier.model_copy(update={"status": "already_done"})
-    known = load_report(ctx.workspace, ctx.cycle)
+    stored = load_report(ctx.workspace, ctx.cycle)
     pointer = models.pointer
     if pointer is not None and pointer.digest == models.candidate.digest:
-        judged = known and (known.candidate.digest, verdict_key(known.cycle))
-        asked = models.against_production or (known is not None and known.inputs == inputs)
-        if earlier is None and known and asked and (pointer.digest, pointer.verdict) == judged:
-            # In production because of this report: killed just before the result.
-            return _finish(settings, ctx, models, known, pointer, started)
+        judged = stored and (stored.candidate.digest, verdict_key(stored.cycle))
+        is_valid = models.against_production or (stored is not None and stored.inputs == inputs)
+        if earlier is None and stored and is_valid and (pointer.digest, pointer.verdict) == judged:
+            # Promoted because of this report by an attempt that was killed before it stored the result.
+            return _finish(settings, ctx, models, stored, pointer, started)
         if models.against_production:
-            ctx.console.info(f"evaluate: nothing new, the candidate is the model in production: {models.candidate.uri}")
-            nothing: dict[str, Figure] = {"promoted": False, "nothing_new": True, "since": models.candidate.state.cycle}
+            ctx.console.info(f"evaluate: nothing new, the candidate is the production model: {models.candidate.uri}")
+            figures: dict[str, Figure] = {"promoted": False, "nothing_new": True, "since": models.candidate.state.cycle}
             outputs = {"checkpoint": models.candidate.prefix}
-            result = ctx.finish(NAME, started, inputs=inputs, outputs=outputs, figures=nothing)
+            result = ctx.finish(NAME, started, inputs=inputs, outputs=outputs, figures=figures)
             return store_result(ctx.workspace, result) if earlier is None and ctx.world.is_main else result
-    report = known if known is not None and known.inputs == inputs else None
+    report = stored if stored is not None and stored.inputs == inputs else None
     if report is None:
         report = run_evaluation(settings, ctx, models, sets, inputs)
     if report is None or not ctx.world.is_main:
         return ctx.finish(NAME, started, inputs=inputs, outputs={}, figures={})
-    if known is not report:
+    if stored is not report:
         store_report(ctx.workspace, report)
     for line in table_lines(report):
         ctx.console.info(line)
@@ -87,7 +87,7 @@ def _report_uri(ctx: StageContext) -> str:
 def _conclude(
     settings: Settings, ctx: StageContext, models: Models, report: EvaluationReport, started: datetime
 ) -> StageResult:
-    """Act on a verdict: it is stored first, then production changes or the refusal is written down, then the result."""
+    """Store the verdict, then promote the candidate or record the refusal, then store the result."""
     stored = models.verdict(settings, ctx, report)
     if models.in_workspace:
         store_verdict(ctx.workspace, stored)
@@ -99,12 +99,11 @@ def _conclude(
     if not stored.promote and not forced:
         if models.in_workspace and models.against_production:
             record_refusal(ctx.workspace, settings.model_name, candidate, decision, author)
-        more = f"; and {len(reasons) - _REASONS_SHOWN} more" if len(reasons) > _REASONS_SHOWN else ""
+        more = f"; {len(reasons) - _REASONS_SHOWN} more" if len(reasons) > _REASONS_SHOWN else ""
         raise GateRefused(
             f"{models.candidate.uri} is not promoted: {'; '.join(reasons[:_REASONS_SHOWN])}{more}",
-            expected="a candidate that reaches the floors, is not worse than allowed, and beaten by no baseline"
-            " (gate.*)",
-            next_command=f"look at {_report_uri(ctx)}; {way_out(report.verdict)}",
+            expected="a candidate that reaches the floors, is not worse than allowed, and is not beaten by a baseline",
+            next_command=f"see {_report_uri(ctx)}; {refusal_advice(report.verdict)}",
         )
     pointer = None
     if settings.evaluate.promote and (models.against_production or forced):
@@ -121,7 +120,7 @@ def _finish(
     pointer: Pointer | None,
     started: datetime,
 ) -> StageResult:
-    """Finish the result of a candidate that passed, or was forced; `pointer` if it was promoted."""
+    """Store the result of a candidate that passed or was forced. `pointer` is set if it was promoted."""
     info, scores = ctx.console.info, {"candidate_scores": report.candidate.scores}
     info(f"evaluate: figures in {_report_uri(ctx)}, scores in {ctx.workspace.uri(report.candidate.scores)}")
     if pointer is not None:
@@ -129,14 +128,13 @@ def _finish(
         how += " WITHOUT a comparison" if report.verdict.without_comparison else ""
         info(f"evaluate: {how}, generation {pointer.generation}: {ctx.workspace.uri(pointer.checkpoint)}")
     elif not settings.evaluate.promote:
-        info("evaluate: passed, and not promoted (evaluate.promote)")
+        info("evaluate: passed, not promoted (evaluate.promote)")
     else:
-        production = models.pointer.checkpoint if models.pointer else "nothing"
-        why = f"it was not held against production, {production} (evaluate.incumbent)"
-        info(f"evaluate: passed, and not promoted: {why}")
+        production = models.pointer.checkpoint if models.pointer else "none"
+        info(f"evaluate: passed, not promoted: not compared with production, {production} (evaluate.incumbent)")
     if report.incumbent is not None:
         scores["incumbent_scores"] = report.incumbent.scores
-    place = {"checkpoint": models.candidate.prefix} if models.in_workspace else {}
+    checkpoint = {"checkpoint": models.candidate.prefix} if models.in_workspace else {}
     figures: dict[str, Figure] = {
         "promoted": pointer is not None,
         "forced": pointer is not None and pointer.action == "forced",
@@ -146,6 +144,6 @@ def _finish(
         "queries": report.holdout.queries,
         **report.figures(),
     }
-    outputs = place | {"report": report_key(report.cycle)} | scores
+    outputs = checkpoint | {"report": report_key(report.cycle)} | scores
     result = ctx.finish(NAME, started, inputs=report.inputs, outputs=outputs, figures=figures)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result

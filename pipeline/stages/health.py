@@ -1,7 +1,7 @@
-"""The health stage: host, tools, cores and collectives of every node, and one verdict for the job.
+"""The health stage: check host, tools, cores and collectives of every node, with one verdict for the job.
 
-Each node runs one process, which checks the host and then starts the ranks for the rest: a rank that hangs or dies
-takes no other process with it. Nodes meet after each part, so that no rank waits for a node that was found unfit.
+Each node runs one process, which checks the host and then starts its ranks for the other checks, so a rank that hangs
+or dies does not affect it. Nodes exchange reports after each part, so no rank waits for an unfit node.
 """
 
 import math
@@ -19,16 +19,16 @@ from pipeline.health.check import (
     CheckResult,
     HealthVerdict,
     NodeReport,
+    add_slow_ranks,
     exchange_reports,
     job_error,
+    merge_rank_results,
+    print_report,
     report_key,
-    results_of,
     run_checks,
-    show,
-    store_own,
-    with_slow_ranks,
+    store_local_report,
 )
-from pipeline.health.node import HostChecks, neuron_checks, read_identity, usual_folders
+from pipeline.health.node import HostChecks, local_folders, neuron_checks, read_identity
 from pipeline.parallel.launch import launch
 from pipeline.parallel.world import RANK_REPORTS, Nodes
 from pipeline.proc.tool import guarded_temp_folder, temporary_environment
@@ -40,15 +40,15 @@ Reports = tuple[NodeReport, ...]
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Check this node and the job, each time. Raises the job_error of an unfit job, Preempted."""
+    """Check this node and the job, without reusing earlier results. Raises `job_error` if unfit, Preempted."""
     started = datetime.now(UTC)
     if folder := os.environ.get(RANK_REPORTS):
-        from pipeline.health.device import rank_checks, report_rank  # torch, which the node's own process does without
+        from pipeline.health.device import rank_checks, report_rank  # imports torch, which only the ranks need
 
-        seed = zlib.crc32(ctx.cycle.encode())  # the same on all nodes, another one in each cycle
+        seed = zlib.crc32(ctx.cycle.encode())  # the same on all nodes, different in each cycle
         checks = rank_checks(settings.backend, ctx.world, settings.health, os.environ, seed)
         report = report_rank(checks, settings.health, ctx.world.rank, Path(folder), ctx.stop)
-        if report.verdict >= HealthVerdict.RETRY:  # a thread may hang, and gloo aborts when another rank is gone
+        if report.verdict >= HealthVerdict.RETRY:  # a thread may hang, and gloo aborts when another rank has exited
             sys.stdout.flush()
             os._exit(EXIT_OK)  # the verdict is in the report
         return _result(ctx, (report,), started)
@@ -60,25 +60,25 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 
 
 def _check(settings: Settings, ctx: StageContext, nodes: Nodes, folder: Path) -> Reports:
-    """Check the host, then its ranks, which leave their results in `folder`, and meet the other nodes after each.
+    """Check the host, then its ranks, which write results to `folder`, and exchange reports after each part.
 
-    Returns the reports of all nodes, shown and stored. Raises job_error, where the other nodes hear of it.
+    Shows, stores and returns the reports of all nodes. Raises `job_error` if the job is unfit, on all nodes.
     """
     config, identity, node_rank, num_nodes = settings.health, read_identity(), ctx.world.node_rank, ctx.world.world_size
     is_neuron, processes = on_neuron(settings.backend, os.environ), settings.launch.processes
     wait_s = config.stage_limit_s(on_neuron=is_neuron, num_nodes=num_nodes, processes=processes)
     report = NodeReport(node_rank, identity.host, ())
 
-    def meet(part: str, results: tuple[CheckResult, ...], *, is_last: bool) -> Reports:
+    def exchange(part: str, results: tuple[CheckResult, ...], *, is_last: bool) -> Reports:
         nonlocal report
         report = replace(report, results=(*report.results, *results))
-        store_own(ctx.workspace, ctx.cycle, report)  # before anything that may wait for others
-        reports = with_slow_ranks(exchange_reports(nodes, part, report, wait_s))
-        report = next((one for one in reports if one.node_rank == node_rank), report)
-        store_own(ctx.workspace, ctx.cycle, report)
+        store_local_report(ctx.workspace, ctx.cycle, report)  # before waiting for other nodes
+        reports = add_slow_ranks(exchange_reports(nodes, part, report, wait_s))
+        report = next((each for each in reports if each.node_rank == node_rank), report)
+        store_local_report(ctx.workspace, ctx.cycle, report)
         error = job_error(reports)
-        for one in reports if error or is_last else ():
-            show(one, sys.stdout)
+        for each in reports if error or is_last else ():
+            print_report(each, sys.stdout)
         if error is not None:
             raise error
         return reports
@@ -89,31 +89,31 @@ def _check(settings: Settings, ctx: StageContext, nodes: Nodes, folder: Path) ->
         workspace=ctx.workspace,
         after_stop=ctx.workspace_after_stop,
         probes=f"cycles/{ctx.cycle}/health/probe-{node_rank}-",
-        folders=usual_folders(ctx.scratch, settings.compile.cache_root(ctx.workspace.root), ctx.workspace),
+        folders=local_folders(ctx.scratch, settings.compile.cache_root(ctx.workspace.root), ctx.workspace),
         env=os.environ,
         node_rank=node_rank,
         num_nodes=num_nodes,
         on_neuron=is_neuron,
     )
     instance = config.expected_instance or identity.instance_type
-    more = {"code": ctx.code_version, "settings": ctx.settings_hash}
-    tools = neuron_checks(config, instance, more, num_nodes=num_nodes, processes=processes, on_neuron=is_neuron)
+    versions = {"code": ctx.code_version, "settings": ctx.settings_hash}
+    tools = neuron_checks(config, instance, versions, num_nodes=num_nodes, processes=processes, on_neuron=is_neuron)
     checks = (*host.checks(), *tools)
-    found = run_checks(checks, config, node_rank=node_rank, host=report.host, stop=ctx.stop)
-    with_ranks = config.wants("cores", "collectives")
-    reports = meet("hosts", found.results, is_last=not with_ranks)
+    host_report = run_checks(checks, config, node_rank=node_rank, host=report.host, stop=ctx.stop)
+    with_ranks = config.includes("cores", "collectives")
+    reports = exchange("hosts", host_report.results, is_last=not with_ranks)
     if not with_ranks:
         return reports
     folder.mkdir()
     env = {RANK_REPORTS: str(folder)}
-    if is_neuron:  # tolerances are those of the types as they are written
+    if is_neuron:  # the tolerances assume the written data types, so disable auto-cast
         env["NEURON_CC_FLAGS"] = settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
         env["NEURON_COMPILE_CACHE_URL"] = settings.compile.cache_root(ctx.workspace.root)
     with temporary_environment(env):
         launch([*(ctx.command_line or (NAME,)), "--cycle", ctx.cycle], processes, ctx.stop)
     ctx.stop.raise_if_set("checking the ranks of this node")
     first = node_rank * processes
-    return meet("ranks", results_of(folder, range(first, first + processes)), is_last=True)
+    return exchange("ranks", merge_rank_results(folder, range(first, first + processes)), is_last=True)
 
 
 def _result(ctx: StageContext, reports: Reports, started: datetime) -> StageResult:

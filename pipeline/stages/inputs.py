@@ -1,4 +1,4 @@
-"""What stages before this one left: prepared data and its shapes, mined negatives, a checkpoint to start from."""
+"""Inputs of a stage: prepared data and its shapes, mined negatives, the parent checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -13,27 +13,25 @@ from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
-from pipeline.data.token_sets import prefixes_of, read_token_sets, spec_of
+from pipeline.data.token_sets import read_token_sets, spec_of, token_set_prefixes
 from pipeline.model.config import InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import locate_start, production_prefix
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
-from pipeline.train.config import batch_share
+from pipeline.train.config import rank_slice
 from pipeline.train.graph_trial import Trial
-
-# The checkpoint a cycle starts from, pinned at its first attempt, opened and verified.
 
 
 def find_parent(ctx: StageContext) -> Checkpoint | None:
-    """The verified parent checkpoint; None for scratch, or when nothing was promoted. Raises CheckpointError."""
+    """Open the checkpoint to start from. None for scratch, or if nothing was promoted. Raises CheckpointError."""
     settings, cache_dir = ctx.settings, ctx.scratch / "parent"
     if settings.train.start != "incumbent":
-        place = locate_start(settings.train.start, settings, ctx.workspace)
-        return None if place is None else open_checkpoint(*place, cache_dir)
-    # The model that was promoted when this cycle first mined negatives or trained: a promotion in between, even of this
-    # very cycle, must not change what a later attempt starts from. The first writer wins, so all ranks agree.
+        location = locate_start(settings.train.start, settings, ctx.workspace)
+        return None if location is None else open_checkpoint(*location, cache_dir)
+    # Start from the production model at the time this cycle first mined negatives or trained. A later promotion, even
+    # by this cycle, must not change the parent of a later attempt. The first writer wins, so all ranks agree.
     key = f"cycles/{ctx.cycle}/train/parent.json"
     pin = json.dumps({"checkpoint": production_prefix(ctx.workspace, settings.model_name)})
     ctx.workspace.write_if_absent(key, pin.encode())
@@ -43,60 +41,56 @@ def find_parent(ctx: StageContext) -> Checkpoint | None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Committed folders in the workspace."""
+    """Prefixes of the prepared data in the workspace. Token sets are in partition order."""
 
     token_sets: tuple[str, ...]
-    """In partition order."""
     tokenizer: str
 
 
 def find_prepared(ctx: StageContext) -> Prepared | None:
-    """The prepared data of this cycle, None when there is none yet."""
+    """Return the prepared data of this cycle, or None if it was not prepared yet."""
     result = ctx.earlier("prepare")
     if result is None:
         return None
-    return Prepared(prefixes_of(result.outputs), result.outputs["tokenizer"])
+    return Prepared(token_set_prefixes(result.outputs), result.outputs["tokenizer"])
 
 
 def load_prepared(ctx: StageContext) -> Prepared:
-    """The prepared data of this cycle. Raises DataError when there is none yet."""
+    """Return the prepared data of this cycle. Raises DataError if it was not prepared yet."""
     prepared = find_prepared(ctx)
     if prepared is None:
         raise DataError(
             f"cycle {ctx.cycle} has no prepared data",
             expected="the result of the prepare stage",
-            next_command=f"trnpipe prepare --cycle {ctx.cycle}, with the same settings",
+            next_command=f"trnpipe prepare --cycle {ctx.cycle} with the same settings",
         )
     return prepared
 
 
 def mined_negatives(ctx: StageContext) -> str | None:
-    """Where the negatives lie that were mined in this cycle; None when it has not mined."""
+    """Return the prefix of the negatives mined in this cycle, or None if it has not mined any."""
     result = ctx.earlier("mine")
     return None if result is None else result.outputs.get("negatives")
 
 
-# What decides the shapes of a cycle's graphs beside the training settings: vocabulary, classes, features, buckets.
-
-ASSUMED_CLASSES = 4
-"""As in ESCI and in the built-in catalogue, where data.labels does not tell."""
+ASSUMED_CLASSES = 4  # number of classes assumed without data.labels, as in ESCI and in the built-in catalogue
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Inputs of the model, and the static shapes of its batches."""
+    """Data properties that determine the shapes of graphs: model inputs and batch buckets."""
 
     spec: InputSpec
     buckets: tuple[Bucket, ...]
 
     def plan(self, settings: Settings, world: World, device: str) -> Plan:
-        """What a run of these settings on `world` ranks of `device` must share with another to share its graphs."""
+        """Return the plan of a training run. Runs with equal plans share their graphs."""
         return graph_plan(
-            settings, self.spec, self.buckets, batch_share(settings.train, world.world_size, world.rank), device
+            settings, self.spec, self.buckets, rank_slice(settings.train, world.world_size, world.rank), device
         )
 
     def scoring_plan(self, settings: Settings, world_size: int, device: str) -> Plan:
-        """The same for evaluation and embedding alone."""
+        """Return the plan of evaluation and embedding alone."""
         return evaluation_plan(settings, self.spec, self.buckets, world_size, device)
 
     def trial(
@@ -108,20 +102,20 @@ class Shapes:
         stop: StopSignal,
         console: Console,
     ) -> Trial:
-        """The trial run of these settings, ready to run."""
+        """Build the trial run of these settings."""
         return Trial(settings, self.spec, self.buckets, backend, process_group, stop, console, watch)
 
 
-def shapes_of(settings: Settings, ctx: StageContext, say: Callable[[str], object]) -> Shapes:
-    """Those of this cycle's prepared data; before there is any, those that the settings will give it. Raises DataError.
+def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], object]) -> Shapes:
+    """Return the shapes of the prepared data, or those expected from the settings if nothing is prepared yet.
 
-    `say` is told what was assumed. Graphs of other shapes than the data's are refused by the guard of training.
+    `warn` is called with the assumptions. If they are wrong, the graph guard of training refuses. Raises DataError.
     """
     prepared = find_prepared(ctx)
     if prepared is None:
         shapes = expected_shapes(settings)
-        say(
-            f"nothing is prepared yet: assuming a vocabulary of {shapes.spec.vocab_size:,} and "
+        warn(
+            f"no prepared data yet: assuming a vocabulary of {shapes.spec.vocab_size:,} and "
             f"{shapes.spec.num_classes} classes"
         )
         return shapes
@@ -130,7 +124,7 @@ def shapes_of(settings: Settings, ctx: StageContext, say: Callable[[str], object
 
 
 def expected_shapes(settings: Settings) -> Shapes:
-    """Those that data prepared with these settings will have: a full vocabulary, and four classes unless told."""
+    """Return the shapes expected from the settings: a full vocabulary, and four classes by default."""
     data = settings.data
     labels = data.labels or tuple(f"class {i}" for i in range(ASSUMED_CLASSES))
     spec = InputSpec(

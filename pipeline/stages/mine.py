@@ -1,6 +1,6 @@
-"""The mine stage: hard negatives of the training queries, by the vectors of the parent model or by BM25.
+"""The mine stage: mine hard negatives of the training queries with the parent model or BM25.
 
-An array of workers shares the queries; the last one commits the negatives.
+The queries are distributed over an array of workers. The last one to finish commits the negatives.
 """
 
 import os
@@ -39,8 +39,8 @@ NAME = "mine"
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Do this worker's share, and commit the negatives when it was the last. Raises TrnpipeError."""
-    # Every rank joins, also one without work: the others' devices may wait for it.
+    """Mine this worker's slice and, on the last worker, commit the negatives. Raises TrnpipeError."""
+    # All ranks join, even those without work, because the devices of the others may wait for them.
     with join_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s):
         return _run(settings, ctx)
 
@@ -53,12 +53,13 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     if config.source not in (BM25, PARENT):
         model = open_model(config.source.rstrip("/"), settings, ctx)
     mining = plan_mining(settings, read_token_sets(ctx.workspace, prepared.token_sets), model, parent)
-    if (made := find_negatives(ctx.workspace, mining.prefix)) is not None:
-        uri = ctx.workspace.uri(made.prefix)
-        ctx.console.info(f"mine: done already, {made.info.figures['negatives']:,} negatives in {uri}")
+    if (mined := find_negatives(ctx.workspace, mining.prefix)) is not None:
+        uri = ctx.workspace.uri(mined.prefix)
+        ctx.console.info(f"mine: done already, {mined.info.figures['negatives']:,} negatives in {uri}")
         result = ctx.earlier(NAME)
-        if result is None or result.outputs.get("negatives") != made.prefix:  # of an earlier cycle, or killed between
-            result = store_result(ctx.workspace, _result(ctx, mining, started, dict(made.info.figures), made))
+        # They may be from an earlier cycle, or from an attempt that was killed before it stored the result.
+        if result is None or result.outputs.get("negatives") != mined.prefix:
+            result = store_result(ctx.workspace, _result(ctx, mining, started, dict(mined.info.figures), mined))
         return result.model_copy(update={"status": "already_done"})
     rows = open_rows(ctx.workspace, mining.sets, "train", ctx.scratch / "tokens", ("partition",))
     gain = settings.train.loss.positive_gain
@@ -66,17 +67,17 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     work = f"cycles/{ctx.cycle}/mine/{fingerprint(mining.identity)[:16]}"
     size = len(task.products), len(task.query_id)
     vectors, negatives = open_parts(ctx.workspace_after_stop, work, ctx.scratch / "mine", size, config.queries_per_part)
-    by = "BM25" if mining.model is None else f"vectors of {mining.model.prefix}"
+    method = "BM25" if mining.model is None else f"vectors of {mining.model.prefix}"
     ctx.console.info(
-        f"mine: {len(task.query_id):,} queries with a positive against {len(task.products):,} products by {by} | "
-        f"{len(negatives.parts.done())} of {len(negatives)} parts done | worker {worker} of {workers}"
+        f"mine: {len(task.query_id):,} queries with a positive, {len(task.products):,} products, by {method} | "
+        f"{len(negatives.store.done())} of {len(negatives)} parts done | worker {worker} of {workers}"
     )
     if len(task.products) < task.products.num_distinct:
         ctx.console.warn(
-            f"mine: {len(task.products):,} of {task.products.num_distinct:,} products, the most that are searched"
+            f"mine: searching {len(task.products):,} of {task.products.num_distinct:,} products, the maximum"
         )
     if not len(task.query_id):
-        names = ", ".join(mining.sets[place].info.partition for place in mining.new) or "no new partition"
+        names = ", ".join(mining.sets[index].info.partition for index in mining.new) or "no new partition"
         ctx.console.warn(f"mine: no training query of {names} has a positive (train.loss.positive_gain)")
 
     def open_search() -> Search:
@@ -92,38 +93,37 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         missing = mine_worker_slice(
             negatives, open_search, task.judged, task.rows_of, config, worker=worker, workers=workers, stop=ctx.stop
         )
-        made = find_negatives(ctx.workspace, mining.prefix)
-        if made is None and missing:
+        mined = find_negatives(ctx.workspace, mining.prefix)
+        if mined is None and missing:
             Console().info(f"mine: worker {worker} of {workers} is done, the others have {missing} parts to do")
             return _result(ctx, mining, started, {"parts_missing": missing})
-        made = made or commit_all(ctx, mining, task, negatives, config.negatives_per_query)
+        mined = mined or commit_all(ctx, mining, task, negatives, config.negatives_per_query)
     except (DataError, TransientError):
-        made = find_negatives(ctx.workspace, mining.prefix)
-        if made is None:
+        mined = find_negatives(ctx.workspace, mining.prefix)
+        if mined is None:
             raise
-        # Another worker was last, and deleted the parts that this one was reading.
+        # Another worker finished last and deleted the parts that this one was reading.
     for parts in (vectors, negatives):
-        parts.parts.delete()
-    result = _result(ctx, mining, started, dict(made.info.figures), made)
-    _tell_end(ctx, made, result)
+        parts.store.delete()
+    result = _result(ctx, mining, started, dict(mined.info.figures), mined)
+    _log_summary(ctx, mined, result)
     return store_result(ctx.workspace, result)
 
 
-def _tell_end(ctx: StageContext, made: NegativeSet, result: StageResult) -> None:
-    figures = made.info.figures
-    Console().info(  # also where another rank than the first was last
-        f"mine: {figures['negatives']:,} negatives, {figures['slots_filled']:.0%} of the slots | left out: "
+def _log_summary(ctx: StageContext, mined: NegativeSet, result: StageResult) -> None:
+    figures = mined.info.figures
+    Console().info(  # on every rank, because the last worker need not be rank 0
+        f"mine: {figures['negatives']:,} negatives, {figures['slots_filled']:.0%} of the slots | skipped: "
         f"{figures['judged_skipped']:,} judged, {figures['above_margin']:,} likely positives | "
-        f"{format_duration((result.finished - result.started).total_seconds())} | {ctx.workspace.uri(made.prefix)}"
+        f"{format_duration((result.finished - result.started).total_seconds())} | {ctx.workspace.uri(mined.prefix)}"
     )
     without, queries = int(figures["queries_without"]), int(figures["queries"])
-    empty = int(figures.get("nothing_found", 0)) if made.info.source == BM25 else 0
-    if nothing := unmatched_warning(empty, queries, "product"):
-        ctx.console.warn(f"mine: {nothing}: BM25 has no negatives for them; --mine.source CHECKPOINT ranks by a model")
+    empty = int(figures.get("nothing_found", 0)) if mined.info.source == BM25 else 0
+    if reason := unmatched_warning(empty, queries, "product"):
+        ctx.console.warn(f"mine: {reason}, so BM25 gives them no negatives: use --mine.source CHECKPOINT")
     elif without:
         ctx.console.warn(
-            f"mine: {without:,} of {queries:,} queries have no negative:"
-            " lower mine.relative_margin, or raise mine.depth"
+            f"mine: {without:,} of {queries:,} queries have no negative: lower mine.relative_margin or raise mine.depth"
         )
 
 
@@ -132,13 +132,13 @@ def _result(
     mining: MiningPlan,
     started: datetime,
     figures: dict[str, Figure],
-    made: NegativeSet | None = None,
+    mined: NegativeSet | None = None,
 ) -> StageResult:
-    """`made`: the negatives, once all parts are there."""
+    """Build the result. `mined`: the negatives, if all parts are complete."""
     return ctx.finish(
         NAME,
         started,
         inputs={"data": fingerprint(mining.identity["token_sets"]), "source": mining.source},
-        outputs={"negatives": made.prefix} if made is not None else {},
+        outputs={"negatives": mined.prefix} if mined is not None else {},
         figures=figures,
     )

@@ -1,6 +1,6 @@
-"""The prepare stage: new input partitions become committed token shards; what is there already is reused.
+"""The prepare stage: tokenise new input partitions into committed token shards, reusing those that exist.
 
-In an array of workers each prepares every n-th partition; the last one to finish stores the result.
+In an array of n workers each prepares every n-th partition. The last one to finish stores the result.
 """
 
 import os
@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.data.input_files import names_of
-from pipeline.data.judgements import judgements_of, prepared_warnings
+from pipeline.data.judgements import prepared_warnings, sum_judgements
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.token_sets import QUARANTINE, store_digest
 from pipeline.evaluate.gate.judge import count_queries, size_advice
@@ -22,19 +22,19 @@ from pipeline.settings import Settings
 NAME = "prepare"
 _MAX_REASONS = 5
 UNSPLIT = (
-    "data.tokenizer.split_digits is set, but the parent model goes on with its own tokenizer, which does not split"
-    " digits; begin a new model with --train.start scratch, or set --data.tokenizer.split-digits false"
+    "data.tokenizer.split_digits is set, but the tokenizer of the parent model does not split digits: start a new model"
+    " with --train.start scratch, or set --data.tokenizer.split-digits false"
 )
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Prepare every partition of the input and commit the result.
 
-    The input is listed each time, because new partitions may have come. If all partitions were there and the stored
-    result is the same, it is returned as already done. Raises DataError for input that cannot be used.
+    The input is listed every time, because there may be new partitions. If nothing changed, the stored result is
+    returned as already done. Raises DataError if the input cannot be used.
     """
     started, config = datetime.now(UTC), settings.data
-    read_golden(settings, ctx.stop)  # a mistake in the file shows before anything is trained
+    read_golden(settings, ctx.stop)  # to report errors in the file before training
     tokenizer = None if config.tokenizer.path else parent_tokenizer(settings, ctx.workspace)
     data = prepare(
         config,
@@ -51,13 +51,14 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         return ctx.finish(NAME, started, inputs={}, outputs={}, figures={"partitions_missing": data.missing})
     with_bad = [prefix for prefix, info in zip(data.token_set_prefixes, data.infos, strict=True) if info.rows_bad]
     if with_bad:
-        others = f", and of {len(with_bad) - 1} other partition(s) beside it" if len(with_bad) > 1 else ""
-        ctx.console.info(f"prepare: the bad rows are in {ctx.workspace.uri(f'{with_bad[-1]}/{QUARANTINE}')}{others}")
-    if data.passed_over:
-        ctx.console.info(f"prepare: {len(data.passed_over)} other file(s) were not read: {names_of(data.passed_over)}")
+        others = f" and {len(with_bad) - 1} other partition(s)" if len(with_bad) > 1 else ""
+        uri = ctx.workspace.uri(f"{with_bad[-1]}/{QUARANTINE}")
+        ctx.console.info(f"prepare: quarantined rows are in {uri}{others}")
+    if data.skipped:
+        ctx.console.info(f"prepare: {len(data.skipped)} other file(s) were not read: {names_of(data.skipped)}")
     loss, warnings = settings.train.loss, list(data.input_warnings)
     warnings += prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
-    if config.tokenizer.split_digits and not data.splits_digits:  # it is the parent's
+    if config.tokenizer.split_digits and not data.splits_digits:  # the tokenizer is the parent's
         warnings.append(UNSPLIT)
     split, queries, few = settings.evaluate.split, count_queries(data.infos), dict[str, Figure]()
     if queries and queries[split] < settings.gate.min_queries:
@@ -66,37 +67,37 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.console.warn(f"prepare: {message}")
     by_prefix = dict(zip(data.token_set_prefixes, data.infos, strict=True))
     store_digest(ctx.workspace, ctx.cycle, by_prefix, labels=data.labels, examples=settings.report.examples)
-    counted = {f"queries_{one}": number for one, number in queries.items()} | few
+    query_figures = {f"queries_{name}": number for name, number in queries.items()} | few
     token_sets = {f"token_set_{i:04d}": prefix for i, prefix in enumerate(data.token_set_prefixes)}
     result = ctx.finish(
         NAME,
         started,
-        # The name of a token set is the fingerprint of all that went into it: files, tokenizer and data settings.
+        # The name of a token set is the fingerprint of its files, tokenizer and data settings.
         inputs={name: prefix.rpartition("/")[2] for name, prefix in token_sets.items()},
         outputs=token_sets | {"tokenizer": data.tokenizer_prefix},
-        figures=_figures(data, loss.positive_gain, warnings) | counted,
+        figures=_figures(data, loss.positive_gain, warnings) | query_figures,
     )
     earlier = ctx.earlier(NAME)
-    by_this_try = ("partitions_reused", "partitions_prepared", "rows_prepared")
-    anew = {name: result.figures[name] for name in by_this_try}
     same = earlier is not None and (earlier.inputs, earlier.outputs) == (result.inputs, result.outputs)
-    known = {**earlier.figures, **anew} if earlier is not None else {}
-    if "queries_test" not in known:  # of a version that did not count them
-        known |= {name: value for name, value in result.figures.items() if name in counted}
-    if earlier is not None and same and known == result.figures:
+    # Ignore figures of this attempt when comparing with the earlier result.
+    of_attempt = ("partitions_reused", "partitions_prepared", "rows_prepared")
+    figures = earlier.figures | {name: result.figures[name] for name in of_attempt} if earlier is not None else {}
+    if "queries_test" not in figures:  # stored by a version that did not count queries
+        figures |= {name: value for name, value in result.figures.items() if name in query_figures}
+    if earlier is not None and same and figures == result.figures:
         ctx.console.info(f"prepare: done already at {earlier.finished:%Y-%m-%d %H:%M:%S} UTC")
         return earlier.model_copy(update={"status": "already_done"})
     return store_result(ctx.workspace, result)
 
 
 def summary(data: PreparedData) -> str:
-    """Return one line: what was made, what was reused, and why rows are bad."""
+    """Summarise the prepared and reused partitions and the quarantined rows in one line."""
     bad = ""
     if data.rows_bad:
         reasons = sum((Counter(info.reasons) for info in data.infos), Counter[str]()).most_common()
         shown = [f"{rows:,} {reason}" for reason, rows in reasons[:_MAX_REASONS]]
         shown += [f"{len(reasons) - _MAX_REASONS} other reasons"] if len(reasons) > _MAX_REASONS else []
-        bad = f", {data.rows_bad:,} bad: {', '.join(shown)}"
+        bad = f", {data.rows_bad:,} quarantined: {', '.join(shown)}"
     return (
         f"prepare: {data.prepared} partition(s) prepared, {data.reused} reused | "
         f"{data.rows:,} rows{bad} | labels {' < '.join(data.labels)}"
@@ -104,8 +105,8 @@ def summary(data: PreparedData) -> str:
 
 
 def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) -> dict[str, Figure]:
-    """Return the figures of the result. Those of queries are of the train split, counted once in each partition."""
-    judged = judgements_of(data.infos, "train", positive_gain)
+    """Return the figures of the result. Query figures are of the train split, counted per partition."""
+    judged = sum_judgements(data.infos, "train", positive_gain)
     queries: dict[str, Figure] = {}
     if judged is not None:
         queries = {
@@ -115,7 +116,7 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
             "queries_without_positive": judged.queries_without_positive,
             "queries_without_negative": judged.queries_without_negative,
         }
-    passed_over = data.passed_over
+    skipped = data.skipped
     return {
         "partitions_reused": data.reused,
         "partitions_prepared": data.prepared,
@@ -124,7 +125,7 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
         "rows_bad": data.rows_bad,
         "rows_filtered": data.rows_filtered,
         "rows_blank": data.rows_blank,
-        **({"files_not_read": len(passed_over), "not_read": names_of(passed_over)} if passed_over else {}),
+        **({"files_not_read": len(skipped), "not_read": names_of(skipped)} if skipped else {}),
         "rows_truncated": sum(info.truncated_rows for info in data.infos),
         **queries,
         "labels": ",".join(data.labels),

@@ -1,4 +1,4 @@
-"""The train stage: from prepared partitions and a parent to a verified checkpoint."""
+"""The train stage: train a checkpoint from prepared partitions and the parent model."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,12 +19,11 @@ from pipeline.train.inputs import RunInputs, check_identity, gather_inputs
 from pipeline.train.loop import Outcome, train
 
 NAME = "train"
-_WITHOUT_SCORES = {"rows", "retrieval_ndcg"}
-"""Figures of a holdout that do not come from the relevance head."""
+_WITHOUT_SCORES = {"rows", "retrieval_ndcg"}  # holdout figures that do not depend on the relevance head
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Train this cycle's model, or say that it is done already. Raises TrnpipeError."""
+    """Train the model of this cycle, unless that was done already. Raises TrnpipeError."""
     started = datetime.now(UTC)
     prepared = load_prepared(ctx)
     parent = find_parent(ctx)
@@ -37,10 +36,10 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.console.info(f"train: done already, checkpoint {ctx.workspace.uri(earlier.outputs['checkpoint'])}")
         return earlier.model_copy(update={"status": "already_done"})
     if parent is not None and not inputs.selection.new and (key := key_in(ctx.workspace, parent.uri)):
-        # Without a new partition the candidate is the parent, as it is.
+        # Without a new partition the parent itself is the candidate.
         figures: dict[str, Figure] = {"step": parent.state.step, "steps_done": 0, "late": False}
         result = _commit(ctx, inputs, key, figures | _start(parent.state.published), started)
-        ctx.console.info(f"train: no new partition since the parent, which stays the candidate: {parent.uri}")
+        ctx.console.info(f"train: no new partition, so the parent is the candidate: {parent.uri}")
         return result
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
     config = RunConfig(
@@ -48,7 +47,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     )
 
     def open_watch(buckets: Sequence[Bucket], share: RankSlice, backend: Backend) -> GraphWatch:
-        """Hold graphs against the manifest of this way of running, where the device has graphs."""
+        """Open the guard that checks graphs against the manifest, if the device compiles graphs."""
         if not (backend.is_lazy or backend.compiles_steps):
             return GraphWatch()
         graphs = graph_plan(settings, inputs.spec, buckets, share, backend.device_name())
@@ -58,25 +57,25 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         outcome = train(opened)
     figures = _figures(outcome) | _start(opened.saver.base.published)
     result = _commit(ctx, inputs, outcome.prefix, figures, started)
-    _tell(ctx, outcome, (result.finished - started).total_seconds())
+    _log_summary(ctx, outcome, (result.finished - started).total_seconds())
     return result
 
 
 def _commit(
     ctx: StageContext, inputs: RunInputs, checkpoint: str, figures: dict[str, Figure], started: datetime
 ) -> StageResult:
-    """The result of this run, stored by rank 0."""
+    """Build the result of this run and store it on rank 0."""
     result = ctx.finish(NAME, started, inputs=inputs.identity, outputs={"checkpoint": checkpoint}, figures=figures)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
 
 def _start(published: PublishedWeights | None) -> dict[str, Figure]:
-    """What the model goes back to, where that is known."""
+    """Return the published weights that the lineage of the model started from, if known."""
     return {} if published is None else {"began_from": published.text}
 
 
 def _figures(outcome: Outcome) -> dict[str, Figure]:
-    """Return the figures by split, without what a relevance head that was not trained would score."""
+    """Return the figures by split, without those of an untrained relevance head."""
     figures: dict[str, Figure] = {
         "step": outcome.step,
         "steps_done": outcome.steps_done,
@@ -93,7 +92,7 @@ def _figures(outcome: Outcome) -> dict[str, Figure]:
     return figures
 
 
-def _tell(ctx: StageContext, outcome: Outcome, seconds: float) -> None:
+def _log_summary(ctx: StageContext, outcome: Outcome, seconds: float) -> None:
     for split, values in outcome.holdouts.items():
         if not outcome.has_scores:
             ctx.console.info(f"{split}: {values.rows} rows | no scores: train.loss.graded_weight is 0")

@@ -1,6 +1,6 @@
-"""Everything a training run is made of, in the order it is made: ranks and device, rows, model, program, checkpoints.
+"""Build a training run, in this order: ranks and device, rows, model, program, checkpoints.
 
-Read on in `loop`, which trains it, then `step` and `optimizer`.
+Next, read `loop`, which trains it, then `step` and `optimizer`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,30 +33,30 @@ from pipeline.parallel.process_group import ProcessGroup, open_ranks
 from pipeline.registry.records import checkpoints_in_use
 from pipeline.settings import LogConfig
 from pipeline.telemetry.events import EventName
-from pipeline.train.config import CheckpointConfig, TrainConfig, batch_share, groups_of_batch, rows_of_batch, run_layout
+from pipeline.train.config import CheckpointConfig, TrainConfig, batch_lengths, groups_per_batch, rank_slice, run_layout
 from pipeline.train.inputs import RunInputs, check_identity
 from pipeline.train.optimizer import SKIPPED
 from pipeline.train.step import TrainProgram, open_program
 
 _NEEDS_GAINS = frozenset({"ndcg", "retrieval_ndcg", "combined"})
-"""Metrics that a holdout has only where a row has a gain above 0."""
+"""Metrics that are undefined unless a row has a gain above 0."""
 _FITTED_ROWS = 200_000
-"""Training rows whose features are read to scale them."""
+"""Training rows used to fit the scaling of numeric features."""
 
 
 @dataclass
 class Saver:
-    """Saves and restores one run. Rank 0 writes; every rank reads for itself."""
+    """Saves and restores one run. Rank 0 writes, every rank reads."""
 
     program: TrainProgram
     store: CheckpointStore
     writer: CheckpointWriter
     process_group: ProcessGroup
     base: TrainState
-    """State at step 0; only step, best and published change afterwards."""
+    """State at step 0. Only step, best and published change later."""
     tokenizer: bytes
     warn: Callable[[str], None]
-    _warned: str = field(init=False, default="")
+    _reported_failure: str = field(init=False, default="")
 
     def newest(self) -> Checkpoint | None:
         """Return the newest valid checkpoint of this cycle, the same on every rank."""
@@ -64,21 +64,21 @@ class Saver:
         if self.process_group.world.is_main:
             checkpoint, rejected = self.store.newest_valid()
             for reason in rejected:
-                self.warn(f"checkpoint passed over: {reason}")
+                self.warn(f"skipped an unusable checkpoint: {reason}")
             step = -1 if checkpoint is None else checkpoint.state.step
         chosen = int(self.process_group.gather(step)[0])
         return checkpoint if self.process_group.world.is_main else None if chosen < 0 else self.store.open(chosen)
 
     def restore(self, checkpoint: Checkpoint, *, is_parent: bool = False) -> None:
-        """Put weights, moments and guard on the device; of a parent the weights alone."""
+        """Load weights, optimizer moments and guard onto the device, or only the weights of a parent."""
         weights = from_hf(checkpoint.weights(), self.program.strategy.template, source=checkpoint.prefix)
         self.program.restore(weights, None if is_parent else checkpoint.optimizer())
 
     def save(self, step: int, best: Best | None) -> None:
-        """Copy to the host and hand over, with the `best` evaluation so far. Warns of a failed earlier save, once."""
-        if self.writer.failure and self.writer.failure != self._warned:
-            self._warned = self.writer.failure
-            self.warn(f"a checkpoint could not be saved, training goes on: {self._warned}")
+        """Copy the state to the host and queue it for writing. Warns once if an earlier save failed."""
+        if self.writer.failure and self.writer.failure != self._reported_failure:
+            self._reported_failure = self.writer.failure
+            self.warn(f"a checkpoint could not be saved, but training continues: {self._reported_failure}")
         weights, optimizer = self.program.snapshot()
         if not self.process_group.world.is_main:
             return
@@ -87,25 +87,25 @@ class Saver:
         self.writer.submit(Snapshot(state, to_hf(weights), optimizer, config, self.tokenizer))
 
     def wait_saved(self, step: int) -> None:
-        """Wait until the checkpoint of `step` is safe. Raises TransientError when it could not be saved."""
+        """Wait until the checkpoint of `step` is committed. Raises TransientError if it could not be saved."""
         self.writer.wait()
         if self.process_group.world.is_main and self.writer.last_saved != step:
             raise TransientError(
                 f"the checkpoint of step {step} could not be saved: {self.writer.failure}",
-                expected="a workspace with room that can be written",
-                next_command="make room, then run the same command; it continues from the last good checkpoint",
+                expected="a writable workspace with free space",
+                next_command="free space, then run the same command, which continues from the last good checkpoint",
             )
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run continues from; the default: its beginning."""
+    """The step a run continues from. The default is the start of a new run."""
 
     step: int = 0
     skipped: int = 0
-    """Steps that the guard skipped until then."""
+    """Steps that the guard skipped so far."""
     best: Best | None = None
-    """The best evaluation until then."""
+    """The best evaluation so far."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,12 @@ class RunConfig:
 
 
 OpenWatch = Callable[[Sequence[Bucket], RankSlice, Backend], GraphWatch]
-"""Opens what watches the graphs of a run, by its buckets."""
+"""Returns the graph watch of a run with these buckets."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one rank, ready to train: the weights of `start` are on the device."""
+    """One rank of a run, ready to train: the weights of `start` are on the device."""
 
     config: RunConfig
     ctx: StageContext
@@ -151,12 +151,12 @@ def open_run(
     tokenizer: bytes,
     open_watch: OpenWatch = lambda buckets, share, backend: GraphWatch(),
 ) -> Iterator[Run]:
-    """Make a run, or continue the one of this cycle at its newest checkpoint; on leaving, the ranks part.
+    """Build a new run, or resume this cycle's from its newest checkpoint. Destroys the process group on exit.
 
-    `tokenizer`: content of its tokenizer.json, saved beside the weights. Raises TrnpipeError.
+    `tokenizer`: content of tokenizer.json, saved with the weights.
     """
     train, world = config.train, ctx.world
-    share, layout = batch_share(train, world.world_size, world.rank), run_layout(train, world.world_size, world.rank)
+    share, layout = rank_slice(train, world.world_size, world.rank), run_layout(train, world.world_size, world.rank)
     with (
         open_ranks(config.backend, world, timeout_s=train.collective_timeout_s, layout=layout) as (
             process_group,
@@ -167,7 +167,7 @@ def open_run(
         check_same(train.parallel.model_dump_json(), "plan")
         check_plan(train.parallel, backend)
         pools = _training_pools(train, ctx, inputs)
-        plan = BatchPlan(pools.sizes, groups_of_batch(train), train.seed, train.queries_per_topic)
+        plan = BatchPlan(pools.sizes, groups_per_batch(train), train.seed, train.queries_per_topic)
         max_steps = train.max_steps or max(1, round(train.epochs * plan.batches_per_epoch))
         valid = _valid_rows(train, ctx, inputs)
 
@@ -182,7 +182,7 @@ def open_run(
             train,
             share,
             process_group,
-            figure_rows=config.log.every_steps,
+            metric_rows=config.log.every_steps,
             buckets=valid.buckets,
             watch=open_watch(valid.buckets, share, backend),
         )
@@ -193,7 +193,7 @@ def open_run(
             store,
             config.checkpoint,
             ctx.scratch / "saving",
-            before_commit=lambda: ctx.events.flush(durable=True),  # on another machine there is no journal
+            before_commit=lambda: ctx.events.flush(durable=True),  # the journal of events is local to this machine
             in_use=lambda: checkpoints_in_use(ctx.workspace_after_stop),
         )
         base = TrainState(
@@ -224,25 +224,25 @@ def open_run(
 
 @contextmanager
 def _device_errors(health: HealthConfig, ctx: StageContext, backend: Backend) -> Iterator[None]:
-    """Raise an error of the device as what the health checks make of it, while the device is still open."""
+    """Translate device errors with the health checks' diagnosis, while the device is still open."""
     try:
         yield
     except RuntimeError as error:
-        better = diagnose_device_error(error, backend, health, stop=ctx.stop)
-        if better is error:
+        diagnosed = diagnose_device_error(error, backend, health, stop=ctx.stop)
+        if diagnosed is error:
             raise
-        raise better from error
+        raise diagnosed from error
 
 
 def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> TrainingPools:
-    """Choose training rows: new partitions, and a replay share of old ones.
+    """Choose the training rows: new partitions and a replayed fraction of old ones.
 
-    Raises DataError if nothing is new, or the rows do not fill one batch.
+    Raises DataError if no partition is new or the rows do not fill one batch.
     """
     if not inputs.new_sets:
         raise DataError(
-            f"{inputs.parent.prefix if inputs.parent else 'no parent'} was trained on all prepared data",
-            expected=f"a partition after {inputs.watermark or 'those it knows'}",
+            f"{inputs.parent.prefix if inputs.parent else 'no parent'} was already trained on all prepared data",
+            expected=f"a partition after {inputs.watermark or 'those it was trained on'}",
             next_command="prepare newer data (data.path), or --train.start scratch",
         )
     cache, workspace = ctx.scratch / "tokens", ctx.workspace
@@ -252,39 +252,39 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
     mined = None
     if inputs.negatives is not None:
         rows = open_rows(workspace, inputs.sets, "train", cache)
-        found = open_negatives(workspace, inputs.negatives, rows.sizes, ctx.scratch / "negatives")
-        mined = MinedProducts(rows, rows.pad_id, found.query_id, found.product, train.mined_per_query, train.seed)
+        pairs = open_negatives(workspace, inputs.negatives, rows.sizes, ctx.scratch / "negatives")
+        mined = MinedProducts(rows, rows.pad_id, pairs.query_id, pairs.product, train.mined_per_query, train.seed)
     pools = TrainingPools.build(
         new,
         old,
         train.replay_share,
         train.seed,
         slots=train.candidates_per_query,
-        lengths=rows_of_batch(train, buckets),
+        lengths=batch_lengths(train, buckets),
         positive_gain=train.loss.positive_gain,
         mined=mined,
         topic=train.queries_per_topic,
         link_queries=train.link_queries and train.loss.contrastive_weight > 0,
     )
-    groups, wanted = sum(pools.sizes), groups_of_batch(train)
-    if groups < wanted:  # in samples, as the settings count them
+    groups, required = sum(pools.sizes), groups_per_batch(train)
+    if groups < required:  # the message counts samples, as the settings do
         raise DataError(
-            f"{groups} groups of up to {pools.slots} products; a batch of {train.global_batch_size} samples has"
-            f" {wanted}",
+            f"{groups} groups of up to {pools.slots} products, but a batch of {train.global_batch_size} samples has"
+            f" {required}",
             expected="at least one full batch",
-            next_command=f"--train.global-batch-size {max(1, groups) * pools.slots}, or give more data",
+            next_command=f"--train.global-batch-size {max(1, groups) * pools.slots}, or add data",
         )
     return pools
 
 
 def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> TokenRows:
-    """Return the rows that name the best checkpoint. Raises DataError if there are none, or none with a gain."""
+    """Open the validation rows. Raises DataError if there are none or the best metric is undefined on them."""
     rows = holdout_rows(ctx, inputs, "valid")
     if not sum(rows.sizes):
         raise DataError(
-            "no prepared partition has a row in the valid split",
-            expected="a holdout that names the best checkpoint",
-            next_command="raise data.valid_fraction, or give a split column, then trnpipe prepare again",
+            "no prepared partition has a row in the validation split",
+            expected="validation rows to choose the best checkpoint with",
+            next_command="raise data.valid_fraction or set a split column, then run trnpipe prepare again",
         )
     has_gains = train.best_metric not in _NEEDS_GAINS or any(
         (rows.read(np.full(len(numbers), bucket), numbers, bucket, ("gain",))["gain"] > 0).any()
@@ -296,34 +296,34 @@ def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> Tok
 
 
 def holdout_rows(ctx: StageContext, inputs: RunInputs, split: Split) -> TokenRows:
-    """Open a holdout split: of the new partitions, or of all of them when the new ones are too small to hold any."""
+    """Open a split of the new partitions, or of all partitions if the new ones have no row of it."""
     cache = ctx.scratch / "tokens"
     new = open_rows(ctx.workspace, inputs.new_sets, split, cache)
     return new if sum(new.sizes) else open_rows(ctx.workspace, inputs.sets, split, cache)
 
 
 def metric_undefined_error(train: TrainConfig) -> DataError:
-    """Return the error for a holdout on which the metric of the best checkpoint is undefined."""
-    other = "--train.metric accuracy, or " if train.loss.trains_head else ""
+    """Return the error for a validation split on which the metric of the best checkpoint is undefined."""
+    alternative = "--train.metric accuracy, or " if train.loss.trains_head else ""
     return DataError(
-        f"the holdout has no {train.best_metric}: no query in it, or among the {train.evaluate_rows:,} rows that are"
-        " scored, has a gain above 0",
-        expected="graded rows in the valid split",
-        next_command=f"{other}give data.columns.gain and trnpipe prepare again; with another --cycle NAME where this"
-        " one has checkpoints",
+        f"{train.best_metric} is undefined on the validation split, because none of its queries in the"
+        f" {train.evaluate_rows:,} scored rows has a gain above 0",
+        expected="graded rows in the validation split",
+        next_command=f"{alternative}set data.columns.gain and run trnpipe prepare again, with another --cycle NAME if"
+        " this one has checkpoints",
     )
 
 
 def _load_start(saver: Saver, ctx: StageContext, inputs: RunInputs) -> Position:
-    """Put the starting weights on the device: of this cycle's newest checkpoint, else the parent's, else as made.
+    """Load the starting weights: this cycle's newest checkpoint, else the parent's, else the initial ones.
 
-    Every checkpoint says which published weights the model goes back to.
+    Every checkpoint records the published weights that the model was originally initialised from.
     """
     newest, folder = saver.newest(), saver.base.model.init_from
     published = newest.state.published if newest else None
     if published is None and inputs.parent is not None:
         published = inputs.parent.state.published
-    elif published is None and folder is not None and ctx.world.is_main:  # who saves; a large file takes seconds
+    elif published is None and folder is not None and ctx.world.is_main:  # only rank 0 saves. Large files take seconds
         uri, sha256 = digest_of_initial(folder, ctx.scratch)
         published = PublishedWeights(uri=uri, sha256=sha256)
     saver.base = saver.base.model_copy(update={"published": published})
@@ -333,6 +333,6 @@ def _load_start(saver: Saver, ctx: StageContext, inputs: RunInputs) -> Position:
         return Position()
     check_identity(newest.state.identity_parts, inputs.identity, where=newest.prefix)
     saver.restore(newest)
-    ctx.console.info(f"train: continuing from {newest.uri}")
+    ctx.console.info(f"train: resuming from {newest.uri}")
     ctx.events.emit(EventName.TRAIN_RESUMED, step=newest.state.step, prefix=newest.prefix)
     return Position(newest.state.step, int(saver.program.guard.state.cpu()[SKIPPED]), newest.state.best)

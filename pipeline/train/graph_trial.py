@@ -1,7 +1,7 @@
-"""A trial run: the very same program and loop on made-up rows of every shape, to meet every graph a cycle will need.
+"""Run a trial: the same program and loop on dummy rows of every shape, to trace every graph that a cycle needs.
 
-Nothing of it is kept. In graph extraction on Neuron every value is meaningless (neuron_parallel_compile), so nothing
-here looks at one.
+All results are discarded. During graph extraction on Neuron (neuron_parallel_compile) all values are meaningless, so
+none is checked here.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,31 +25,32 @@ from pipeline.parallel.mesh import check_plan
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
-from pipeline.train.config import batch_share, groups_of_batch, needs_two_passes, rows_of_batch
+from pipeline.train.config import batch_lengths, groups_per_batch, needs_two_passes, rank_slice
 from pipeline.train.loop import Cadence, EvaluationOutcome, TrainLoop
 from pipeline.train.step import open_program
 from pipeline.train.stream import BatchStream
 
+_STOPPED = "the trial run (its results are discarded)"
 STEPS_PER_LENGTH = 3
-"""The first step, a steady one and one more; with accumulation also at least two full cycles: all graphs were there
-after as many, measured with torch-xla 2.9 on XLA:CPU.
+"""The first step, a steady one and one more, which gives two full cycles with accumulation. After these steps all
+graphs existed, measured with torch-xla 2.9 on XLA:CPU.
 """
 
 
-def blank_pairs(spec: InputSpec, bucket: Bucket, rows: int) -> dict[str, Tensor]:
-    """Make a batch of one bucket, as evaluation scores it."""
-    word = (spec.pad_id + 1) % spec.vocab_size
+def dummy_pairs(spec: InputSpec, bucket: Bucket, rows: int) -> dict[str, Tensor]:
+    """Build a dummy evaluation batch of one bucket."""
+    token = (spec.pad_id + 1) % spec.vocab_size
     return {
-        "query": torch.full((rows, bucket.query_tokens), word, dtype=torch.int32),
-        "product": torch.full((rows, bucket.product_tokens), word, dtype=torch.int32),
+        "query": torch.full((rows, bucket.query_tokens), token, dtype=torch.int32),
+        "product": torch.full((rows, bucket.product_tokens), token, dtype=torch.int32),
         "numeric": torch.zeros(rows, len(spec.numeric)),
         "categorical": torch.zeros(rows, len(spec.categorical_ids), dtype=torch.int32),
     }
 
 
 @dataclass(frozen=True)
-class BlankGroups:
-    """A GroupSource with as many made-up groups in rows of every length. Types are those of GroupedRows."""
+class DummyGroups:
+    """A GroupSource with the same number of dummy groups for every row length. Types match GroupedRows."""
 
     spec: InputSpec
     lengths: Sequence[int]
@@ -62,7 +63,7 @@ class BlankGroups:
         return (self.groups,) * len(self.lengths)
 
     def read(self, pools: Int64s, numbers: Int64s, length: int, epoch: int = 0) -> Arrays:
-        """Groups `numbers` in rows of length number `length`: texts of equal length that fill the row."""
+        """Build groups `numbers` in rows of the length with index `length`. Texts of equal length fill each row."""
         width, products = self.lengths[length], self.slots + self.mined
         segments = 1 + np.arange(width) * (1 + products) // width
         positions = np.arange(width) - np.searchsorted(segments, segments)
@@ -70,9 +71,9 @@ class BlankGroups:
         rows = ((pools * self.groups + numbers)[:, None] * products + np.arange(products)).reshape(-1)
         labels = rows % self.spec.num_classes
         tokens = np.full(width, (self.spec.pad_id + 1) % self.spec.vocab_size)
-        each = {"tokens": tokens, "positions": positions, "segments": segments}
+        row = {"tokens": tokens, "positions": positions, "segments": segments}
         return {
-            **{name: np.tile(values.astype(np.int32), (len(numbers), 1)) for name, values in each.items()},
+            **{name: np.tile(values.astype(np.int32), (len(numbers), 1)) for name, values in row.items()},
             "label": labels.astype(np.int16),
             "gain": np.array(self.spec.label_gains, dtype=np.float32)[labels],
             "numeric": np.zeros((len(rows), len(self.spec.numeric)), dtype=np.float32),
@@ -87,7 +88,7 @@ class BlankGroups:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial needs of the run it stands for."""
+    """A trial run with the settings and shapes of a real run."""
 
     settings: Settings
     spec: InputSpec
@@ -100,32 +101,32 @@ class Trial:
 
     @property
     def num_graphs(self) -> int:
-        """About how many graphs `run` meets: one or two more or less where gradients go through the host."""
+        """Estimated number of graphs of `run`, off by one or two if gradients are reduced on the host."""
         train = self.settings.train
-        share = batch_share(train, self.process_group.world.world_size, self.process_group.world.rank)
+        share = rank_slice(train, self.process_group.world.world_size, self.process_group.world.rank)
         two_passes = needs_two_passes(train, share, gathers_in_graph=self.backend.gathers_in_graph)
         per_length = 1 + (share.accumulation > 1) + two_passes
-        lengths = len(rows_of_batch(train, self.buckets))
+        lengths = len(batch_lengths(train, self.buckets))
         apart = two_passes + (train.step_boundary == "split")
         return 1 + lengths * per_length + apart + len(self.buckets) + len(self.settings.embed.buckets)
 
     def run(self) -> None:
-        """Train over every length, evaluate, embed and copy out a checkpoint on the way. Raises Preempted."""
-        self._train()  # its model leaves the device on return: one at a time
-        self.embed_blank()
+        """Train on every length, evaluate, embed and copy a checkpoint to the host. Raises Preempted."""
+        self._train()  # frees its model on return, so that only one is on the device
+        self.embed_dummies()
 
     def _train(self) -> None:
         train, world = self.settings.train, self.process_group.world
         check_plan(train.parallel, self.backend)
-        batch = groups_of_batch(train)
-        groups = BlankGroups(
+        batch = groups_per_batch(train)
+        groups = DummyGroups(
             self.spec,
-            rows_of_batch(train, self.buckets),
+            batch_lengths(train, self.buckets),
             train.candidates_per_query,
             train.mined_per_query,
             STEPS_PER_LENGTH * batch,
         )
-        plan, share = BatchPlan(groups.sizes, batch, train.seed), batch_share(train, world.world_size, world.rank)
+        plan, share = BatchPlan(groups.sizes, batch, train.seed), rank_slice(train, world.world_size, world.rank)
         steps, log_every = plan.batches_per_epoch, self.settings.log.every_steps
         program = open_program(
             build_model(self.settings.model, self.spec, train.seed),
@@ -133,11 +134,11 @@ class Trial:
             train,
             share,
             self.process_group,
-            figure_rows=log_every,
+            metric_rows=log_every,
             buckets=self.buckets,
             watch=self.watch,
         )
-        # As after a stop. The copy is let go of: kept, it is a fifth of a trial's memory (large: 11.2 GiB, not 8.9).
+        # As in a resumed run. Freeing the copy saves a fifth of a trial's memory (model `large`: 8.9 GiB, not 11.2).
         copy = program.snapshot()
         if copy[0]:  # on rank 0 at least
             program.restore(*copy)
@@ -164,12 +165,12 @@ class Trial:
         )
         if loop.run() == "stopped":
             self.stop.set("another rank")
-            self.stop.raise_if_set("the trial run; nothing of it is kept")
+            self.stop.raise_if_set(_STOPPED)
         evaluate(steps)
         save(steps)
 
     def score(self) -> None:
-        """Evaluate and embed alone, for a number of ranks that training does not have. Raises Preempted."""
+        """Evaluate and embed only, for a number of ranks that training does not use. Raises Preempted."""
         train = self.settings.train
         model = build_model(self.settings.model, self.spec, train.seed)
         weights = model.state_dict()
@@ -179,23 +180,23 @@ class Trial:
         program.load(weights)
         self._score(program.outputs)
         del program
-        self.embed_blank()
+        self.embed_dummies()
 
     def _score(self, score: Outputs) -> None:
-        """Score one full batch of every bucket; the figures mean nothing."""
+        """Score one full batch of every bucket. The results are meaningless."""
         size = min(self.settings.train.micro_batch_size, self.settings.train.global_batch_size)
-        pairs = (blank_pairs(self.spec, bucket, size) for bucket in self.buckets)
+        pairs = (dummy_pairs(self.spec, bucket, size) for bucket in self.buckets)
         self._compute(pairs, lambda batch: list(score(batch)))
 
-    def embed_blank(self) -> None:
-        """Embed two batches of every shape, without a text in them."""
+    def embed_dummies(self) -> None:
+        """Embed two dummy batches of every shape."""
         encoder = build_model(self.settings.model, self.spec, self.settings.train.seed).encoder
         program = EmbedProgram(encoder, self.backend, self.settings.embed, self.watch)
-        texts = (shape.blank() for shape in program.shapes for _ in range(2))
+        texts = (shape.dummy() for shape in program.shapes for _ in range(2))
         self._compute(texts, lambda batch: [program.vectors(batch)])
 
     def _compute(self, batches: Iterable[Batch], compute: Callable[[Batch], list[Tensor]]) -> None:
         with self.backend.loader(batches) as ready:
             for batch in ready:
-                self.stop.raise_if_set("the trial run; nothing of it is kept")
+                self.stop.raise_if_set(_STOPPED)
                 self.backend.fetch(compute(batch))()

@@ -1,4 +1,4 @@
-"""What a run trains on and starts from, chosen before anything is loaded onto a device."""
+"""Choose the data and the parent of a run, before anything is loaded onto a device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class RunInputs:
     spec: InputSpec
     parent: Checkpoint | None
     replays: bool
-    """Whether a share of the samples is of `old_sets`."""
+    """True if some of the samples are drawn from `old_sets`."""
     negatives: NegativeSet | None
     identity: Mapping[str, str]
 
@@ -46,32 +46,31 @@ class RunInputs:
 
     @property
     def partitions(self) -> dict[str, str]:
-        """Every partition the weights have seen when the run is done: the parent's and the new ones."""
-        seen = dict(self.parent.state.partitions) if self.parent else {}
-        return seen | {p.name: p.fingerprint for p in self.selection.new}
+        """The partitions that the trained weights depend on: the parent's and the new ones."""
+        inherited = dict(self.parent.state.partitions) if self.parent else {}
+        return inherited | {p.name: p.fingerprint for p in self.selection.new}
 
     @property
     def also_seen(self) -> dict[str, str]:
-        """Fingerprint to name of what the weights have seen beside `partitions`."""
-        seen: dict[str, str] = {}
+        """Name by fingerprint of further versions of partitions that the weights were trained on."""
+        names: dict[str, str] = {}
         if self.parent is not None:
             state = self.parent.state
-            seen = state.also_seen | {mark: name for name, mark in state.partitions.items()}
+            names = state.also_seen | {fingerprint: name for name, fingerprint in state.partitions.items()}
         if self.replays:
-            seen |= {p.fingerprint: p.name for p in self.selection.old}
-        named = set(self.partitions.values())
-        return {mark: name for mark, name in seen.items() if mark not in named}
+            names |= {p.fingerprint: p.name for p in self.selection.old}
+        current = set(self.partitions.values())
+        return {fingerprint: name for fingerprint, name in names.items() if fingerprint not in current}
 
     @property
     def watermark(self) -> str:
-        before = self.parent.state.watermark if self.parent else ""
-        return max(before, self.selection.watermark)
+        return max(self.parent.state.watermark if self.parent else "", self.selection.watermark)
 
     @property
     def max_tokens(self) -> int:
-        """The longest text the encoder has learnt to read when the run is done, by its buckets or its parent's."""
-        before = self.parent.state.max_tokens if self.parent else None
-        return max(before or 0, _longest(self.sets[0].info))
+        """Tokens of the longest text that this run or its parent trains the encoder on."""
+        inherited = self.parent.state.max_tokens if self.parent else None
+        return max(inherited or 0, _longest(self.sets[0].info))
 
 
 def gather_inputs(
@@ -82,10 +81,10 @@ def gather_inputs(
     model: ModelConfig,
     negatives: str | None = None,
 ) -> RunInputs:
-    """Read the prepared partitions, choose the new ones, check that they fit the parent.
+    """Read the prepared partitions, choose the new ones, and check that they match the parent.
 
-    `negatives`: where those lie that were mined for this cycle. Raises ConfigError, DataError, for negatives of other
-    data too.
+    `negatives`: path of the negatives mined for this cycle. Raises ConfigError or DataError if the data, the negatives,
+    the parent and the settings do not match.
     """
     sets = read_token_sets(workspace, prefixes)
     info = sets[0].info
@@ -96,12 +95,12 @@ def gather_inputs(
         raise DataError(
             f"the prepared data has {spec.num_classes} relevance classes",
             expected="a label column with at least two classes",
-            next_command="map it with --data.columns.label NAME and run trnpipe prepare again",
+            next_command="set --data.columns.label NAME and run trnpipe prepare again",
         )
     longest = _longest(info)
     if longest > model.max_positions:
         raise ConfigError(
-            f"the longest bucket has {longest} tokens, model.max_positions is {model.max_positions}",
+            f"the longest bucket has {longest} tokens, but model.max_positions is {model.max_positions}",
             expected="buckets that fit the position embeddings",
             next_command=f"--model.max-positions {longest}, or smaller data.buckets",
         )
@@ -117,50 +116,51 @@ def gather_inputs(
         mined = None if negatives is None else find_negatives(workspace, negatives)
         if mined is None:
             raise ConfigError(
-                "train.mined_per_query asks for mined negatives, and none were mined for this cycle",
+                "train.mined_per_query requires mined negatives, but none were mined for this cycle",
                 expected="the result of the mine stage",
                 next_command=f"{MINE}, with the settings of this run, or --train.mined-per-query 0",
             )
-        check_negatives(mined, [one.info.fingerprint for one in sets], workspace)
+        check_negatives(mined, [token_set.info.fingerprint for token_set in sets], workspace)
     digests = parent.digest if parent else "", mined.digest if mined else ""
     identity = identity_parts(train, model, spec, selection, info.buckets, *digests)
     return RunInputs(tuple(sets), selection, spec, parent, train.replay_share > 0, mined, identity)
 
 
 def _longest(info: TokenSetInfo) -> int:
-    """Tokens of the longest text of the buckets."""
+    """Return the tokens of the longest text in any bucket."""
     return max(max(int(side) for side in bucket.split("x")) for bucket in info.buckets)
 
 
 def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: str, model: ModelConfig) -> None:
-    """Tokenizer, classes, features and architecture must be the parent's. Raises ConfigError naming which is not."""
+    """Check tokenizer, classes, features and architecture. Raises ConfigError if one differs from the parent's."""
     state = parent.state
     if state.tokenizer_fingerprint != tokenizer_fingerprint:
         raise ConfigError(
-            f"the data was tokenised with {tokenizer_fingerprint}, {parent.uri} with {state.tokenizer_fingerprint}",
+            f"the data was tokenised with {tokenizer_fingerprint}, but {parent.uri} with {state.tokenizer_fingerprint}",
             expected="the tokenizer of the checkpoint",
             next_command=f"trnpipe prepare --data.tokenizer.path {parent.uri}/tokenizer.json "
             "--data.tokenizer.split-digits false, or --train.start scratch",
         )
     if state.inputs != spec:
-        ours, theirs = spec.model_dump(), state.inputs.model_dump()
-        name = next(name for name in ours if ours[name] != theirs[name])
+        current, required = spec.model_dump(), state.inputs.model_dump()
+        name = next(name for name in current if current[name] != required[name])
         raise ConfigError(
-            f"the data has other {name} than {parent.prefix} was trained with: {difference(ours[name], theirs[name])}",
-            expected="those of the parent",
+            f"the data has different {name} than {parent.prefix} was trained with: "
+            f"{difference(current[name], required[name])}",
+            expected="the values of the parent",
             next_command="prepare the data with the parent's settings, or --train.start scratch",
         )
     check_architecture(state.model, model, source=parent.prefix)
 
 
-# The identity of a run: a hash of all that decides its weights. A run continues only its own checkpoints.
+# The identity of a run: a hash of everything that determines its weights. A run resumes only its own checkpoints.
 
-# These change where, when and in what pieces the same run is computed, not what is computed.
+# These settings change how a run is executed, not its weights.
 _NOT_IDENTITY = {
     "start",
     "micro_batch_size",
     "step_boundary",
-    "batches_per_execution",  # this and the next are of earlier versions
+    "batches_per_execution",  # this and the next are settings of earlier versions
     "chunk_mib",
     "parallel",
     "deadline",
@@ -178,13 +178,13 @@ def identity_parts(
     parent: str,
     negatives: str,
 ) -> dict[str, str]:
-    """Name to fingerprint of each thing that decides the weights.
+    """Return name -> fingerprint of every setting and input that determines the weights.
 
     `parent` and `negatives` are manifest digests, or empty.
     """
-    # With these values batches are those of runs from before the settings were there.
-    before = {"queries_per_topic": 1, "link_queries": False}
-    unused = _NOT_IDENTITY | {name for name, value in before.items() if getattr(train, name) == value}
+    # With these values, batches are the same as before the settings existed.
+    neutral = {"queries_per_topic": 1, "link_queries": False}
+    unused = _NOT_IDENTITY | {name for name, value in neutral.items() if getattr(train, name) == value}
     fields = with_retired(train) | {"loss": train.loss.used_fields()}
     parts = {f"train.{name}": value for name, value in fields.items() if name not in unused}
     parts |= {f"model.{name}": value for name, value in model.used_fields().items()}
@@ -199,42 +199,42 @@ def identity_parts(
     return {name: fingerprint(value) for name, value in parts.items()}
 
 
-def check_identity(found: Mapping[str, str], ours: Mapping[str, str], *, where: str) -> None:
-    """Raises ConfigError naming what differs, when a checkpoint is of another run."""
-    different = sorted(name for name in found.keys() | ours.keys() if found.get(name) != ours.get(name))
+def check_identity(stored: Mapping[str, str], current: Mapping[str, str], *, where: str) -> None:
+    """Check that a checkpoint belongs to this run. Raises ConfigError naming the differences if it does not."""
+    different = sorted(name for name in stored.keys() | current.keys() if stored.get(name) != current.get(name))
     if different:
         raise ConfigError(
-            f"{where} was trained with other {', '.join(different)}",
+            f"{where} was trained with different {', '.join(different)}",
             expected="the settings and data this cycle was started with",
-            next_command="go back to them, or start another cycle with --cycle NAME",
+            next_command="restore them, or start another cycle with --cycle NAME",
         )
 
 
-# What in the data of a run costs quality without failing: said with counts, before training starts.
+# Warnings about data that reduces quality without failing, with counts, before training starts.
 #
-# `prepare` says the same of the prepared data, in the same words (data/judgements).
+# `prepare` prints the same warnings about the prepared data (data/judgements).
 
 _POOR_FILL = 0.6
-"""Of slots: below this share a warning says so."""
+"""Fraction of filled slots below which a warning is printed."""
 
 
-def warnings_of(groups: GroupedRows, train: TrainConfig, infos: Sequence[TokenSetInfo]) -> list[str]:
-    """What in the chosen rows costs quality without failing, with counts. `infos`: of the partitions they are from."""
-    found, fill = [], groups.groups.fill
+def data_warnings(groups: GroupedRows, train: TrainConfig, infos: Sequence[TokenSetInfo]) -> list[str]:
+    """Return warnings about training rows that reduce quality without failing. `infos`: of their partitions."""
+    warnings, fill = [], groups.groups.fill
     if fill < _POOR_FILL:
-        found.append(
-            f"{fill:.0%} of the {groups.slots} slots of a query hold a row, so a batch has fewer samples than"
-            " train.global_batch_size says; queries have fewer judged products: lower train.candidates_per_query"
+        warnings.append(
+            f"only {fill:.0%} of the {groups.slots} product slots per query are filled, so batches have fewer samples"
+            " than train.global_batch_size: lower train.candidates_per_query"
         )
     if groups.mined is not None and groups.mined.fill < _POOR_FILL:
-        found.append(
-            f"{groups.mined.fill:.0%} of the {train.mined_per_query} slots of a query for mined negatives hold one:"
-            " lower train.mined_per_query, or raise mine.depth or mine.negatives_per_query and mine again"
+        warnings.append(
+            f"only {groups.mined.fill:.0%} of the {train.mined_per_query} slots per query for mined negatives are"
+            " filled: lower train.mined_per_query, or raise mine.depth or mine.negatives_per_query and mine again"
         )
     if not train.loss.trains_head:
-        found.append(
-            "train.loss.graded_weight is 0: the relevance head is not trained, evaluate has no figures of pairs, and"
-            " gate.floors, gate.drops and gate.baseline_drops must name metrics of retrieval (retrieval_ndcg@10=0.01)"
+        warnings.append(
+            "train.loss.graded_weight is 0: the relevance head is not trained, evaluate reports no pair metrics, and"
+            " gate.floors, gate.drops and gate.baseline_drops must name retrieval metrics (retrieval_ndcg@10=0.01)"
         )
     contrastive = train.loss.contrastive_weight > 0
-    return found + list(training_warnings(infos, train.loss.positive_gain, contrastive=contrastive).values())
+    return warnings + list(training_warnings(infos, train.loss.positive_gain, contrastive=contrastive).values())

@@ -1,7 +1,7 @@
-"""One training run from its start to its end: train, name the best step, score it as the candidate.
+"""One training run from start to end: train, choose the best step, score its checkpoint as the candidate.
 
-Rules the loop keeps: no value is read back from the device inside a step; a checkpoint is handed over only after the
-figures of all its steps are on disk; every batch is counted; all ranks agree on the stop signal at a step boundary.
+Invariants: no value is read back from the device inside a step. A checkpoint is queued for saving only after the
+metrics of all its steps are on disk. Every batch is counted. All ranks agree on the stop signal at a step boundary.
 """
 
 import math
@@ -25,17 +25,17 @@ from pipeline.parallel.process_group import ProcessGroup
 from pipeline.telemetry.console import Console, StepFigures, TensorBoardSink
 from pipeline.telemetry.events import EventName
 from pipeline.train.build import Run, holdout_rows, metric_undefined_error
-from pipeline.train.inputs import warnings_of
-from pipeline.train.optimizer import schedule_of
+from pipeline.train.inputs import data_warnings
+from pipeline.train.optimizer import learning_rate_at
 from pipeline.train.step import TrainProgram
 from pipeline.train.stream import BatchStream, Pace, add_digests
 
-_DROPOUT = 4  # purpose of a stream of random numbers, apart from those of core/batch_order and data/training_groups
+_DROPOUT = 4  # purpose of this random stream, distinct from those of core/batch_order and data/training_groups
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run leaves: the candidate checkpoint and its figures by split."""
+    """The result of a finished run: the candidate checkpoint and its metrics by split."""
 
     prefix: str
     step: int
@@ -43,14 +43,14 @@ class Outcome:
     late: bool
     holdouts: dict[str, HoldoutFigures]
     has_scores: bool
-    """Whether the relevance head was trained, so that its scores mean something."""
+    """Whether the relevance head was trained. The scores of an untrained head are meaningless."""
     groups_new: int
     groups_replayed: int
-    """Of earlier partitions; a group is a query with its products."""
+    """Groups from earlier partitions. A group is a query with its products."""
 
 
 def train(run: Run) -> Outcome:
-    """Train to the end and score the candidate. Raises Preempted, after saving, when told to stop."""
+    """Train to the end and score the candidate. Raises Preempted, after saving, if the stop signal is set."""
     ctx, config = run.ctx, run.config
     _announce(run)
     best = BestStep(run)
@@ -75,8 +75,8 @@ def train(run: Run) -> Outcome:
         ended = loop.run()
         if ended == "stopped":
             run.saver.wait_saved(loop.step)
-            ctx.stop.set("another rank")  # keeps the reason of our own signal, if there was one
-            ctx.stop.raise_if_set(f"training; step {loop.step} of {run.max_steps} is saved")
+            ctx.stop.set("another rank")  # a reason that this rank has already recorded is kept
+            ctx.stop.raise_if_set(f"training (step {loop.step} of {run.max_steps} is saved)")
         return _finish(run, best, loop.step, late=ended == "late")
 
 
@@ -86,27 +86,26 @@ def _announce(run: Run) -> None:
     parent, published = inputs.parent, run.saver.base.published
     start = parent.prefix if parent else published.text if published else "scratch"
     if parent and published:
-        start += f", which goes back to {published.text}"
+        start += f" (originally {published.text})"
     mined = f" and {train.mined_per_query} mined negatives" if train.mined_per_query else ""
     links = pools.new.links
-    linked = f" | {links.linked:,} of {links.queries:,} queries mean the same as another" if links else ""
+    linked = f" | {links.linked:,} of {links.queries:,} queries linked to an equivalent query" if links else ""
     ctx.console.info(
         f"train: {parameters / 1e6:.1f}M parameters on {ctx.world.world_size} x {run.backend.name} | from {start} | "
         f"{sum(pools.new.sizes):,} new and {sum(pools.num_replayed):,} replayed groups of up to {pools.slots} "
         f"samples{mined}{linked} | "
-        f"{run.plan.batches_per_epoch:,} batches of {train.global_batch_size} an epoch, "
-        f"{run.share.accumulation} micro-steps a step | steps {run.start.step:,} to {run.max_steps:,}"
+        f"{run.plan.batches_per_epoch:,} batches of {train.global_batch_size} per epoch, "
+        f"{run.share.accumulation} micro-steps per step | steps {run.start.step:,} to {run.max_steps:,}"
     )
-    for message in warnings_of(pools.new, train, [one.info for one in inputs.new_sets]):
+    for message in data_warnings(pools.new, train, [token_set.info for token_set in inputs.new_sets]):
         ctx.console.warn(message)
     if links and links.unlinked:
         ctx.console.warn(
-            f"{links.unlinked:,} of {links.queries:,} queries are not linked: more than {MAX_LINKED} hang together by"
-            " texts that are both products and queries, too many to mean the same"
+            f"{links.unlinked:,} of {links.queries:,} queries are not linked, because they are in clusters of more than"
+            f" {MAX_LINKED} queries, which are too large to be equivalent"
         )
-    if late := [partition.name for partition in inputs.selection.late]:
-        names = ", ".join(late)
-        ctx.console.warn(f"partitions at or before the parent's watermark have changed: {names}; replayed only")
+    if late := ", ".join(partition.name for partition in inputs.selection.late):
+        ctx.console.warn(f"partitions at or before the parent's watermark have changed and are only replayed: {late}")
     ctx.events.emit(
         EventName.TRAIN_STARTED,
         step=run.start.step,
@@ -123,26 +122,25 @@ def _announce(run: Run) -> None:
 
 
 class BestStep:
-    """Which step is the best so far, by the valid split; every checkpoint is saved with its name."""
+    """The best step so far on the validation split. Every checkpoint records it."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.best = run, run.start.best
 
     def evaluate(self, step: int) -> "EvaluationOutcome":
-        """Score the valid split: is it the best so far, and is there hope for a better one?"""
+        """Score the validation split. Return whether it is the best so far and whether training should end."""
         run, train, started = self.run, self.run.config.train, time.monotonic()
         metric = train.best_metric
         searching = metric in ("retrieval_ndcg", "combined")
         figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
         value: float | None = getattr(figures, metric)
-        if value is None or value != value:  # NaN would be the best for ever, and state.json cannot hold it
+        if value is None or value != value:  # NaN would stay the best forever, and state.json cannot hold it
             if math.isfinite(figures.loss):
                 raise metric_undefined_error(train)
             raise NumericError(
-                f"the model's scores of the valid split are not finite at step {step}",
-                expected="a loss and vectors of finite numbers",
-                next_command="lower train.optimizer.learning_rate, with another --cycle NAME where this one has"
-                " checkpoints",
+                f"the model's scores on the validation split are not finite at step {step}",
+                expected="a finite loss and finite embeddings",
+                next_command="lower train.optimizer.learning_rate and start another cycle (--cycle NAME)",
             )
         is_best = self.best is None or value > self.best.value
         if is_best:
@@ -160,20 +158,20 @@ class BestStep:
         run.ctx.console.info(
             f"valid at step {step}: {metric} {value:.4f}, loss {figures.loss:.4f}{' (best)' if is_best else ''}"
         )
-        # No new best for `train.patience` evaluations: a function of what checkpoints hold, so a resume agrees.
+        # No new best for `train.patience` evaluations. Derived from checkpoint state only, so a resumed run agrees.
         waited = train.patience * train.evaluate_every
         return EvaluationOutcome(is_best, bool(waited) and self.best is not None and step - self.best.step >= waited)
 
     def save(self, step: int) -> None:
-        """Hand over a checkpoint."""
+        """Queue a checkpoint for saving."""
         self.run.saver.save(step, self.best)
 
 
 def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
-    """Evaluate and save the last step, take the best, score it on everything."""
+    """Evaluate and save the last step, load the best one, and score it on all rows of each split."""
     try:
         best.evaluate(step)
-    finally:  # a stop or a fault within the evaluation must not cost the last steps
+    finally:  # a stop or a failure during the evaluation must not lose the last steps
         best.save(step)
         run.saver.wait_saved(step)
     run.process_group.barrier()
@@ -220,7 +218,7 @@ def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) ->
 
 
 def _load_best(run: Run, best: Best | None, last: int) -> int:
-    """Put the best weights on the device; the last ones stay when the best could not be saved or read."""
+    """Load the best weights onto the device. Keep the last ones if the best were not saved or cannot be read."""
     if best is None or best.step == last:
         return last
     checkpoint, reason = None, ""
@@ -229,7 +227,7 @@ def _load_best(run: Run, best: Best | None, last: int) -> int:
     except CheckpointError as error:
         reason = error.seen
     if run.process_group.agree_now(checkpoint is None) or checkpoint is None:
-        run.ctx.console.warn(f"the best checkpoint cannot be used, the last one is the candidate: {reason}")
+        run.ctx.console.warn(f"the best checkpoint cannot be used, so the last one is the candidate: {reason}")
         run.ctx.events.emit(EventName.CHECKPOINT_REJECTED, step=best.step, reason=reason)
         return last
     run.saver.restore(checkpoint)
@@ -240,16 +238,16 @@ Ended = Literal["complete", "stopped", "late", "converged"]
 
 
 class EvaluationOutcome(NamedTuple):
-    """What the figures of one evaluation mean for the run."""
+    """The decision after one evaluation."""
 
     is_best: bool
-    is_enough: bool = False
-    """Going on is not expected to help: training ends here."""
+    should_stop: bool = False
+    """True if more training is not expected to help."""
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """Steps between things. `evaluate` 0: only at the end."""
+    """Steps between log lines, evaluations and checkpoints. `evaluate` 0: only at the end."""
 
     log: int
     evaluate: int
@@ -258,7 +256,7 @@ class Cadence:
 
 @dataclass
 class TrainLoop:
-    """The steps of a run from its start, or of a trial run, and what is due between them."""
+    """The steps of a run or a trial run, with the logging, evaluation and saving between them."""
 
     program: TrainProgram
     stream: BatchStream
@@ -267,12 +265,12 @@ class TrainLoop:
     console: Console
     cadence: Cadence
     evaluate: Callable[[int], EvaluationOutcome]
-    """Scores the holdout after a step."""
+    """Scores the validation split after a step."""
     save: Callable[[int], None]
     emit: Callable[..., None]
     scalars: Callable[[int, dict[str, float]], None] | None = None
     values_are_real: bool = True
-    """False in a trial run: on Neuron the values of graph extraction mean nothing, so none is judged."""
+    """False in a trial run: during graph extraction on Neuron all values are meaningless, so none is checked."""
     skipped: int = 0
     """Steps that the guard skipped so far."""
 
@@ -283,64 +281,64 @@ class TrainLoop:
         self._pace = Pace(self.config.global_batch_size, self.process_group.layout.data_size)
         self._ends_at = math.inf
         if (deadline := self.config.deadline) is not None:
-            left = deadline.replace(tzinfo=deadline.tzinfo or UTC) - datetime.now(UTC)
-            self._ends_at = time.monotonic() + left.total_seconds()
-        self._warned = False
+            remaining = deadline.replace(tzinfo=deadline.tzinfo or UTC) - datetime.now(UTC)
+            self._ends_at = time.monotonic() + remaining.total_seconds()
+        self._warned_of_deadline = False
         self._compiles, self._compile_s = 0, 0.0
         self._on_host: Counter[str] = Counter()
-        """Operators that ran on the host, and how often, until the step after which they were looked at."""
-        self._warned_of = {"aten::_local_scalar_dense"}  # a value is read every few steps
+        """Number of calls of each operator that ran on the host, when last checked."""
+        self._ignored_operators = {"aten::_local_scalar_dense"}  # a value is read every few steps
 
     def run(self) -> Ended:
-        """Train until `max_steps`, the stop signal (a checkpoint is then handed over), the deadline, or convergence.
+        """Train until `max_steps`, the stop signal (after queueing a checkpoint), the deadline, or convergence.
 
-        Evaluating and saving the last step is left to the caller.
+        The caller evaluates and saves the last step.
         """
-        # The attempt before may have been stopped before or within this evaluation.
-        if self.step > 0 and self._midway(self.cadence.evaluate) and self.evaluate(self.step).is_enough:
+        # The previous attempt may have been stopped before or during this evaluation.
+        if self.step > 0 and self._midway(self.cadence.evaluate) and self.evaluate(self.step).should_stop:
             return "converged"
         self._forget_host_operators()
         with self.backend.loader(self.stream) as batches:
             while self.step < self.max_steps:
-                self._one_step(batches)
+                self._train_step(batches)
                 stopping = self.process_group.agree(self.stop.is_set())
                 evaluating = self._midway(self.cadence.evaluate)
                 saving = stopping or self._midway(self.cadence.save)
                 late = False
                 if evaluating or saving or self._due(self.cadence.log) or self.step == self.max_steps:
                     late = self._report()
-                enough = False
+                converged = False
                 if evaluating and not stopping:
-                    (is_best, enough), stopping = self._evaluate()
-                    saving = saving or is_best or enough or stopping
-                if saving and (stopping or not late):  # the last step's is saved once, with what its evaluation said
+                    (is_best, converged), stopping = self._evaluate()
+                    saving = saving or is_best or converged or stopping
+                if saving and (stopping or not late):  # the last step is saved once, after its evaluation
                     self.save(self.step)
                 if evaluating or saving:
-                    self._forget_host_operators()  # those were of no step
+                    self._forget_host_operators()  # they did not run in a training step
                     self._pace.resume()
                 if stopping:
                     return "stopped"
                 if late:
                     return "late"
-                if enough:
+                if converged:
                     return "converged"
         return "complete"
 
-    def _one_step(self, batches: Iterator[Batch]) -> None:
-        """Fetch the micro-batches and take the step. Nothing here waits for the device (except reductions on hosts)."""
+    def _train_step(self, batches: Iterator[Batch]) -> None:
+        """Fetch the micro-batches and take one step, without a host sync (except for reductions on the host)."""
         tokens, digest, waited_s, micros = 0, 0, 0.0, []
         for _ in range(self.stream.accumulation):
-            asked_at = time.monotonic()
+            requested_at = time.monotonic()
             batch = next(batches, None)
             if batch is None:
                 raise RuntimeError(f"the loader ended at step {self.step} of {self.max_steps}")
             micro_tokens, micro_digest, ready_at = self.stream.received(self.step)
-            # Not the clock around next(): on XLA that waits for the device.
-            waited_s += max(0.0, ready_at - asked_at)
+            # Not timed around next(), which waits for the device on XLA.
+            waited_s += max(0.0, ready_at - requested_at)
             tokens, digest = tokens + micro_tokens, add_digests([digest, micro_digest])
             micros.append(batch)
         seeds: list[int] = []
-        if self.program.has_dropout:  # by step and micro-step, so that a run that was stopped draws the same numbers
+        if self.program.has_dropout:  # seeded by step and micro-step, so a resumed run draws the same numbers
             purpose = (self.config.seed, _DROPOUT, self.step, self.process_group.layout.data_rank)
             seeds = [stream_key(*purpose, micro) % 2**31 for micro in range(self.stream.accumulation)]
         self.program.step(micros, seeds=seeds)
@@ -355,31 +353,34 @@ class TrainLoop:
         return self._due(every) and self.step < self.max_steps
 
     def _evaluate(self) -> tuple[EvaluationOutcome, bool]:
-        """Return (the outcome, whether it was stopped). A stop must not cost the steps since the last checkpoint."""
+        """Return (the outcome, whether it was stopped). A stop must not lose the steps since the last checkpoint."""
         try:
             return self.evaluate(self.step), False
-        except (Preempted, TransientError):  # transient: a peer noticed the stop before us and left
+        except (Preempted, TransientError):  # transient: another rank noticed the stop first and left
             if not self.stop.is_set():
                 raise
             return EvaluationOutcome(is_best=False), True
 
     def _report(self) -> bool:
-        """Read the figures since the last report, report and judge them. Return True if the deadline ends the run."""
+        """Read, report and check the metrics since the last report. Return True if the deadline ends the run."""
         count = len(self._digests)
-        figures = self.program.read_figures(count)
+        figures = self.program.read_metrics(count)
         interval = self._pace.read(self._note_compiles())
-        noted = self.process_group.gather(self._digests)[:: self.process_group.layout.tensor_size]
-        digests = [add_digests(list(parts)) for parts in zip(*noted, strict=True)]
+        rank_digests = self.process_group.gather(self._digests)[:: self.process_group.layout.tensor_size]
+        digests = [add_digests(list(step_digests)) for step_digests in zip(*rank_digests, strict=True)]
         self._digests = []
         if not self.values_are_real:
             return False
-        # The step numbers that came with the batches tell when one was lost or swapped on the way.
-        seen, due = [int(row["step"]) for row in figures], list(range(self.step - len(figures) + 1, self.step + 1))
-        if seen != due:
-            raise RuntimeError(f"the device saw the batches of steps {seen} where {due} were due")
+        # Each batch carries its step number, so a lost or reordered batch is detected here.
+        steps, expected = (
+            [int(row["step"]) for row in figures],
+            list(range(self.step - len(figures) + 1, self.step + 1)),
+        )
+        if steps != expected:
+            raise RuntimeError(f"the device received the batches of steps {steps}, expected {expected}")
         last = figures[-1]
         losses = [row["loss"] for row in figures]
-        rate = schedule_of(self.config.optimizer, self.step, self.max_steps)
+        rate = learning_rate_at(self.config.optimizer, self.step, self.max_steps)
         pace_s = self._pace.seconds_per_step
         eta_s = None if pace_s is None else (self.max_steps - self.step) * pace_s
         self.emit(
@@ -417,24 +418,24 @@ class TrainLoop:
         return self._is_late(eta_s or 0.0)
 
     def _is_late(self, needed_s: float) -> bool:
-        """Warn once of a deadline that will be missed. Return True if it has passed and ends the run."""
+        """Warn once if the deadline will be missed. Return True if it has passed and ends the run."""
         if self.config.deadline is None:
             return False
-        left_s = self._ends_at - time.monotonic()
-        if left_s < needed_s and not self._warned:
-            self._warned = True
-            self.console.warn(f"the deadline will be missed by about {needed_s - left_s:.0f} s at this pace")
-            self.emit(EventName.DEADLINE_AT_RISK, step=self.step, eta_s=needed_s, spare_s=left_s - needed_s)
-        return self.config.on_deadline == "finish" and self.process_group.agree_now(left_s <= 0)
+        remaining_s = self._ends_at - time.monotonic()
+        if remaining_s < needed_s and not self._warned_of_deadline:
+            self._warned_of_deadline = True
+            self.console.warn(f"the deadline will be missed by about {needed_s - remaining_s:.0f} s at this pace")
+            self.emit(EventName.DEADLINE_AT_RISK, step=self.step, eta_s=needed_s, spare_s=remaining_s - needed_s)
+        return self.config.on_deadline == "finish" and self.process_group.agree_now(remaining_s <= 0)
 
     def _note_compiles(self) -> float:
-        """Report graphs that were compiled since the last call. Return the seconds it took."""
+        """Report graphs compiled since the last call. Return the seconds spent compiling."""
         compiles = self.backend.compile_count()
         if compiles == self._compiles:
             return 0.0
-        before, self._compile_s = self._compile_s, self.backend.compile_seconds()
+        previous_s, self._compile_s = self._compile_s, self.backend.compile_seconds()
         new, self._compiles = compiles - self._compiles, compiles
-        seconds = self._compile_s - before
+        seconds = self._compile_s - previous_s
         fields = {"step": self.step, "new": new, "total": compiles, "compile_s": round(seconds, 3)}
         self.emit(EventName.GRAPH_COMPILED, **fields)
         return seconds
@@ -444,40 +445,40 @@ class TrainLoop:
         self._on_host = Counter(self.backend.host_operators())
 
     def _note_host_operators(self, steps: int) -> None:
-        """Warn of those that were not there before: each cuts the step, and its tensors go to the host and back."""
-        found = Counter(self.backend.host_operators())
-        for name in sorted((found - self._on_host).keys() - self._warned_of):
-            self._warned_of.add(name)
-            times = found[name] - self._on_host[name]
+        """Warn of new operators on the host: each splits the graph and copies its tensors to the host and back."""
+        counts = Counter(self.backend.host_operators())
+        for name in sorted((counts - self._on_host).keys() - self._ignored_operators):
+            self._ignored_operators.add(name)
+            times = counts[name] - self._on_host[name]
             self.console.warn(
-                f"{name} is not an operator of {self.backend.device_name()}: it ran on the host {times} times in the"
-                f" last {steps} steps; another one, or its work done in the data preparation, keeps the step there"
+                f"{self.backend.device_name()} does not support {name}: it ran on the host {times} times in the last"
+                f" {steps} steps. Use another operator or move the work to data preparation."
             )
         self._forget_host_operators()
 
     def _judge(self, figures: Sequence[Mapping[str, float]]) -> None:
-        """Warn of skipped steps. Raises NumericError when the guard's patience is spent, or a bad step was taken.
+        """Warn of skipped steps. Raises NumericError if the guard's patience is exhausted or a bad step was taken.
 
-        The guard compares on the device, where a comparison with NaN may not be false. Nothing was saved since.
+        The guard compares on the device, where a comparison with NaN may not be false. No bad step has been saved yet.
         """
         for row in figures:
             if row["skipped_in_a_row"] == 0 and not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
                 raise NumericError(
                     f"step {int(row['step'])} had loss {row['loss']} and gradient norm {row['grad_norm']},"
                     f" and the guard on {self.backend.device_name()} did not skip it",
-                    expected="finite numbers, or a step that changes nothing",
-                    next_command="trnpipe health on this machine; the last checkpoint is good",
+                    expected="finite numbers, or a skipped step",
+                    next_command="trnpipe health on this machine (the last checkpoint is good)",
                 )
         last = figures[-1]
         skipped, in_a_row = int(last["skipped"]), int(last["skipped_in_a_row"])
         if skipped > self.skipped:
-            self.console.warn(f"{skipped - self.skipped} steps skipped (NaN or a gradient spike), {skipped} in all")
+            self.console.warn(f"skipped {skipped - self.skipped} steps (NaN or gradient spike), {skipped} so far")
             self.emit(EventName.STEP_SKIPPED, step=self.step, new=skipped - self.skipped, total=skipped)
         self.skipped = skipped
         if in_a_row >= self.config.guard.patience:
             raise NumericError(
-                f"{in_a_row} steps in a row had a loss or gradient that is not finite or far off",
+                f"{in_a_row} consecutive steps were skipped because of a non-finite loss or a gradient spike",
                 expected=f"fewer than train.guard.patience = {self.config.guard.patience}",
-                next_command="lower train.optimizer.learning_rate, with another --cycle NAME where this one has"
-                " checkpoints, or look at the data of these steps; the last checkpoint is good",
+                next_command="inspect the data of these steps (the last checkpoint is good), or lower"
+                " train.optimizer.learning_rate and start another cycle (--cycle NAME)",
             )

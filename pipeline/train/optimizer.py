@@ -1,4 +1,4 @@
-"""AdamW over the masters of a strategy, with the step skipped on the device when the guard says so.
+"""AdamW over the master weights of a strategy, with a guard that skips bad steps on the device.
 
 Decoupled weight decay as in Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019), algorithm 2.
 """
@@ -13,31 +13,31 @@ from pipeline.train.config import GuardConfig, OptimizerConfig
 
 
 def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> Tensor:
-    """Learning rate, 1 - beta1^t, 1 - beta2^t and t of optimizer step t = `step` (1-based), fp32 [4].
+    """Return learning rate, 1 - beta1^t, 1 - beta2^t and t of optimizer step t = `step` (1-based), fp32 [4].
 
-    They travel with the batch: no transfer of their own, and no graph knows the step. Computed in
-    double precision on the host, so they are equal on every backend.
+    They are sent with the batch, so they need no extra transfer and no graph depends on the step. Computed in double
+    precision on the host, so they are equal on every backend.
     """
     return torch.tensor(
         [learning_rate, 1.0 - config.beta1**step, 1.0 - config.beta2**step, float(step)], dtype=torch.float32
     )
 
 
-def schedule_of(config: OptimizerConfig, step: int, max_steps: int) -> float:
-    """Learning rate of optimizer step `step` (1-based): linear warm-up, then down to zero."""
+def learning_rate_at(config: OptimizerConfig, step: int, max_steps: int) -> float:
+    """Return the learning rate of optimizer step `step` (1-based): linear warm-up, then decay to zero."""
     peak, warmup_steps = config.learning_rate, round(config.warmup_fraction * max_steps)
     if step <= warmup_steps:
         return peak * step / max(1, warmup_steps)
     if config.schedule == "constant":
         return peak
-    # The step before the end of the decay, so that the last step still learns.
+    # (step - 1), so that the learning rate of the last step is above zero.
     progress = min(1.0, (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps))
     remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
     return peak * remaining
 
 
 class AdamW:
-    """Two moments for each master."""
+    """AdamW with two moments per master weight."""
 
     def __init__(
         self,
@@ -48,32 +48,33 @@ class AdamW:
         traced: bool,
         rates: Sequence[float] | None = None,
     ) -> None:
-        """`decayed`: which are. `traced`: write the update out for a tracing device; else PyTorch's fused kernel.
+        """Initialise the moments to zero.
 
-        `rates`: multiples of the learning rate, one a vector (none: 1).
+        `decayed`: masters with weight decay. `traced`: use tensor operations for a tracing device instead of PyTorch's
+        fused kernel. `rates`: learning-rate multipliers of the masters (default: 1).
         """
         self.config = config
         self.masters = list(masters)
-        self._decays = [config.weight_decay if one else 0.0 for one in decayed]
+        self._decays = [config.weight_decay if is_decayed else 0.0 for is_decayed in decayed]
         self._rates = list(rates or [1.0] * len(self.masters))
         self.exp_avg = [torch.zeros_like(master, requires_grad=False) for master in masters]
         self.exp_avg_sq = [torch.zeros_like(master, requires_grad=False) for master in masters]
-        # What has the same decay and rate, for one call of the fused kernel.
-        alike: dict[tuple[float, float], list[int]] = {}
+        # Masters with equal decay and rate are updated by one call of the fused kernel.
+        param_groups: dict[tuple[float, float], list[int]] = {}
         for index, key in enumerate(zip(self._decays, self._rates, strict=True)):
-            alike.setdefault(key, []).append(index)
-        self._calls = list(alike.values())
+            param_groups.setdefault(key, []).append(index)
+        self._param_groups = list(param_groups.values())
         self._traced = traced
         self._zero = torch.zeros((), dtype=torch.float32, device=masters[0].device)
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
-        """Update in place where `ok` (bool scalar). `clip` (fp32 scalar) scales the gradients, `control` see above."""
+        """Update in place if `ok` (bool scalar). `clip` (fp32 scalar) scales `grads`. `control`: `control_values`."""
         if self._traced:
-            self._written_out(grads, control, clip, ok)
+            self._traced_step(grads, control, clip, ok)
             return
         config = self.config
-        for indices in self._calls:
+        for indices in self._param_groups:
             torch._fused_adamw_(
                 [self.masters[index] for index in indices],
                 [grads[index] for index in indices],
@@ -92,18 +93,18 @@ class AdamW:
                 found_inf=1.0 - ok.float(),
             )
 
-    def _written_out(self, grads: Sequence[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
-        """Update vector by vector; what they have in common is traced once.
+    def _traced_step(self, grads: Sequence[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
+        """Update with tensor operations. Common scalars are traced once.
 
-        The decision is folded into scalars, which halves the time of choosing whole vectors with `where`: a skipped
-        step multiplies by one and adds zero, so nothing changes by a bit, whatever the gradient holds.
+        The decision is folded into scalars, which takes half the time of selecting vectors with `where`. A skipped step
+        multiplies by one and adds zero, so the state stays bit-identical for any gradient, NaN included.
         """
         config, taken = self.config, ok.float()
         rate, correction1, correction2, _ = control.unbind()
         gain1, gain2, deviation = taken * (1.0 - config.beta1), taken * (1.0 - config.beta2), torch.rsqrt(correction2)
         keep1, keep2 = 1.0 - gain1, 1.0 - gain2
         rates = {factor: taken * (rate if factor == 1.0 else rate * factor) for factor in set(self._rates)}
-        steps = {factor: one / correction1 for factor, one in rates.items()}
+        steps = {factor: scaled / correction1 for factor, scaled in rates.items()}
         for index, (master, grad) in enumerate(zip(self.masters, grads, strict=True)):
             first, second, factor = self.exp_avg[index], self.exp_avg_sq[index], self._rates[index]
             clipped = torch.where(ok, grad * clip, self._zero)
@@ -117,50 +118,50 @@ class AdamW:
             second.copy_(new_second)
 
 
-# NaN and spike guard, decided on the device: a bad step changes nothing, and the host learns of it later.
+# NaN and spike guard, evaluated on the device. A bad step changes nothing, and the host reads the counters later.
 
 STATE_SIZE = 5
-MEAN, VARIANCE, SEEN, SKIPPED_IN_A_ROW, SKIPPED = range(STATE_SIZE)
+MEAN, VARIANCE, COUNT, SKIPPED_IN_A_ROW, SKIPPED = range(STATE_SIZE)
 _LARGEST = 3.0e38
-_MIN_RATIO = 4.0  # of the mean: below it no step is a spike, so that calm runs are not cut
-WARMUP_STEPS = 50  # before spikes are judged (NaN always is)
+_MIN_RATIO = 4.0  # to the mean. A smaller norm is never a spike, so that runs with low variance do not skip steps
+WARMUP_STEPS = 50  # without checking for spikes (NaN is always checked)
 _DECAY = 0.98  # of the running mean and variance
 
 
 class SpikeGuard:
-    """Running mean and variance of the gradient norm, and steps skipped. State: fp32 [5] on the device.
+    """Running mean and variance of the gradient norm, and counts of skipped steps. State: fp32 [5] on the device.
 
-    The idea (skip beyond so many deviations, in tensor arithmetic) is OLMo-core's SkipStepOptimizer; here over running
-    moments.
+    Follows OLMo-core's SkipStepOptimizer (skip above a number of standard deviations, in tensor operations), but with
+    running moments.
     """
 
     def __init__(self, config: GuardConfig, device: torch.device) -> None:
         self.config = config
         self.state = torch.zeros(STATE_SIZE, dtype=torch.float32, device=device)
-        # On the device as fp32: comparing with a Python float would put f64 into the graph (docs/neuron.md).
+        # On the device as fp32, because comparing with a Python float would put f64 into the graph (docs/neuron.md).
         self._largest = torch.tensor(_LARGEST, dtype=torch.float32, device=device)
         self._warmup = torch.tensor(float(WARMUP_STEPS), dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """True when the step may be taken (bool scalar); the state moves on. Inputs: fp32 scalars, equal on ranks."""
+        """Update the state and return whether to take the step (bool scalar). Inputs: fp32 scalars, equal on ranks."""
         config, state = self.config, self.state
-        mean, variance, seen, skipped_in_a_row, skipped = state.unbind()
+        mean, variance, count, skipped_in_a_row, skipped = state.unbind()
         finite = (torch.abs(loss) < self._largest) & (torch.abs(grad_norm) < self._largest)  # NaN compares as false
         limit = torch.maximum(mean + config.sigma * torch.sqrt(variance), mean * _MIN_RATIO)
-        ok = torch.where(seen < self._warmup, finite, finite & (grad_norm <= limit))
+        ok = torch.where(count < self._warmup, finite, finite & (grad_norm <= limit))
         taken = ok.float()
-        # A spike counts as the limit it broke, so that a lasting change of level is followed and not skipped for ever.
-        counted = torch.where(seen < self._warmup, grad_norm, torch.minimum(grad_norm, limit))
-        # Weight of the newest value: exact mean of the first few, exponential after that.
-        weight = torch.clamp(1.0 / (seen + 1.0), min=1.0 - _DECAY)
-        change = torch.where(finite, counted - mean, torch.zeros_like(mean))
+        # A spike is clipped to the limit, so that the mean follows a lasting change instead of skipping forever.
+        clipped = torch.where(count < self._warmup, grad_norm, torch.minimum(grad_norm, limit))
+        # Weight of the newest value: an exact mean of the first few values, an exponential one later.
+        weight = torch.clamp(1.0 / (count + 1.0), min=1.0 - _DECAY)
+        change = torch.where(finite, clipped - mean, torch.zeros_like(mean))
         state.copy_(
             torch.stack(
                 [
                     mean + weight * change,
                     torch.where(finite, (1.0 - weight) * (variance + weight * change * change), variance),
-                    seen + finite.float(),
+                    count + finite.float(),
                     (skipped_in_a_row + 1.0) * (1.0 - taken),
                     skipped + 1.0 - taken,
                 ]

@@ -1,7 +1,7 @@
-"""The training program of one rank: everything that lives on the device, and the graphs of a step.
+"""The training program of one rank: all state on the device, and the graphs of a step.
 
-A step is forward and backward of each micro-batch, then reduction, clipping, guard and AdamW. Nothing here reads a
-value back; figures collect in a small device buffer that the host fetches every N steps.
+A step is forward and backward of each micro-batch, then reduction, clipping, guard and AdamW. No value is read back
+during a step. Metrics are collected in a small device buffer that the host reads every N steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +24,14 @@ from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.strategies import KINDS, ParallelStrategy
 from pipeline.parallel.strategies.flat import CHUNK_MIB, FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
-from pipeline.train.config import TrainConfig, needs_two_passes, rows_of_batch
-from pipeline.train.loss import Contrast, Embeddings, GlobalLoss, targets_of
+from pipeline.train.config import TrainConfig, batch_lengths, needs_two_passes
+from pipeline.train.loss import Contrast, Embeddings, GlobalLoss, concat_targets
 from pipeline.train.optimizer import AdamW, SpikeGuard
 
 if TYPE_CHECKING:
     from pipeline.parallel.strategies.fsdp import FsdpStrategy
 
-FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")
+METRICS = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")
 
 
 def open_program(
@@ -41,16 +41,16 @@ def open_program(
     share: RankSlice,
     process_group: ProcessGroup,
     *,
-    figure_rows: int,
+    metric_rows: int,
     buckets: Sequence[Bucket],
     watch: GraphWatch,
 ) -> "TrainProgram":
-    """Make the program of one rank of a run, or of its trial: both have the same graphs. Takes the model over."""
+    """Build the program of one rank of a run or of its trial, which have the same graphs. Takes over the model."""
     plan, layout = config.parallel, process_group.layout
-    model.encoder.longest_text = max(side for one in buckets for side in (one.query_tokens, one.product_tokens))
+    model.encoder.longest_text = max(max(bucket.query_tokens, bucket.product_tokens) for bucket in buckets)
     strategy: ParallelStrategy
-    spread = layout.tensor_size > 1 or plan.offload or (plan.shard == "all" and layout.shard_size > 1)
-    if spread or backend.compiles_steps:
+    is_sharded = layout.tensor_size > 1 or plan.offload or (plan.shard == "all" and layout.shard_size > 1)
+    if is_sharded or backend.compiles_steps:
         strategy = module_strategy(model, backend, config, process_group)
     elif layout.shard_size > 1:
         prepare_model(model, backend, config)
@@ -74,14 +74,14 @@ def open_program(
             host_mean=process_group.mean,
             host_gather=process_group.gather_rows,
         )
-    return TrainProgram(strategy, backend, config, share, figure_rows=figure_rows, buckets=buckets, watch=watch)
+    return TrainProgram(strategy, backend, config, share, metric_rows=metric_rows, buckets=buckets, watch=watch)
 
 
 def module_strategy(
     model: RelevanceModel, backend: Backend, config: TrainConfig, process_group: ProcessGroup
 ) -> "FsdpStrategy":
-    """Spread the model as the plan of the run says: shards, tensor parallelism, units. Takes the model over."""
-    from pipeline.parallel.strategies.fsdp import FsdpStrategy  # 0.15 s of a start, and of flat vectors none
+    """Apply the run's plan to the model: sharding, tensor parallelism, FSDP units. Takes over the model."""
+    from pipeline.parallel.strategies.fsdp import FsdpStrategy  # takes 0.15 s, and flat vectors do not need it
 
     prepare_model(model, backend, config)
     plan = config.parallel.as_plan("bf16" if config.precision == "bf16" else "fp32")
@@ -104,7 +104,7 @@ def flat_strategy(
     host_gather: HostGather = list,
     chunk_mib: float = CHUNK_MIB,
 ) -> FlatStrategy:
-    """Make plain data parallelism over `world_size` ranks. Takes the model over."""
+    """Apply plain data parallelism over `world_size` ranks. Takes over the model."""
     prepare_model(model, backend, config)
     return FlatStrategy(
         model,
@@ -120,13 +120,13 @@ def flat_strategy(
 
 
 def prepare_model(model: RelevanceModel, backend: Backend, config: TrainConfig) -> None:
-    """Choose the form of a model's operators. Raises ConfigError for widths of vectors that it does not have."""
+    """Choose the implementations of the operators. Raises ConfigError if a matryoshka size exceeds the width."""
     config.loss.check_width(model.encoder.width)
     choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
 
 
 class TrainProgram:
-    """A model on the device by way of a strategy, the optimizer of its masters, the guard, and figures."""
+    """The model on the device (through a strategy), the optimizer of its master weights, the guard and the metrics."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class TrainProgram:
         config: TrainConfig,
         share: RankSlice,
         *,
-        figure_rows: int,
+        metric_rows: int,
         buckets: Sequence[Bucket],
         watch: GraphWatch | None = None,
     ) -> None:
@@ -145,17 +145,17 @@ class TrainProgram:
         self._loss = GlobalLoss(config, share.accumulation * share.world_size, strategy.gather)
         self._has_two_passes = needs_two_passes(config, share, gathers_in_graph=backend.gathers_in_graph)
         is_recomputed = config.parallel.recompute == "units"
-        if backend.is_neuron and (self._has_two_passes or is_recomputed) and drops_elements(strategy.model.encoder):
-            twice = "layers are computed again" if is_recomputed else "a step has two passes"
+        if backend.is_neuron and (self._has_two_passes or is_recomputed) and uses_dropout(strategy.model.encoder):
+            reason = "recomputes layers" if is_recomputed else "has two passes per step"
             raise ConfigError(
-                f"dropout on {backend.device_name()} where {twice}",
-                expected="no dropout: it is not known to drop the same elements twice on this device",
-                next_command="--model.dropout 0; with model.factory, a module without dropout",
+                f"dropout on {backend.device_name()} is not supported in a run that {reason}",
+                expected="no dropout, because this device may not drop the same elements both times",
+                next_command="--model.dropout 0 (with model.factory: a module without dropout)",
             )
-        spread = share.world_size > 1
-        self._gathers_in_pass = spread and config.loss.contrastive_weight > 0 and not self._has_two_passes
-        self._reduces_on_host = spread and not backend.reduces_in_graph
-        self._gathers_on_host = spread and not backend.gathers_in_graph
+        is_distributed = share.world_size > 1
+        self._gathers_in_pass = is_distributed and config.loss.contrastive_weight > 0 and not self._has_two_passes
+        self._reduces_on_host = is_distributed and not backend.reduces_in_graph
+        self._gathers_on_host = is_distributed and not backend.gathers_in_graph
         self._copies = strategy.weights if strategy.weights is not strategy.masters else ()
         self._publishes_on_host = bool(self._copies) and self._gathers_on_host
         self.optimizer = AdamW(
@@ -167,18 +167,18 @@ class TrainProgram:
         )
         self.guard = SpikeGuard(config.guard, backend.device)
         self._max_norm = torch.tensor(config.optimizer.max_grad_norm, dtype=torch.float32, device=backend.device)
-        self._figures = torch.zeros(figure_rows, len(FIGURES), dtype=torch.float32, device=backend.device)
-        self._sums: list[Tensor] | None = None  # gradient and loss of this step so far
+        self._metrics = torch.zeros(metric_rows, len(METRICS), dtype=torch.float32, device=backend.device)
+        self._sums: list[Tensor] | None = None  # accumulated gradients and loss of this step
         self._micro_steps = 0
-        self._shapes = {bucket.name for bucket in buckets} | {str(rows) for rows in rows_of_batch(config, buckets)}
+        self._shapes = {bucket.name for bucket in buckets} | {str(length) for length in batch_lengths(config, buckets)}
         self._watch: GraphWatch = watch or GraphWatch()
-        self._place = GraphPosition("start")
-        self._whole = step_program(backend, self._loss.whole)
+        self._position = GraphPosition("start")
+        self._local_loss = step_program(backend, self._loss.local)
         self._one_pass = step_program(backend, self._loss.one_pass)
         self._second_pass = step_program(backend, self._loss.second_pass)
-        self._change = step_program(backend, self._changed)
-        self._note = step_program(backend, _noted)
-        # One copy of everything, so that step 1 has the graph inputs of step 2 and not a graph of its own.
+        self._step_optimizer = step_program(backend, self._clip_and_step)
+        self._append_metrics = step_program(backend, _append_row)
+        # Copy everything once, so that step 1 has the same graph inputs as step 2 and does not need another graph.
         with torch.no_grad():
             for tensor in [*strategy.masters, *self._copies] if backend.is_lazy else ():
                 tensor.copy_(tensor.clone())
@@ -186,9 +186,9 @@ class TrainProgram:
 
     def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
         """Compute scores and embeddings of one batch on the device."""
-        shape = _place_of(batch).bucket
+        shape = _position_of(batch).bucket
         if shape not in self._shapes:
-            raise DataError(f"a batch of {shape} tokens", expected=f"one of {', '.join(sorted(self._shapes))}")
+            raise DataError(f"a batch has shape {shape}", expected=f"one of {', '.join(sorted(self._shapes))}")
         return self.strategy.forward(batch)
 
     @torch.no_grad()
@@ -196,26 +196,26 @@ class TrainProgram:
         """Compute logits over relevance classes [B, K] and embeddings [B, D], fp32, without a gradient."""
         self.strategy.model.eval()
         outputs = RelevanceOutputs(*(tensor.float() for tensor in self.forward(batch)))
-        self._place = _place_of(batch)
+        self._position = _position_of(batch)
         self._cut("evaluate", outputs)
         return outputs
 
     def step(self, micros: Sequence[Mapping[str, Tensor]], *, seeds: Sequence[int] = ()) -> None:
         """Take one optimizer step over the micro-batches of this rank.
 
-        `seeds`: of the dropout of each, in both passes. The last batch brings the step's `control_values`.
+        `seeds`: dropout seed of each micro-batch, in both passes. The last batch has the step's `control_values`.
         """
         self.accumulate(micros, seeds)
         self._update(micros[-1]["control"])
 
     def accumulate(self, micros: Sequence[Mapping[str, Tensor]], seeds: Sequence[int] = ()) -> None:
-        """Run forward and backward of all micro-batches; `reduced` has what comes of it."""
+        """Run forward and backward of all micro-batches. `reduce` returns the accumulated gradients and loss."""
         contrast = self._first_pass(micros, seeds) if self._has_two_passes else None
         for number, batch in enumerate(micros):
             if seeds:
                 self.backend.seed(seeds[number])
             self._accumulate(batch, contrast, is_last=number + 1 == len(micros))
-            self._place, self._micro_steps = _place_of(batch), number + 1
+            self._position, self._micro_steps = _position_of(batch), number + 1
             if self._micro_steps < self._accumulation or self.config.step_boundary == "split":
                 self._cut_micro_step()
 
@@ -230,19 +230,19 @@ class TrainProgram:
             outputs = self.forward(batch)
             queries.append(outputs.query.float())
             products.append(outputs.product.float())
-            self._place = _place_of(batch)
+            self._position = _position_of(batch)
             self._cut("embed_batch", [*queries, *products])
         del outputs
-        local = Embeddings(torch.cat(queries), torch.cat(products), targets_of(micros))
+        local = Embeddings(torch.cat(queries), torch.cat(products), concat_targets(micros))
         if self._gathers_on_host:
             self._cut("embeddings", [local.query, local.product, *local.targets])
-        contrast = self._loss.contrast(self._loss.gathered(*local))
+        contrast = self._loss.contrast(self._loss.gather_embeddings(*local))
         self._cut("contrast", contrast)
         return contrast
 
-    # Every live tensor becomes an output of the graph. The two functions below are apart from their callers so that
-    # only the state survives them: each gradient kept would be memory, and a reference that another thread frees late
-    # would now and then be a graph of its own.
+    # Every live tensor becomes an output of the graph. The two functions below are separate from their callers so that
+    # only the state survives them. A live gradient would cost memory, and a reference that another thread frees late
+    # would occasionally cause an additional graph.
 
     def _accumulate(self, batch: Mapping[str, Tensor], contrast: Contrast | None, *, is_last: bool) -> None:
         self.strategy.model.train()
@@ -251,11 +251,11 @@ class TrainProgram:
             surrogate, loss = self._second_pass(outputs, batch, contrast)
         elif self._gathers_in_pass:
             query, product = outputs.query.float().detach(), outputs.product.float().detach()
-            rows = self._loss.gathered(query, product, targets_of([batch]))
+            rows = self._loss.gather_embeddings(query, product, concat_targets([batch]))
             surrogate, loss = self._one_pass(outputs, batch, rows)
             del query, product, rows
         else:
-            surrogate, loss = self._whole(outputs, batch)
+            surrogate, loss = self._local_loss(outputs, batch)
         del outputs
         grads = self.strategy.gradient(surrogate / self._accumulation, is_last=is_last)
         loss = (loss.detach() / self._accumulation).reshape(1)
@@ -267,15 +267,15 @@ class TrainProgram:
         self._sums = [*grads, loss_sum + loss]
 
     def _reduce_and_step(self, control: Tensor) -> None:
-        *grads, loss = self.reduced()
-        figures = self._change(grads, loss, self.strategy.norm(grads), control)
+        *grads, loss = self.reduce()
+        metrics = self._step_optimizer(grads, loss, self.strategy.norm(grads), control)
         if self._publishes_on_host:
-            self._cut("update", [*self._state(), *figures])
+            self._cut("update", [*self._state(), *metrics])
         self.strategy.publish()
-        self._figures = self._note(figures, self._figures)
+        self._metrics = self._append_metrics(metrics, self._metrics)
 
-    def _changed(self, grads: list[Tensor], loss: Tensor, grad_norm: Tensor, control: Tensor) -> list[Tensor]:
-        """Take the optimizer's step if the guard allows it; return the figures of FIGURES."""
+    def _clip_and_step(self, grads: list[Tensor], loss: Tensor, grad_norm: Tensor, control: Tensor) -> list[Tensor]:
+        """Clip the gradients and step the optimizer if the guard allows it. Return the metrics named in METRICS."""
         ok = self.guard.judge(loss[0], grad_norm)
         clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
         self.optimizer.step(grads, control, clip, ok)
@@ -283,77 +283,77 @@ class TrainProgram:
 
     @torch.no_grad()
     def _update(self, control: Tensor) -> None:
-        """Reduce over ranks, clip, judge, step, note the figures. `control`: see optimizer.control_values."""
-        apart = self.config.step_boundary == "split"
-        if not apart and self._reduces_on_host:
-            apart = True
+        """Reduce over ranks, clip, check, step, and record the metrics. `control`: see optimizer.control_values."""
+        is_separate = self.config.step_boundary == "split"
+        if not is_separate and self._reduces_on_host:
+            is_separate = True
             self._cut_micro_step()
         self._reduce_and_step(control)
-        self._cut("publish" if self._publishes_on_host else "update" if apart else "step", self._state())
+        self._cut("publish" if self._publishes_on_host else "update" if is_separate else "step", self._state())
 
-    def reduced(self) -> list[Tensor]:
-        """Return the mean over ranks of this step's gradient, by master, and of its loss. Starts the next step anew."""
+    def reduce(self) -> list[Tensor]:
+        """Return the mean over ranks of this step's gradient of each master, then of its loss. Resets both sums."""
         if self._sums is None:
-            raise RuntimeError("an update before a micro-step")
+            raise RuntimeError("cannot update before a micro-step")
         sums, self._sums, self._micro_steps = self._sums, None, 0
         return self.strategy.reduce(sums)
 
-    def read_figures(self, count: int) -> list[dict[str, float]]:
-        """Return the figures of the last `count` steps, oldest first. The one synchronisation of a logging interval."""
-        (rows,) = self.backend.to_host([self._figures])
-        return [dict(zip(FIGURES, row, strict=True)) for row in rows[len(rows) - count :].tolist()]
+    def read_metrics(self, count: int) -> list[dict[str, float]]:
+        """Return the metrics of the last `count` steps, oldest first. The only host sync of a logging interval."""
+        (rows,) = self.backend.to_host([self._metrics])
+        return [dict(zip(METRICS, row, strict=True)) for row in rows[len(rows) - count :].tolist()]
 
     def _cut_micro_step(self) -> None:
         self._cut("first_micro_step" if self._micro_steps <= 1 else "micro_step", self._sums or [])
 
     def _cut(self, phase: str, tensors: Sequence[Tensor]) -> None:
-        """End a graph here. `tensors`: what it computes."""
-        place = replace(self._place, phase=phase)
-        self._watch.before(place, tensors)
+        """End the graph that computes `tensors`."""
+        position = replace(self._position, phase=phase)
+        self._watch.before(position, tensors)
         self.backend.step_boundary(tensors)
-        self._watch.after(place)
+        self._watch.after(position)
 
     def _state(self) -> list[Tensor]:
-        """Return everything an update changes."""
+        """Return all tensors that an update changes."""
         guard, *vectors = self._saved_state().values()
-        return [*guard, *self.strategy.masters, *chain.from_iterable(vectors), *self._copies, self._figures]
+        return [*guard, *self.strategy.masters, *chain.from_iterable(vectors), *self._copies, self._metrics]
 
     def _saved_state(self) -> dict[str, list[Tensor]]:
         """Return the optimizer's tensors by their name in a checkpoint."""
-        found = {"guard": [self.guard.state]}
+        state = {"guard": [self.guard.state]}
         for name, tensors in (("exp_avg", self.optimizer.exp_avg), ("exp_avg_sq", self.optimizer.exp_avg_sq)):
             for kind, decayed in KINDS.items():
                 pairs = zip(tensors, self.strategy.parts, strict=True)
-                found[f"{name}.{kind}"] = [tensor for tensor, part in pairs if part.decayed == decayed]
-        return found
+                state[f"{name}.{kind}"] = [tensor for tensor, part in pairs if part.decayed == decayed]
+        return state
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copy (named weights fp32, optimizer state) to host memory with one synchronisation."""
         return self.strategy.snapshot(self._saved_state())
 
     def restore(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> None:
-        """Put weights (our names, any dtype) on the device and, when resuming, the optimizer state.
+        """Load weights (in trnpipe's names, any dtype) and, when resuming, the optimizer state onto the device.
 
-        Raises CheckpointError for the state of another model or optimizer.
+        Raises CheckpointError if the state is of another model or optimizer.
         """
         state = self._saved_state()
         if optimizer is not None and optimizer.keys() != state.keys():
-            raise CheckpointError(f"optimizer state with {sorted(optimizer)}", expected=str(sorted(state)))
+            raise CheckpointError(f"the optimizer state has tensors {sorted(optimizer)}", expected=str(sorted(state)))
         self.strategy.restore(weights, optimizer, state)
 
 
-def _noted(figures: list[Tensor], rows: Tensor) -> Tensor:
-    """Return the last rows of figures, with one more. A shift, not an indexed write: static on every device."""
-    return torch.cat([rows[1:], torch.stack(figures)[None]])
+def _append_row(metrics: list[Tensor], rows: Tensor) -> Tensor:
+    """Drop the first row and append `metrics`. A shift is static on every device, unlike an indexed write."""
+    return torch.cat([rows[1:], torch.stack(metrics)[None]])
 
 
-def drops_elements(encoder: TextEncoder) -> bool:
-    """Return whether it drops elements, as far as can be seen of a module of a factory."""
-    return any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in encoder.modules())
+def uses_dropout(encoder: TextEncoder) -> bool:
+    """Return whether an encoder has active dropout modules. Other random operators of a factory are not detected."""
+    return any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in encoder.modules())
 
 
-def _place_of(batch: Mapping[str, Tensor]) -> GraphPosition:
-    """Name rows by their length, pairs by their bucket."""
+def _position_of(batch: Mapping[str, Tensor]) -> GraphPosition:
+    """Return the position of a batch, named by its row length or, for pairs, by its bucket."""
     if "segments" in batch:
         return GraphPosition("", str(batch["tokens"].shape[1]), len(batch["label"]))
     samples, product_tokens = batch["product"].shape

@@ -120,7 +120,7 @@ def recorded(
         chunk_mib=chunk_mib,
     )
     share = RankSlice(0, 2, accumulation)
-    program = TrainProgram(strategy, backend, config, share, figure_rows=4, buckets=BUCKETS, watch=recorder)
+    program = TrainProgram(strategy, backend, config, share, metric_rows=4, buckets=BUCKETS, watch=recorder)
     groups = grouped(rows, config)
     rates = {"control": control_values(1, 0.1, config.optimizer)}
     stream = [{**micro.tensors, **rates} for micro in training_batches(groups, plan_of(groups, config), share, 0, 2)]
@@ -191,7 +191,7 @@ def step_in_slices(
         largest_bytes=LARGEST_BYTES,
     )
     share = RankSlice(rank, CORES, 1)
-    program = TrainProgram(strategy, backend, config, share, figure_rows=4, buckets=BUCKETS, watch=recorder)
+    program = TrainProgram(strategy, backend, config, share, metric_rows=4, buckets=BUCKETS, watch=recorder)
     groups = grouped(rows, config)
     rates = {"control": control_values(1, 0.1, config.optimizer)}
     for micro in training_batches(groups, plan_of(groups, config), share, 0, 2):

@@ -113,12 +113,12 @@ def run(program: TrainProgram, rows: TokenRows, config: TrainConfig) -> None:
 
 
 def losses(backend: Backend, rows: TokenRows, config: TrainConfig, model: ModelConfig = SMALL) -> list[float]:
-    return [row["loss"] for row in trained(backend, rows, config, model).read_figures(6)]
+    return [row["loss"] for row in trained(backend, rows, config, model).read_metrics(6)]
 
 
 def test_training_equals_the_eager_cpu_and_compiles_once(xla: Backend, rows: TokenRows) -> None:
     found = [trained(backend, rows, TRAIN) for backend in (xla, CpuBackend())]
-    ours, theirs = ([row["loss"] for row in program.read_figures(6)] for program in found)
+    ours, theirs = ([row["loss"] for row in program.read_metrics(6)] for program in found)
     assert ours == pytest.approx(theirs, rel=1e-4)
     served, expected = (program.snapshot()[0] for program in found)
     for name, tensor in expected.items():
@@ -172,7 +172,7 @@ def test_a_batch_however_cut_has_the_gradient_of_the_eager_cpu(
         for _ in range(2):
             compiled = backend.compile_count()
             program.accumulate([{name: x.to(backend.device) for name, x in one.items()} for one in micros])
-            found = [tensor.reshape(-1) for tensor in backend.to_host(program.reduced())]
+            found = [tensor.reshape(-1) for tensor in backend.to_host(program.reduce())]
         assert backend.compile_count() == compiled, "a second step compiles nothing"
         return torch.cat(found)
 
@@ -191,7 +191,7 @@ def test_chunks_change_no_bit(xla: Backend, rows: TokenRows, boundary: str) -> N
     for program in found:
         run(program, rows, whole)
     assert [len(program.strategy.masters) for program in found] == [2, 7]
-    assert found[0].read_figures(6) == found[1].read_figures(6)
+    assert found[0].read_metrics(6) == found[1].read_metrics(6)
     (weights, optimizer), (same, again) = (program.snapshot() for program in found)
     assert all(torch.equal(weights[name], same[name]) for name in weights)
     assert all(torch.equal(optimizer[name], again[name]) for name in optimizer)
@@ -237,14 +237,14 @@ def test_state_in_slices_goes_through_the_host(xla: Backend, rows: TokenRows) ->
         recorder = Recorder(xla, {})
         # Two ranks, since one alone has no reason to end a graph before it reduces.
         share = RankSlice(0, 2, 1)
-        program = TrainProgram(strategy, xla, config, share, figure_rows=8, buckets=BUCKETS, watch=recorder)
+        program = TrainProgram(strategy, xla, config, share, metric_rows=8, buckets=BUCKETS, watch=recorder)
         run(program, rows, config)
         assert not [place for place in recorder.extra_compiles if not place.startswith("start")]  # what came before it
         return program, [graph.phase for graph in recorder.graphs.values()]
 
     program, phases = in_slices()
     assert sorted(phases) == ["first_micro_step", "publish", "start", "update"]
-    ours, theirs = (one.read_figures(6) for one in (program, expected))
+    ours, theirs = (one.read_metrics(6) for one in (program, expected))
     for row, other in zip(ours, theirs, strict=True):
         assert row == pytest.approx(other, rel=1e-4)
     (weights, state), (same, again) = program.snapshot(), expected.snapshot()

@@ -237,8 +237,8 @@ def dropped_weight(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_rate(patch: pytest.MonkeyPatch) -> None:
-    rate = optimizer.schedule_of
-    patch.setattr(stream, "schedule_of", lambda *args: 1.3 * rate(*args))
+    rate = optimizer.learning_rate_at
+    patch.setattr(stream, "learning_rate_at", lambda *args: 1.3 * rate(*args))
 
 
 @pytest.mark.parametrize(

@@ -66,13 +66,13 @@ def test_files_of_others_are_left_alone(target: str, place: tuple[Storage, str],
         (new / "one").write_text("one")
         storage.write_bytes(f"{name}/notes.txt", b"it appeared meanwhile")
     assert [stat.key for stat in storage.list(name)] == [f"{name}/notes.txt"]
-    with pytest.raises(ConfigError, match=r"holds notes.txt, which trnpipe export did not write"):
+    with pytest.raises(ConfigError, match=r"has notes.txt, which trnpipe export did not write"):
         put(target, tmp_path, "one")
     storage.delete_prefix(name)
     put(target, tmp_path, "one")
     for content in (b"{}", b"not JSON"):
         storage.write_bytes(f"{name}/MANIFEST.json", content)
-        with pytest.raises(ConfigError, match=r"holds (MANIFEST.json|one)"):
+        with pytest.raises(ConfigError, match=r"has (MANIFEST.json|one)"):
             put(target, tmp_path, "two")
     assert storage.read_bytes(f"{name}/one") == b"one"
     with pytest.raises(ConfigError, match="one is a file"):

@@ -111,7 +111,7 @@ def test_a_record_that_tells_of_more_than_there_is_is_refused(export: Export, tm
     (path / "MANIFEST.json").unlink()
     record = json.loads((path / "trnpipe.json").read_text())
     for changes, seen in (
-        ({"model": record["model"] | {"num_layers": 10**9}}, "tells of 1000000002 layers, its files of "),
+        ({"model": record["model"] | {"num_layers": 10**9}}, "has 1000000002 layers, but its files have "),
         ({"model": record["model"] | {"hidden_size": 10**6}}, r"bert.* shape \["),
         ({"model": record["model"] | {"hidden_size": 10**9}}, "a model of width 1000000000"),
         ({"inputs": record["inputs"] | {"vocab_size": 10**9}}, "tokenizer.json has "),
@@ -131,7 +131,7 @@ def test_a_record_that_tells_of_more_than_there_is_is_refused(export: Export, tm
 
 
 def test_a_checkpoint_is_not_imported_but_started_from(checkpoint: Checkpoint) -> None:
-    with pytest.raises(ConfigError, match=r"is a checkpoint of trnpipe already(.|\n)*--train.start"):
+    with pytest.raises(ConfigError, match=r"is already a trnpipe checkpoint(.|\n)*--train.start"):
         source_of(checkpoint.folder)
 
 

@@ -83,5 +83,5 @@ def test_a_program_that_differs_is_not_published(tmp_path: Path, monkeypatch: py
             return torch.full((3, 3), 100.0)
 
     monkeypatch.setattr(torch.jit, "load", lambda path: Wrong())
-    with pytest.raises(RuntimeError, match=r"forward of program\.pt differs by"):
+    with pytest.raises(RuntimeError, match=r"forward of program\.pt differs from"):
         write_program(tmp_path / "program.pt", random_model(PLAIN), PLAIN, PLAN)

@@ -154,7 +154,7 @@ def test_other_modules_are_refused_by_name(folder: Folder) -> None:
         (POOLING, {"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": False}, "pooling max"),
         (POOLING, {"pooling_mode": ["cls", "mean"]}, "pooling cls + mean"),
         (POOLING, {"pooling_mode_cls_token": True}, "pooling cls + mean"),
-        (POOLING, {"include_prompt": False}, "include_prompt false, with prompts"),
+        (POOLING, {"include_prompt": False}, "include_prompt is false, but texts have prompts"),
         (POOLING, {"future_key": 1}, "future_key = 1 has no counterpart"),
         (OPTIONS, {"truncate_dim": 8}, "truncate_dim = 8"),
         (OPTIONS, {"similarity_fn_name": "manhattan"}, "similarity_fn_name"),
@@ -193,7 +193,7 @@ def test_prompts_are_prefixes(folder: Folder) -> None:
         assert (model.spec.query_prefix, model.spec.product_prefix) == ("query: ", "passage: ")
     notes = " | ".join(model.notes)
     assert "queries begin with 'query: ', products with 'passage: '" in notes
-    assert "further prompts before texts (STS 'compare: ')" in notes
+    assert "further prompts of sentence-transformers are not used (STS 'compare: ')" in notes
     folder.json(OPTIONS, {"prompts": {"query": "x: ", "document": "x: "}, "default_prompt_name": "query"})
     assert (folder.read().spec.query_prefix, folder.read().spec.product_prefix) == ("x: ", "x: ")
     folder.sentence(pooling={"pooling_mode": "mean", "include_prompt": False})
@@ -208,7 +208,7 @@ def test_vectors_of_any_length_are_compared_by_their_angle_alone(folder: Folder)
         folder.read()
         folder.json(MODULES, json.loads((folder.path / MODULES).read_text())[:2])
         if similarity != "dot":
-            assert "at their length" in " | ".join(folder.read().notes)
+            assert "not normalised in sentence-transformers" in " | ".join(folder.read().notes)
     assert "similarity_fn_name dot without a Normalize" in refusal(folder, ConfigError)
 
 
@@ -276,7 +276,7 @@ def test_embeddings_without_a_token_are_left_out(folder: Folder) -> None:
     assert torch.equal(model.weights["encoder.word_embeddings.weight"], padded[:rows])
     assert any("7 embeddings" in note for note in model.notes)
     folder.json(CONFIG, bert_json(rows))
-    assert f"{WORDS}: shape [{rows + 7}, 16]" in refusal(folder), "only if config.json accounts for them"
+    assert f"{WORDS} has shape [{rows + 7}, 16]" in refusal(folder), "only if config.json accounts for them"
     folder.save(**{WORDS: padded[: rows - 1]})
     folder.json(CONFIG, bert_json(rows - 1))
     assert f"the tokenizer has {rows} tokens" in refusal(folder)
@@ -348,7 +348,7 @@ def test_a_tokenizer_that_frames_texts_in_another_way_is_refused(folder: Folder)
     content = json.loads(folder.tokenizer)
     content["post_processor"] = None
     folder.json("tokenizer.json", content)
-    assert "tokenizer.json: makes [" in refusal(folder, ConfigError)
+    assert "tokenizer.json: encodes 'a sample text' as [" in refusal(folder, ConfigError)
     folder.json(TOKENIZER, {"tokenizer_class": "BertTokenizer"})
     folder.read()  # transformers puts the frame of a BERT tokenizer there itself
     content["pre_tokenizer"] = {"type": "Whitespace"}

@@ -18,7 +18,7 @@ from pipeline.data.rows import RawBatch, RowChunk, cut_chunks
 from pipeline.data.sources import file_reader
 from pipeline.data.token_sets import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
-from pipeline.embed.catalogue import CatalogueColumns, TextRules, judge_rows, look_at, read_shard
+from pipeline.embed.catalogue import CatalogueColumns, TextRules, read_footers, read_shard, validate_rows
 from pipeline.embed.plan import COLUMNS, gather_rows
 from pipeline.evaluate import retrieval
 from pipeline.evaluate.config import RetrievalConfig
@@ -68,11 +68,11 @@ def check_catalogue(storage: Storage, made: Made, chooser: random.Random, worksp
     assert malformed == made.malformed
     if not made.ids:
         return
-    catalogue, ids = look_at(place, stats, columns), list[str]()
+    catalogue, ids = read_footers(place, stats, columns), list[str]()
     window_rows = chooser.choice((7, 100, 16_384))
     for shard in catalogue.shards(chooser.choice((50, 1000, 65_536))):
         for window in read_shard(catalogue, place, shard, window_rows):
-            rows = judge_rows(TextRules(b"", 16, "string"), window)
+            rows = validate_rows(TextRules(b"", 16, "string"), window)
             assert not rows.bad
             ids += rows.table["id"].to_pylist()
     assert ids == made.ids

@@ -171,7 +171,7 @@ def test_rows_that_the_layout_does_not_have_are_refused(esci: Path, tmp_path: Pa
     for other in ("shopping_queries_dataset_sources.csv", "README.md", "_SUCCESS"):
         (esci / other).write_text("x")
     source = open_source(config_of(esci), scratch=tmp_path, stop=StopSignal())
-    assert set(source.passed_over) == {"shopping_queries_dataset_sources.csv", "README.md", "_SUCCESS"}
+    assert set(source.skipped) == {"shopping_queries_dataset_sources.csv", "README.md", "_SUCCESS"}
     (esci / name).parent.mkdir(exist_ok=True)
     (esci / name).write_text("query,title\n")
     with pytest.raises(DataError, match=f"other data files: {name}"):

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.judgements import JudgementCounts, count_judgements, hundredths, judgements_of, prepared_warnings
+from pipeline.data.judgements import JudgementCounts, count_judgements, hundredths, prepared_warnings, sum_judgements
 from pipeline.data.token_sets import ShardInfo
 from pipeline.data.tokenizer import train_tokenizer
 from tests.train.rows import token_set_info, write_shard
@@ -47,7 +47,7 @@ def test_counts_are_those_of_a_plain_loop(tmp_path: Path, positive_gain: float) 
     judged = count_judgements(tmp_path, {"train": shards}, 2, StopSignal())
     info = token_set_info("flat").model_copy(update={"judged": judged})
     before = token_set_info("flat")  # of an earlier version
-    one, two = (judgements_of(infos, "train", positive_gain) for infos in ([info, before], [info, info]))
+    one, two = (sum_judgements(infos, "train", positive_gain) for infos in ([info, before], [info, info]))
     assert one is not None and two is not None
     by_query: dict[int, list[bool]] = defaultdict(list)
     for query, _, gain in rows:
@@ -63,7 +63,7 @@ def test_counts_are_those_of_a_plain_loop(tmp_path: Path, positive_gain: float) 
     means = [np.mean([gain for _, label, gain in rows if label == place]) for place in range(2)]
     assert one.mean_gains == pytest.approx(means)
     assert (two.queries, two.rows) == (2 * one.queries, 2 * one.rows), "a query counts once in each partition"
-    assert judgements_of([info], "valid", positive_gain) is judgements_of([before], "train", positive_gain) is None
+    assert sum_judgements([info], "valid", positive_gain) is sum_judgements([before], "train", positive_gain) is None
 
 
 def test_queries_of_a_holdout_that_are_trained_on_are_counted(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.lexical import LEXICAL_NAMES, lexical_features, words_of
+from pipeline.data.lexical import LEXICAL_NAMES, lexical_features, split_words
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ from pipeline.data.lexical import LEXICAL_NAMES, lexical_features, words_of
     ],
 )
 def test_words(text: str, words: list[str]) -> None:
-    assert words_of(text) == [unicodedata.normalize("NFC", word) for word in words]
+    assert split_words(text) == [unicodedata.normalize("NFC", word) for word in words]
 
 
 LATIN = st.text(st.characters(max_codepoint=0x2FF) | st.sampled_from("ǅαωЖя한글Ω²½™—“"), max_size=40)
@@ -45,12 +45,12 @@ LATIN = st.text(st.characters(max_codepoint=0x2FF) | st.sampled_from("ǅαωЖя
 @given(LATIN)
 def test_scripts_with_spaces_and_without_marks_are_runs_of_letters_as_ever(text: str) -> None:
     text = text.replace("\u0130", "")  # its lower case has a mark
-    assert words_of(text) == re.findall(r"\w+", unicodedata.normalize("NFC", text.lower()))
+    assert split_words(text) == re.findall(r"\w+", unicodedata.normalize("NFC", text.lower()))
 
 
 @given(st.text(max_size=30))
 def test_any_text_has_words_of_letters_alone(text: str) -> None:
-    for word in words_of(text):
+    for word in split_words(text):
         assert word and re.match(r"\w", word) and not re.search(r"\s", word)
 
 

@@ -25,7 +25,7 @@ from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate, partitions
 from pipeline.data.token_sets import SPLITS, TokenSetInfo, open_rows, read_token_sets, spec_of
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.data.validate import codes_of
+from pipeline.data.validate import to_codes
 from pipeline.io.commit import read_manifest, verify_dir
 from pipeline.io.storage import open_storage
 from pipeline.proc import pool
@@ -118,8 +118,8 @@ def test_slices_go_with_the_rows(workplace: Make, tmp_path: Path) -> None:
         found = open_rows(place.storage, [one], split, tmp_path, EXTRA)
         for bucket, rows in found.blocks():
             arrays = found.read(np.full(len(rows), bucket), rows, bucket)
-            assert np.array_equal(codes_of(arrays["slice"][:, 0], ("a", "b")), arrays["label"])
-            seen.update(codes_of(arrays["slice"][:, 1], ("x", "y")).tolist())
+            assert np.array_equal(to_codes(arrays["slice"][:, 0], ("a", "b")), arrays["label"])
+            seen.update(to_codes(arrays["slice"][:, 1], ("x", "y")).tolist())
             assert not arrays["partition"].any()
     assert seen == {-1: 67, 0: 67, 1: 66}
     with pytest.raises(DataError, match=r"no column 'none' \(for slice\.none\)[\s\S]*--data\.slices"):
@@ -232,7 +232,7 @@ def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) 
     lines = [json.loads(line) for line in place.bytes_of(result.token_set_prefixes[0])["quarantine.jsonl"].splitlines()]
     assert {row["row"]: row["reason"] for row in lines} == expected
     assert lines[3]["content"] == {"query": "q7", "title": "t7", "label": "perhaps"}
-    assert "97 rows, 4 bad: 1 empty query, 1 empty title" in summary(result)
+    assert "97 rows, 4 quarantined: 1 empty query, 1 empty title" in summary(result)
     strict = config.model_copy(update={"max_bad_fraction": 0.01})
     for where in (place, workplace("fresh")):  # reused and prepared sets are judged alike
         with pytest.raises(DataError, match=r"4 of 101 rows are bad \(4\.0%\).*empty title \(1\)"):

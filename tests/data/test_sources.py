@@ -110,7 +110,7 @@ def test_what_holds_no_rows_is_passed_over_and_named(folder: Path, name: str, co
     (folder / name).write_text(content)
     source = opened(folder)
     assert [file.key for file in source.files] == ["a.csv", "deeper/b.csv"]
-    assert source.passed_over == (name,)
+    assert source.skipped == (name,)
     assert not source.warnings
 
 

@@ -30,9 +30,9 @@ from pipeline.data.validate import (
     RowRules,
     category_id,
     clean,
-    codes_of,
     merge_names,
     slice_rows,
+    to_codes,
 )
 
 CONFIG = DataConfig(
@@ -175,7 +175,7 @@ CELLS = st.lists(st.one_of(st.none(), st.binary(max_size=3), st.sampled_from([b"
 def test_codes_name_the_values_however_rows_are_cut(cells: list[bytes | None], cut: int) -> None:
     parts = [slice_rows({"kind": part}, range(len(part))) for part in (cells[:cut], cells[cut:])]
     names = merge_names(part.names for part in parts)["kind"]
-    codes = codes_of(np.concatenate([part.values[:, 0] for part in parts]), names)
+    codes = to_codes(np.concatenate([part.values[:, 0] for part in parts]), names)
     texts = [(cell or b"").decode("utf-8", "backslashreplace").strip() for cell in cells]
     assert [names[code] if code >= 0 else "" for code in codes] == texts
     assert list(names) == sorted({text for text in texts if text})
@@ -186,5 +186,5 @@ def test_too_many_values_and_one_without_a_name_are_refused() -> None:
         merge_names([{"id": [str(i) for i in range(600)]}, {"id": [str(i) for i in range(600, 1100)]}])
     for value, names in ((hash63("x"), ("y",)), (5, ())):
         with pytest.raises(DataError, match="not listed in their manifest"):
-            codes_of(np.array([value]), names)
-    assert codes_of(np.array([NO_VALUE]), ()).tolist() == [-1]
+            to_codes(np.array([value]), names)
+    assert to_codes(np.array([NO_VALUE]), ()).tolist() == [-1]

@@ -57,7 +57,7 @@ def test_commands_exist(path: Path, checkout: Path) -> None:
         ("trnpipe train --train.max-stepz 3", "unknown setting"),
         ("trnpipe train --config configs/none.toml", "No such file"),
         ("trnjobs plan --jsno", "jsno"),
-        ("trnjobs run --nodes 2 -- sleep 600", "2 nodes of 1 processes run sleep"),
+        ("trnjobs run --nodes 2 -- sleep 600", "runs sleep on 2 nodes with 1 processes"),
         ("make cycle CYLCE=x", "no CYLCE"),
         ('make train ARGS="--train.epoch 3"', "unknown setting"),
         ("python -m bench.nothing", "no module"),

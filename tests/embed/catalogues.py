@@ -15,10 +15,10 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
-from pipeline.embed.carry_over import find_earlier, index_of, open_earlier
-from pipeline.embed.catalogue import CatalogueColumns, TextRules, cut_tokens, look_at
+from pipeline.embed.carry_over import find_earlier, open_earlier, open_row_index
+from pipeline.embed.catalogue import CatalogueColumns, TextRules, cut_tokens, read_footers
 from pipeline.embed.flow import Flow, embed_shards
-from pipeline.embed.parts import finish, parts_of
+from pipeline.embed.parts import finish, part_store
 from pipeline.embed.plan import EmbedPlan, pin_plan
 from pipeline.embed.vectors import ModelRef, VectorLayout, VectorSet
 from pipeline.io import atomic
@@ -113,7 +113,7 @@ class Case:
 
     def plan(self, catalogue: Path, cycle: str = "c1", carry_over: str = "auto") -> EmbedPlan:
         storage = open_storage(str(catalogue))
-        found = look_at(storage, list(storage.list("")), self.columns)
+        found = read_footers(storage, list(storage.list("")), self.columns)
         values: dict[str, Any] = {"format": "parquet", "dtype": "fp32", "dim": WIDTH, "id_type": found.id_type}
         layout = VectorLayout(**{**values, **self.layout})
         made_by: dict[str, Any] = {"checkpoint_digest": self.model}
@@ -138,7 +138,9 @@ class Case:
     def rules(self, plan: EmbedPlan) -> TextRules:
         index = ""
         if plan.carry_from is not None:
-            index = str(index_of(open_earlier(self.workspace, plan.carry_from), self.folder / "scratch", self.stop))
+            index = str(
+                open_row_index(open_earlier(self.workspace, plan.carry_from), self.folder / "scratch", self.stop)
+            )
         filters = tuple(plan.catalogue.columns.filter.items())
         return TextRules(tokenizer_json(), plan.max_tokens, plan.layout.id_type, filters, index)
 
@@ -147,7 +149,7 @@ class Case:
     ) -> HashEmbedder:
         """What one worker does."""
         embedder = embedder or HashEmbedder()
-        done = parts_of(self.workspace, plan).done()
+        done = part_store(self.workspace, plan).done()
         todo = [shard for shard in plan.shards[worker::workers] if shard.index not in done]
         earlier = open_earlier(self.workspace, plan.carry_from) if plan.carry_from else None
         catalogue = open_storage(plan.catalogue.root, stop=self.stop)

@@ -12,7 +12,7 @@ from pipeline.core.format import natural_key
 from pipeline.data.config import DataConfig
 from pipeline.embed.carry_over import find_earlier
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.plan import asked_for, made_with
+from pipeline.embed.plan import plan_settings, vector_identity
 from pipeline.embed.vectors import VectorLayout, find_vectors
 from pipeline.model.config import ModelConfig
 from tests.embed.catalogues import Case, expected_vector, products, rows_of, title, write_catalogue
@@ -83,7 +83,7 @@ def test_earlier_vectors_that_change_under_the_plan(tmp_path: Path) -> None:
     case.embed(catalogue, "c1")
     plan = case.plan(catalogue, "c2")
     case.workspace.delete_prefix("embeddings/c1")
-    with pytest.raises(DataError, match="no finished vectors"):
+    with pytest.raises(DataError, match="no complete vectors"):
         case.work(plan)
     case.workspace.delete_prefix("cycles/c1")
     case.embed(write_catalogue(tmp_path / "other", [products(range(50))]), "c1")
@@ -105,12 +105,12 @@ NO_PART_OF_A_VECTOR = {
 
 def test_every_setting_is_part_of_what_made_a_vector_or_named_as_none() -> None:
     config = EmbedConfig(chunks=2)
-    found = without_effect(config, lambda one: made_with(one, CHECKPOINT), buckets=(64, 128), precision="bf16")
+    found = without_effect(config, lambda one: vector_identity(one, CHECKPOINT), buckets=(64, 128), precision="bf16")
     check_named(found, NO_PART_OF_A_VECTOR)
 
 
 MADE_BY, LAYOUT = (
-    made_with(EmbedConfig(chunks=2), CHECKPOINT),
+    vector_identity(EmbedConfig(chunks=2), CHECKPOINT),
     VectorLayout(format="parquet", dtype="fp32", dim=16, id_type="string"),
 )
 
@@ -142,9 +142,9 @@ def test_what_a_cycle_was_begun_with_are_all_settings_that_decide_its_work() -> 
         "worker": "who does it",
         "catalogue.max_bad_fraction": "refuses, and changes no row",
     }
-    check_named(without_effect(EmbedConfig(chunks=2), lambda one: asked_for(one, DataConfig())), outside)
+    check_named(without_effect(EmbedConfig(chunks=2), lambda one: plan_settings(one, DataConfig())), outside)
     of_judgements = set(DataConfig.model_fields) - {"path", "format", "columns", "filter", "synthetic"}
-    check_named(without_effect(DataConfig(), lambda one: asked_for(EmbedConfig(), one)), of_judgements)
+    check_named(without_effect(DataConfig(), lambda one: plan_settings(EmbedConfig(), one)), of_judgements)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -177,5 +177,5 @@ def test_what_is_no_earlier_vectors_is_passed_over(tmp_path: Path) -> None:
     later = find_earlier(case.workspace, "c5", "auto", vectors.info.made_by, vectors.layout)
     assert later.previous is not None and (later.previous.cycle, later.generation) == ("c1", 1)
     for name in ("c2", "c4"):
-        with pytest.raises(DataError, match="holds no finished vectors"):
+        with pytest.raises(DataError, match="has no complete vectors"):
             find_vectors(case.workspace, name)

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError
-from pipeline.embed.catalogue import Catalogue, CatalogueColumns, RowRange, look_at, plan_shards, read_shard
+from pipeline.embed.catalogue import Catalogue, CatalogueColumns, RowRange, plan_shards, read_footers, read_shard
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import COLUMNS, products, write_catalogue
 
 
 def look(folder: Path, columns: CatalogueColumns = COLUMNS) -> Catalogue:
     storage = open_storage(str(folder))
-    return look_at(storage, list(storage.list("")), columns)
+    return read_footers(storage, list(storage.list("")), columns)
 
 
 def table(**columns: Any) -> pa.Table:
@@ -32,11 +32,11 @@ def table(**columns: Any) -> pa.Table:
         ([table()], CatalogueColumns(id="product_id", title="name"), r"no column 'name' \(for title\)"),
         ([table()], CatalogueColumns(id="product_id", title="title", text="long"), r"no column 'long' \(for text\)"),
         ([table()], COLUMNS.model_copy(update={"filter": {"shop": "1"}}), r"no column 'shop' \(for filter\.shop\)"),
-        ([table(product_id=[1.5])], COLUMNS, "the id column 'product_id' of .* holds double"),
-        ([table(product_id=[["a"]])], COLUMNS, "the id column 'product_id' of .* holds list"),
+        ([table(product_id=[1.5])], COLUMNS, "the id column 'product_id' of .* has type double"),
+        ([table(product_id=[["a"]])], COLUMNS, "the id column 'product_id' of .* has type list"),
         ([table(title=[[1]])], COLUMNS, "column 'title' is list"),
         ([table(), table(product_id=[7])], COLUMNS, "are string in file-0.parquet and int64 in file-1.parquet"),
-        ([table().slice(1)], COLUMNS, "has 1 files and no row"),
+        ([table().slice(1)], COLUMNS, "has 1 files but no rows"),
     ],
 )
 def test_a_catalogue_that_cannot_be_used(
@@ -67,7 +67,7 @@ def test_a_row_group_that_is_damaged(tmp_path: Path) -> None:
 
 
 def test_whole_row_groups_stay_together_and_large_ones_are_cut_evenly() -> None:
-    assert [shard.pieces for shard in plan_shards([[40, 0, 40], [250], [5]], 100)] == [
+    assert [shard.ranges for shard in plan_shards([[40, 0, 40], [250], [5]], 100)] == [
         (RowRange(0, 0, 0, 40), RowRange(0, 2, 0, 40)),
         (RowRange(1, 0, 0, 83),),
         (RowRange(1, 0, 83, 83),),
@@ -94,7 +94,7 @@ def test_shards_hold_every_row_once(
     shards = found.shards(limit)
     assert [shard.index for shard in shards] == list(range(len(shards)))
     assert all(0 < shard.rows <= limit for shard in shards)
-    assert all(left.rows + right.pieces[0].rows > limit for left, right in pairwise(shards))
+    assert all(left.rows + right.ranges[0].rows > limit for left, right in pairwise(shards))
     seen = []
     for shard in shards[skip:]:
         for raw in read_shard(found, open_storage(str(folder)), shard, window):

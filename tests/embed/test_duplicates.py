@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.stop import StopSignal
-from pipeline.embed.carry_over import RowIndex, index_of, part_and_row
+from pipeline.embed.carry_over import RowIndex, decode_row, open_row_index
 from pipeline.embed.parts import find_duplicates
 
 
@@ -38,13 +38,13 @@ def test_the_index_finds_what_was_put_in(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], cut: int, asked: list[int]
 ) -> None:
     parts = [ids[:cut], ids[cut:]]
-    index = RowIndex(index_of(vectors_of(parts), tmp_path_factory.mktemp("index"), StopSignal()))
+    index = RowIndex(open_row_index(vectors_of(parts), tmp_path_factory.mktemp("index"), StopSignal()))
     wanted = [*ids, *asked]
     place, known = index.look_up(u64(wanted), u64([n // 3 for n in wanted]))
     where = {name: (number, row) for number, part in enumerate(parts) for row, name in enumerate(part)}
     for name, found, there in zip(wanted, place, known, strict=True):
         assert there == (name in where)
-        assert (tuple(int(x) for x in part_and_row(found)) if found >= 0 else None) == where.get(name)
+        assert (tuple(int(x) for x in decode_row(found)) if found >= 0 else None) == where.get(name)
     other, _ = index.look_up(u64(wanted), u64([n // 3 + 1 for n in wanted]))
     assert (other == -1).all(), "another text"
     anyhow, _ = index.look_up(u64(wanted))
@@ -52,8 +52,8 @@ def test_the_index_finds_what_was_put_in(
 
 
 def test_an_index_is_made_once(tmp_path: Path) -> None:
-    first = index_of(vectors_of([[1]]), tmp_path, StopSignal())
-    assert index_of(SimpleNamespace(manifest=SimpleNamespace(digest="digest")), tmp_path, StopSignal()) == first  # type: ignore[arg-type]
+    first = open_row_index(vectors_of([[1]]), tmp_path, StopSignal())
+    assert open_row_index(SimpleNamespace(manifest=SimpleNamespace(digest="digest")), tmp_path, StopSignal()) == first  # type: ignore[arg-type]
 
 
 PARTS = st.lists(st.lists(st.integers(0, 40), unique=True, max_size=20), max_size=5)

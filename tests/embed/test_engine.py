@@ -19,7 +19,7 @@ from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.embed.catalogue import cut_tokens
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import EmbedProgram, RowEncoder, open_embedder, row_batches, row_shapes
-from pipeline.embed.unpadded import PackedLinear, packs_weights, runs_of
+from pipeline.embed.unpadded import PackedLinear, equal_length_runs, supports_packed_weights
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
 from tests.embed.catalogues import title, tokenizer_json
@@ -43,8 +43,8 @@ def test_each_window_has_unit_vectors_in_the_order_of_its_texts(
     monkeypatch: pytest.MonkeyPatch, pooling: str, precision: str, tolerance: float, engine: str
 ) -> None:
     if engine == "flat without oneDNN":
-        monkeypatch.setattr("pipeline.embed.engine.packs_weights", lambda dtype: False)
-    elif engine == "flat" and not packs_weights(torch.bfloat16 if precision == "bf16" else torch.float32):
+        monkeypatch.setattr("pipeline.embed.engine.supports_packed_weights", lambda dtype: False)
+    elif engine == "flat" and not supports_packed_weights(torch.bfloat16 if precision == "bf16" else torch.float32):
         pytest.skip("no oneDNN for it here")
     config = EmbedConfig.model_validate({**CONFIG.model_dump(), "precision": precision})
     found = vectors_of(embedder(config=config, rows=engine == "rows", pooling=pooling), *WINDOWS)
@@ -159,7 +159,7 @@ def test_leaving_early_ends_all_threads_and_gives_them_back() -> None:
 def test_a_batch_without_texts_has_no_nan() -> None:
     program = EmbedProgram(encoder(), open_backend("cpu"), CONFIG)
     assert program.shapes == row_shapes((24, 80), 160)
-    assert all(program.vectors(shape.blank()).isfinite().all() for shape in program.shapes)
+    assert all(program.vectors(shape.dummy()).isfinite().all() for shape in program.shapes)
 
 
 def test_the_whole_of_it_is_one_graph_for_a_compiler() -> None:
@@ -174,11 +174,11 @@ def test_the_whole_of_it_is_one_graph_for_a_compiler() -> None:
 
 
 def test_neighbours_of_one_length_are_a_run() -> None:
-    assert runs_of([5, 5, 3, 5]) == [(0, 2, 5), (10, 1, 3), (13, 1, 5)]
-    assert runs_of([]) == []
+    assert equal_length_runs([5, 5, 3, 5]) == [(0, 2, 5), (10, 1, 3), (13, 1, 5)]
+    assert equal_length_runs([]) == []
 
 
-@pytest.mark.skipif(not packs_weights(torch.float32), reason="PyTorch without oneDNN")
+@pytest.mark.skipif(not supports_packed_weights(torch.float32), reason="PyTorch without oneDNN")
 @pytest.mark.parametrize("rows", [64, 65, 1])
 def test_packed_products_are_the_ordinary_ones(rows: int) -> None:
     torch.manual_seed(1)
@@ -192,9 +192,9 @@ def test_packed_products_are_the_ordinary_ones(rows: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"buckets": (128, 64)}, "expected rising lengths"),
+        ({"buckets": (128, 64)}, "expected ascending lengths"),
         ({"buckets": tuple(range(8, 15))}, "at most 6"),
-        ({"tokens_per_batch": 64}, "expected room for a row of 80"),
+        ({"tokens_per_batch": 64}, "expected at least 80 \(a row\)"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, object], message: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pipeline.core.errors import DataError, TransientError
 from pipeline.embed import parts as parts_module
 from pipeline.embed.catalogue import DUPLICATE_ID, EMPTY_TEXT
-from pipeline.embed.parts import parts_of, records_prefix
+from pipeline.embed.parts import part_store, records_prefix
 from pipeline.embed.vectors import find_vectors
 from pipeline.io.commit import verify_dir
 from tests.embed.catalogues import Case, HashEmbedder, expected_vector, products, rows_of, title, write_catalogue
@@ -133,7 +133,7 @@ def test_too_many_bad_rows_refuse_the_catalogue(
         case.finish(plan, max_bad_fraction=limit)
     lines = case.workspace.read_bytes("cycles/c1/embed/refused.jsonl").splitlines()
     assert bad in (None, len(lines))
-    with pytest.raises(DataError, match="no finished vectors"):
+    with pytest.raises(DataError, match="no complete vectors"):
         find_vectors(case.workspace, "c1")
     if bad == 6:
         assert case.finish(plan, max_bad_fraction=0.06).info.rows == 94, "a raised limit needs no new work"
@@ -145,7 +145,7 @@ def test_parts_of_another_plan_are_not_taken(case: Case, tmp_path: Path) -> None
     case.work(first)
     case.workspace.delete_prefix("cycles/c1")
     second = case.plan(write_catalogue(tmp_path / "other", [products(range(20, 60))]))
-    assert parts_of(case.workspace, second).done() == set()
+    assert part_store(case.workspace, second).done() == set()
     case.work(second)
     assert set(rows_of(case.finish(second))) == {f"p{n}" for n in range(20, 60)}
     verify_dir(case.workspace, "embeddings/c1", deep=True)
@@ -180,7 +180,7 @@ def test_a_part_that_is_made_again_elsewhere_has_its_own_record(
     plan = case.plan(catalogue)
     case.work(plan)
     case.workspace.delete([lost])
-    assert 0 not in parts_of(case.workspace, plan).done()
+    assert 0 not in part_store(case.workspace, plan).done()
     case.work(plan, embedder=HashEmbedder(sign=-1.0))
     found = rows_of(case.finish(plan))
     verify_dir(case.workspace, "embeddings/c1", deep=True)

@@ -12,7 +12,7 @@ import pytest
 from pipeline.core.errors import DataError, NumericError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.embed.flow import Flow, embed_shards
-from pipeline.embed.parts import OpenPart, commit_part, parts_of
+from pipeline.embed.parts import OpenPart, commit_part, part_store
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.vectors import find_vectors
 from pipeline.io.storage import open_storage
@@ -58,7 +58,7 @@ def check_rest(case: Case, plan: EmbedPlan) -> None:
 def test_every_row_gets_its_own_vector(case: Case, plan: EmbedPlan) -> None:
     """Windows are full but for the last of a part. Readers see nothing before the end."""
     assert case.work(plan, worker=0, workers=2).windows
-    with pytest.raises(DataError, match="holds no finished vectors"):
+    with pytest.raises(DataError, match="has no complete vectors"):
         find_vectors(case.workspace, "c1")
     windows = case.work(plan).windows
     expected = []
@@ -79,7 +79,7 @@ def test_every_row_gets_its_own_vector(case: Case, plan: EmbedPlan) -> None:
 @pytest.mark.parametrize("workers", [2, 3, 7])
 def test_any_number_of_workers_leaves_the_same_bytes(case: Case, plan: EmbedPlan, workers: int) -> None:
     for worker in reversed(range(workers)):
-        assert len(parts_of(case.workspace, plan).done()) < len(plan.shards), "the last worker has something to do"
+        assert len(part_store(case.workspace, plan).done()) < len(plan.shards), "the last worker has something to do"
         case.work(plan, worker, workers)
     check_rest(case, plan)
 
@@ -98,14 +98,14 @@ def test_what_the_device_raises_comes_out_and_the_rest_is_done_later(
     """Parts that were complete are committed, the open one is not."""
     with pytest.raises(type(error), match=str(error)):
         case.work(plan, embedder=HashEmbedder({window: failing(error)}))
-    assert parts_of(case.workspace, plan).done() == complete_before(plan, window)
+    assert part_store(case.workspace, plan).done() == complete_before(plan, window)
     check_rest(case, plan)
 
 
 def test_a_stop_keeps_complete_parts(case: Case, plan: EmbedPlan) -> None:
     with pytest.raises(Preempted, match="SIGTERM"):
         case.work(plan, embedder=HashEmbedder({4: lambda: case.stop.set("SIGTERM")}))
-    assert complete_before(plan, 4) <= parts_of(case.workspace, plan).done()
+    assert complete_before(plan, 4) <= part_store(case.workspace, plan).done()
     case.stop = StopSignal()
     check_rest(case, plan)
 
@@ -121,7 +121,7 @@ def test_a_part_that_cannot_be_written_ends_the_run_with_its_error(
     monkeypatch.setattr("pipeline.embed.flow.commit_part", fail)
     with pytest.raises(TransientError, match="no space left"):
         case.work(plan)
-    assert parts_of(case.workspace, plan).done() == {0, 1}
+    assert part_store(case.workspace, plan).done() == {0, 1}
     assert not [thread for thread in threading.enumerate() if thread.name in ("part-writer_0", "prefetch")]
 
 
@@ -133,21 +133,21 @@ def test_vectors_that_are_no_numbers_end_the_run(case: Case, plan: EmbedPlan) ->
                 vectors[3, 1] = np.inf
             return vectors
 
-    with pytest.raises(NumericError, match="1 vectors of part 1 hold NaN or infinity, the first in row 19"):
+    with pytest.raises(NumericError, match="1 vectors of part 1 have NaN or infinity, the first in row 19"):
         case.work(plan, embedder=Broken())
-    assert parts_of(case.workspace, plan).done() == {0}
+    assert part_store(case.workspace, plan).done() == {0}
 
 
 def test_a_catalogue_that_changes_while_it_is_read(case: Case, plan: EmbedPlan, catalogue: Path) -> None:
     """What is read already is not trusted either: the shard is half one file, half another."""
     change = HashEmbedder({0: lambda: write_catalogue(catalogue, [products(range(500, 570))])})
-    with pytest.raises(DataError, match=r"file-0\.parquet was changed since this cycle planned its work"):
+    with pytest.raises(DataError, match=r"file-0\.parquet was changed after this cycle was planned"):
         case.work(plan, embedder=change)
     write_catalogue(catalogue, [products(range(70))])  # put back, byte for byte
     check_rest(case, plan)
     plan = case.plan(catalogue, "c2", "none")
     (catalogue / "file-2.parquet").unlink()
-    with pytest.raises(DataError, match=r"file-2\.parquet is gone since this cycle planned its work"):
+    with pytest.raises(DataError, match=r"file-2\.parquet was deleted after this cycle was planned"):
         case.work(plan)
 
 
@@ -161,7 +161,7 @@ def test_with_worker_processes(case: Case, plan: EmbedPlan) -> None:
     left = [child for child in psutil.Process().children() if child not in before]
     left = [child for child in left if "tests.kit.zygote" not in child.cmdline()]  # of the tests themselves, kept
     assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
-    todo = [shard for shard in plan.shards if shard.index not in parts_of(case.workspace, plan).done()]
+    todo = [shard for shard in plan.shards if shard.index not in part_store(case.workspace, plan).done()]
     embed_shards(flow, todo, HashEmbedder().stream)
     check_rest(case, plan)
 

@@ -20,7 +20,7 @@ def test_figures_of_a_worker_that_continues() -> None:
     device.texts, device.tokens, device.padded_tokens, device.seconds, device.idle_s = 300, 6000, 250, 8.0, 2.0
     counts = PartCounts(read=150, bad=10, embedded=50, carried=90)
     part: dict[str, Any] = {"index": 0, "rows": 140, "id_min": "", "id_max": "", "quarantined": (), "seconds": 1.0}
-    watch.written(PartRecord(**part, counts=counts, reasons={"no id": 10}))
+    watch.on_part(PartRecord(**part, counts=counts, reasons={"no id": 10}))
     assert watch.parts == 1
     assert watch.line() == (  # 400 rows left, 40 a second
         "embed 600/1.00k rows | 30 texts/s | 600 tokens/s | padding 4.0% | idle 25% | eta 10s"

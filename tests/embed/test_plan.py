@@ -13,7 +13,7 @@ from pipeline.context import StageContext, open_context, store_result
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.embed import plan as plan_module
-from pipeline.embed.catalogue import look_at
+from pipeline.embed.catalogue import read_footers
 from pipeline.embed.config import EmbedConfig, OutputConfig
 from pipeline.embed.plan import (
     EmbedPlan,
@@ -21,7 +21,7 @@ from pipeline.embed.plan import (
     check_lengths,
     cycle_plan,
     make_plan,
-    model_place,
+    model_location,
     open_pinned,
     pin_plan,
 )
@@ -52,7 +52,7 @@ def ctx(settings: Settings) -> Iterator[StageContext]:
 def _found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A catalogue of a few rows and a checkpoint, wherever they are looked for."""
     storage = open_storage(str(write_catalogue(tmp_path / "in", [products(range(4))])))
-    catalogue = look_at(storage, list(storage.list("")), COLUMNS)
+    catalogue = read_footers(storage, list(storage.list("")), COLUMNS)
     monkeypatch.setattr(plan_module, "find_catalogue", lambda *given: catalogue)
     monkeypatch.setattr(plan_module, "open_checkpoint", lambda *given: CHECKPOINT)
 
@@ -88,7 +88,7 @@ def test_a_plan_comes_with_the_checkpoint_that_was_opened_for_it(settings: Setti
     assert checkpoint is CHECKPOINT and plan.model.digest == CHECKPOINT.digest
     assert cycle_plan(settings, ctx) == (plan, None)
     chunked = settings.model_copy(update={"embed": EmbedConfig(checkpoint=PLACE, chunks=2)})
-    with pytest.raises(ConfigError, match=r"embed\.chunks is 2; cycle c1 was begun with None"):
+    with pytest.raises(ConfigError, match=r"embed\.chunks is 2, but cycle c1 was started with None"):
         cycle_plan(chunked, ctx)
     assert make_plan(chunked, ctx)[0].made_by["chunks"] == 2
     assert "chunks" not in plan.made_by and "embed.chunks" not in plan.asked, "as before there were any"
@@ -101,18 +101,18 @@ def test_which_checkpoint_is_meant(settings: Settings, ctx: StageContext) -> Non
         ("s3://other/checkpoints/c0/step-7", "s3://other/checkpoints/c0/step-7"),
     ):
         asked = settings.model_copy(update={"embed": EmbedConfig(checkpoint=named)})
-        assert model_place(asked, ctx) == place
+        assert model_location(asked, ctx) == place
     promoted = settings.model_copy(update={"embed": EmbedConfig()})
     for trained, named in ((False, "checkpoints/<cycle>/step-<n>"), (True, PLACE)):
         if trained:
             now = datetime.now(UTC)
             store_result(ctx.workspace, ctx.finish("train", now, inputs={}, outputs={"checkpoint": PLACE}, figures={}))
         with pytest.raises(CheckpointError, match="no checkpoint of model") as caught:
-            model_place(promoted, ctx)
+            model_location(promoted, ctx)
         assert caught.value.next_command == f"trnpipe evaluate, or --embed.checkpoint {named}"
     key = f"registry/{settings.model_name}/production.json"
     ctx.workspace.write_bytes(key, b'{"checkpoint": "checkpoints/c9/step-1"}')
-    assert model_place(promoted, ctx) == "checkpoints/c9/step-1"
+    assert model_location(promoted, ctx) == "checkpoints/c9/step-1"
 
 
 def test_what_the_plan_pins_must_be_as_it_was(settings: Settings, ctx: StageContext, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_what_the_plan_pins_must_be_as_it_was(settings: Settings, ctx: StageCont
         open_pinned(plan.model.model_copy(update={"digest": "before"}), settings, ctx)
     check_lengths(plan, settings, CHECKPOINT)
     shorter = replace(CHECKPOINT, state=CHECKPOINT.state.model_copy(update={"max_tokens": 8}))
-    with pytest.raises(ConfigError, match=rf"at 8 tokens; cycle c1 was begun with {plan.max_tokens}"):
+    with pytest.raises(ConfigError, match=rf"at 8 tokens, but cycle c1 was started with {plan.max_tokens}"):
         check_lengths(plan, settings, shorter)
     assert catalogue_storage(plan, settings, ctx).root == f"file://{tmp_path}/in"
     gathered = plan.model_copy(update={"catalogue": plan.catalogue.model_copy(update={"root": ""})})

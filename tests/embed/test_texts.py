@@ -18,10 +18,10 @@ from pipeline.embed.catalogue import (
     RawWindow,
     TextRules,
     chunk_tokens,
-    judge_rows,
     make_window,
+    validate_rows,
 )
-from pipeline.embed.config import whole_limit
+from pipeline.embed.config import max_text_tokens
 from tests.embed.catalogues import Case, products, rows_of, tokenizer_json, write_catalogue
 
 RULES = TextRules(b"", 8, "string")
@@ -57,7 +57,7 @@ def raw(**columns: list[Any]) -> RawWindow:
 def test_a_row_is_usable_or_has_one_reason(
     name: bytes | None, title: bytes | None, text: bytes | None, reason: str
 ) -> None:
-    rows = judge_rows(RULES, raw(id=[b"good", name], title=[b"laptop", title], text=[None, text]))
+    rows = validate_rows(RULES, raw(id=[b"good", name], title=[b"laptop", title], text=[None, text]))
     assert rows.num_read == 2
     if reason:
         (bad,) = rows.bad
@@ -79,15 +79,15 @@ def test_a_prefix_is_for_the_tokenizer_alone() -> None:
 
 
 def test_ids_keep_their_type() -> None:
-    rows = judge_rows(TextRules(b"", 8, "int64"), raw(id=[7, 0, -3], title=[b"a", b"b", b"c"]))
+    rows = validate_rows(TextRules(b"", 8, "int64"), raw(id=[7, 0, -3], title=[b"a", b"b", b"c"]))
     assert rows.table["id"].type == pa.int64() and rows.table["id"].to_pylist() == [7, 0, -3]
-    text = judge_rows(RULES, raw(id=[b"7", b"0", b"-3"], title=[b"a", b"b", b"c"]))
+    text = validate_rows(RULES, raw(id=[b"7", b"0", b"-3"], title=[b"a", b"b", b"c"]))
     assert rows.table["id_hash"] == text.table["id_hash"]
 
 
 def test_the_hash_is_of_the_text_that_is_read() -> None:
     limit = 16 * 8
-    rows = judge_rows(
+    rows = validate_rows(
         RULES,
         raw(id=[b"a", b"b", b"c"], title=[b"x" * limit, b"x" * limit + b"tail", b" " + b"x" * limit], text=[b"y"] * 3),
     )
@@ -96,7 +96,7 @@ def test_the_hash_is_of_the_text_that_is_read() -> None:
 
 def test_rows_outside_the_filter_are_not_counted() -> None:
     window = raw(id=[b"a", b"b", None], title=[b"x", b"y", b"z"], **{FILTER + "shop": [b"1", b"2", b"2"]})
-    rows = judge_rows(TextRules(b"", 8, "string", (("shop", "1|3"),)), window)
+    rows = validate_rows(TextRules(b"", 8, "string", (("shop", "1|3"),)), window)
     assert (rows.table["id"].to_pylist(), rows.table["row"].to_pylist(), rows.num_read, rows.bad) == (
         ["a"],
         [100],
@@ -127,7 +127,7 @@ def test_chunks_hold_every_token_of_a_text_once(lengths: list[int], limit: int) 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_what_is_chunked_and_what_is_cut_is_counted(chunks: int) -> None:
     """A text of 100 kB among them."""
-    limit, tokenizer = whole_limit(12, chunks), TextTokenizer(tokenizer_json())
+    limit, tokenizer = max_text_tokens(12, chunks), TextTokenizer(tokenizer_json())
     titles = [b"phone model " * 8500, b"phone " * 6, b"phone"]
     window = make_window(
         TextRules(tokenizer_json(), limit, "string", chunks=chunks), raw(id=[b"a", b"b", b"c"], title=titles)

@@ -21,9 +21,9 @@ from pipeline.embed.verify import (
     check_catalogue,
     check_files,
     check_numbers,
+    check_result,
     check_sample,
     check_unique,
-    judge,
     run_check,
 )
 from pipeline.io.commit import hash_bytes
@@ -125,10 +125,10 @@ def failures_of(case: Case) -> dict[str, str]:
 def test_all_is_well(case: Case) -> None:
     checks = checks_of(case)
     assert {check.outcome for check in checks.values()} == {"pass"}, [check.line() for check in checks.values()]
-    assert "100 ids with their texts, 2 bad rows" in checks["catalogue"].seen
+    assert "100 ids with their texts and 2 bad rows" in checks["catalogue"].seen
     assert checks["sample"].figures["min_cosine"] == pytest.approx(1.0, abs=1e-3)
     write_catalogue(case.folder / "in", [products(range(81))])
-    assert "was changed since" in failures_of(case)["catalogue"]
+    assert "was changed after" in failures_of(case)["catalogue"]
 
 
 def roll(values: Any) -> None:
@@ -196,7 +196,7 @@ def test_vectors_that_are_all_the_same_are_found_also_without_a_sample(tmp_path:
         assert check_numbers(vectors_of(case), STOP).outcome == "pass"
         change(case, assign((slice(None), slice(None)), 0.25), name)
     check = check_numbers(vectors_of(case), STOP)
-    assert check.outcome == "fail" and "all 40 vectors are the same" in check.seen
+    assert check.outcome == "fail" and "all 40 vectors are equal" in check.seen
     alike = Case(tmp_path / "alike")
     twice = pa.table({"product_id": ["a", "b"], "title": ["phone", "phone"]})
     alike.embed(write_catalogue(tmp_path / "alike" / "in", [twice]))
@@ -240,13 +240,13 @@ def test_figures_are_of_the_worst_vector_and_the_sum_of_the_parts(case: Case) ->
     vectors = vectors_of(case)
     fields = vectors.info.model_copy(update={"rows": 99}).model_dump(mode="json")
     other = VectorSet(case.workspace, vectors.prefix, vectors.manifest.model_copy(update={"fields": fields}))
-    assert "its parts have 100 rows, the manifest says 99" in check_numbers(other, STOP).seen
+    assert "the parts have 100 rows, but the manifest has 99" in check_numbers(other, STOP).seen
 
 
 def test_an_id_in_two_parts(case: Case) -> None:
     first = pq.read_table(io.BytesIO(case.workspace.read_bytes("embeddings/c1/part-00000.parquet")))
     change(case, lambda table: pa.concat_tables([table.slice(0, 19), first.slice(0, 1).cast(table.schema)]))
-    assert "1 ids of part-00001.parquet are there before, such as 'p0'" in failures_of(case)["unique"]
+    assert "1 ids of part-00001.parquet are duplicates, such as 'p0'" in failures_of(case)["unique"]
 
 
 def test_an_id_twice_in_one_part_is_held_against_its_first_text(tmp_path: Path) -> None:
@@ -260,6 +260,6 @@ def test_an_id_twice_in_one_part_is_held_against_its_first_text(tmp_path: Path) 
 
 
 def test_many_problems_are_told_in_short() -> None:
-    check = judge("x", [f"problem {n}" for n in range(9)], "fine")
+    check = check_result("x", [f"problem {n}" for n in range(9)], "fine")
     assert check.seen == "problem 0; problem 1; problem 2; and 6 more"
     assert check.line() == "fail     x          problem 0; problem 1; problem 2; and 6 more"

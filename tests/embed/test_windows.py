@@ -85,7 +85,7 @@ def test_rows_hold_every_token_with_its_place_and_text(lengths: list[int]) -> No
         ids, positions, segments = (batch.tensors[name].numpy() for name in ("tokens", "positions", "segments"))
         shape = next(shape for shape in SHAPES if (shape.rows, shape.length) == ids.shape)
         assert (segments > 0).sum() == batch.lengths.sum() and not ids[segments == 0].any()
-        for text, place in zip(batch.texts.tolist(), batch.places.tolist(), strict=True):
+        for text, place in zip(batch.texts.tolist(), batch.outputs.tolist(), strict=True):
             row, slot = divmod(place, shape.texts)
             inside = segments[row] == slot + 1
             assert positions[row][inside].tolist() == list(range(lengths[text]))

@@ -53,7 +53,7 @@ def manifest(xla: Backend) -> GraphManifest:
         stop=StopSignal(),
         console=Console(quiet=True),
         watch=recorder,
-    ).embed_blank()
+    ).embed_dummies()
     assert not recorder.extra_compiles
     return GraphManifest(plan=dict(recorder.plan), graphs=tuple(recorder.graphs.values()))
 

@@ -55,7 +55,7 @@ def forbid_work(patch: pytest.MonkeyPatch) -> None:
 def test_a_first_model_worse_than_the_baselines_is_refused_with_a_sentence(case: Case) -> None:
     bad = case.made("bad", noisy(1.0))
     told = case.run(f"--evaluate.candidate={bad}", code=80)
-    assert "is not promoted: " in told and "and beaten by no baseline" in told
+    assert "is not promoted: " in told and "and is not beaten by a baseline" in told
     assert case.pointer is None and case.history == [("refused", bad)]
     reasons = case.report().verdict.reasons
     assert any(reason.startswith("BM25 is better on retrieval_ndcg@10: 0.") for reason in reasons), reasons
@@ -141,7 +141,7 @@ def test_they_can_be_switched_off(case: Case, monkeypatch: pytest.MonkeyPatch) -
         forbid_work(patch)
         none = ("--no-evaluate.baselines.bm25", OFF)
         told = case.run(*none, code=80)
-        assert "nothing to compare with: no production model; no gate.floors; no baseline was scored" in told
+        assert "nothing to compare with: no production model, no gate.floors, no baseline was scored" in told
         assert "--gate.first-without-comparison" in told and case.pointer is None
         told = case.run(*none, "--gate.first-without-comparison")
     assert "promoted WITHOUT a comparison, generation 1" in told

@@ -69,7 +69,7 @@ def test_a_label_that_never_occurs_has_no_probability(tmp_path: Path) -> None:
     [
         ((60, 20), 0, 2, "no numeric feature"),
         ((60, 20), 2, 1, "fewer than two labels"),
-        ((0, 0), 2, 2, "no row of split train"),
+        ((0, 0), 2, 2, "the train split has no rows"),
     ],
 )
 def test_when_there_is_nothing_to_fit(

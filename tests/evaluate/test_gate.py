@@ -17,14 +17,14 @@ from pipeline.evaluate.config import DROPS, GateConfig, MetricName, MetricsConfi
 from pipeline.evaluate.gate.compare import (
     Comparison,
     GateCheck,
+    GateInput,
     Outcome,
     PairedDifference,
-    Side,
     Verdict,
     judge_overall,
     judge_refusal,
 )
-from pipeline.evaluate.gate.judge import Baseline, judge, nothing_compared, way_out
+from pipeline.evaluate.gate.judge import Baseline, judge, nothing_compared, refusal_advice
 from pipeline.evaluate.metrics.measure import Measured
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows, SliceColumn, mean_over_queries
 from tests.evaluate.holdouts import holdout, holdouts
@@ -59,8 +59,10 @@ def verdict(
     warnings, thresholds = settings.pop("warnings", ()), settings.pop("thresholds", (None, None))
     config = GateConfig.model_validate({"drops": {}, "slice_drops": {}, "resamples": 200, **settings})
     return judge(
-        Side(candidate, METRICS, thresholds[0], None if ours is None else searched(ours)),
-        Side(incumbent, METRICS, thresholds[1], None if theirs is None else searched(theirs)) if incumbent else None,
+        GateInput(candidate, METRICS, thresholds[0], None if ours is None else searched(ours)),
+        GateInput(incumbent, METRICS, thresholds[1], None if theirs is None else searched(theirs))
+        if incumbent
+        else None,
         config,
         searched=bool(search),
         baselines=baselines,
@@ -95,15 +97,15 @@ def changed(models: ScoredRows, where: Bools, probabilities: Any) -> ScoredRows:
 def test_a_candidate_is_promoted_if_it_is_shown_not_to_be_worse(change: Change, swapped: bool, promote: bool) -> None:
     models = population(change, num_queries=2000, num_slices=10)
     pair = [models.candidate, models.incumbent][:: -1 if swapped else 1]
-    found = judge(Side(pair[0], METRICS), Side(pair[1], METRICS), GateConfig(), searched=False)
+    found = judge(GateInput(pair[0], METRICS), GateInput(pair[1], METRICS), GateConfig(), searched=False)
     assert found.promote is promote and not found.without_comparison
     assert (outcomes(found)["delta ndcg@10"] == "pass") is (outcomes(found)["delta macro_f1"] == "pass") is promote
-    assert found == judge(Side(pair[0], METRICS), Side(pair[1], METRICS), GateConfig(), searched=False)
+    assert found == judge(GateInput(pair[0], METRICS), GateInput(pair[1], METRICS), GateConfig(), searched=False)
     lines, failed = found.lines(), [one for one in found.checks if one.outcome == "fail"]
     assert lines[0].startswith("promote: 22 checks passed, " if promote else f"refuse: {len(failed)} failed, ")
     assert lines[1 : len(failed) + 1] == [f"  fail    {one.reason}" for one in failed]
     if promote:
-        assert lines[-1] == "  pass    20 comparisons of slices" and len(lines) == 5
+        assert lines[-1] == "  pass    20 slice comparisons" and len(lines) == 5
 
 
 def test_a_candidate_worse_in_one_slice_is_refused() -> None:
@@ -122,10 +124,10 @@ def test_a_candidate_worse_in_one_slice_is_refused() -> None:
 @pytest.mark.parametrize(
     ("metric", "bound", "outcome", "words"),
     [
-        ("accuracy", 0.9, "pass", "at least 0.9 is asked"),
-        ("accuracy", 1.0, "pass", "at least 1 is asked"),
-        ("loss", 0.05, "fail", "at most 0.05 is needed"),
-        ("loss", 0.2, "pass", "at most 0.2 is asked"),
+        ("accuracy", 0.9, "pass", "at least 0.9 required"),
+        ("accuracy", 1.0, "pass", "at least 1 required"),
+        ("loss", 0.05, "fail", "at most 0.05 required"),
+        ("loss", 0.2, "pass", "at most 0.2 required"),
         ("f1:exakt", 0.1, "fail", "cannot be computed"),
     ],
 )
@@ -219,7 +221,7 @@ def test_search_is_compared_with_production_by_default() -> None:
     for side in ("ours", "theirs"):  # a side whose vectors could not be searched
         missing = verdict(rows(), rows(), **settings, **{**better, side: None, "searched": True})
         assert outcomes(missing)[f"delta {NDCG}"] == "fail" and not missing.promote
-        assert ("the candidate" if side == "ours" else "the incumbent") in check(missing, f"delta {NDCG}").reason
+        assert ("the candidate" if side == "ours" else "the production model") in check(missing, f"delta {NDCG}").reason
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ def test_a_first_model_with_too_few_queries_says_so_once() -> None:
     ]
     check = nothing_compared(against, GateConfig(), first=True)
     assert check.reason == (
-        "nothing to compare with: no production model; no gate.floors;"
+        "nothing to compare with: no production model, no gate.floors,"
         " not enough test queries to compare with BM25 and boosting: 17, at least 50 needed"
     )
 
@@ -308,7 +310,7 @@ def test_each_model_has_its_own_threshold(ours: float | None, theirs: float | No
     ],
 )
 def test_scores_of_another_holdout_are_an_error(change: Any) -> None:
-    with pytest.raises(DataError, match="not scored on the same holdout"):
+    with pytest.raises(DataError, match="not scored on the same test split"):
         verdict(rows(), change(rows()))
 
 
@@ -380,7 +382,7 @@ def test_the_way_out_fits_the_reason(kind: str, words: str) -> None:
         "worse": lambda: verdict(rows(wrong=range(20)), rows(), drops={"accuracy": 0.0}),
         "few": lambda: verdict(rows()).model_copy(update={"advice": "the advice"}),
     }[kind]()
-    assert not found.promote and words in way_out(found)
+    assert not found.promote and words in refusal_advice(found)
 
 
 # Baselines.
@@ -399,7 +401,7 @@ def test_a_better_baseline(first: bool, action: str, outcome: str) -> None:
     found = verdict(rows(wrong=range(20)), incumbent, boosting(()), drops={"accuracy": 0.1}, **settings)
     one = check(found, "baseline boosting accuracy")
     assert one.outcome == outcome and one.baseline_value == 1.0 and one.incumbent is None and one.judges
-    assert one.reason.startswith("boosting is better on accuracy: 0.6667 against 1.0000, 0.3333 worse; with 95.00%")
+    assert one.reason.startswith("boosting is better on accuracy: 0.6667 vs 1.0000 (0.3333 worse), at least ")
 
 
 def test_metrics_that_only_one_side_or_neither_has() -> None:
@@ -457,7 +459,7 @@ def comparison(candidate: float = 0.5, incumbent: float = 0.5, metric: str = ACC
         return Measured(value, mean_over_queries(np.full(100, value)))
 
     fields = {"allowed": 0.05, **more}
-    return Comparison(MetricName.parse(metric), candidate=side(candidate), incumbent=side(incumbent), **fields)  # type: ignore[arg-type]
+    return Comparison(MetricName.parse(metric), candidate=side(candidate), reference=side(incumbent), **fields)  # type: ignore[arg-type]
 
 
 def difference(mean: float, spread: float, num_queries: int = 100, undefined: int = 0) -> PairedDifference:
@@ -470,13 +472,13 @@ def difference(mean: float, spread: float, num_queries: int = 100, undefined: in
 @pytest.mark.parametrize(
     ("mean", "spread", "undefined", "outcome", "words", "is_measured"),
     [
-        (0.2, 0.01, 0, "pass", "with 95.0% confidence better", True),
-        (0.0, 0.0, 0, "pass", "with 95.0% confidence not worse", True),
+        (0.2, 0.01, 0, "pass", "better with 95.0% confidence", True),
+        (0.0, 0.0, 0, "pass", "not worse with 95.0% confidence", True),
         (0.0, 0.01, 0, "pass", "at most 0.0", True),
         (-0.2, 0.01, 0, "fail", "at least 0.1", True),
-        (0.0, 0.1, 0, "fail", "it takes about", True),
-        (-0.06, 0.1, 0, "fail", "not shown to be at most 0.05 worse", True),
-        (0.2, 0.01, 51, "fail", "not defined in enough bootstrap draws", False),
+        (0.0, 0.1, 0, "fail", "which takes about", True),
+        (-0.06, 0.1, 0, "fail", "0.05 worse is allowed", True),
+        (0.2, 0.01, 51, "fail", "undefined in too many bootstrap draws", False),
         (0.2, 0.01, 50, "pass", "better", True),
     ],
 )
@@ -485,20 +487,20 @@ def test_the_burden_is_on_the_candidate(
 ) -> None:
     found = judge_overall(comparison(0.5 + mean, 0.5), difference(mean, spread, undefined=undefined), 0.95)
     assert found.outcome == outcome and words in found.reason and (found.low is not None) is is_measured
-    assert (found.needed_queries is not None) is ("it takes about" in words)
+    assert (found.needed_queries is not None) is (outcome == "fail" and mean == 0.0)
 
 
 @pytest.mark.parametrize(
     ("mean", "spread", "undefined", "tool", "outcome", "words"),
     [
-        (-0.2, 0.01, 0, "", "fail", "accuracy of a=x: 0.3000 against 0.5000, 0.2000 worse; with 95.00%"),
-        (-0.2, 0.3, 0, "", "warn", ", 0.05 is allowed; 100 queries do not tell it from chance"),
-        (-0.04, 0.01, 0, "", "pass", ", 0.05 worse is allowed"),
-        (0.2, 0.01, 960, "", "skipped", "not defined in enough bootstrap draws"),
+        (-0.2, 0.01, 0, "", "fail", "accuracy of a=x: 0.3000 vs 0.5000 (0.2000 worse, 0.05 worse is allowed), "),
+        (-0.2, 0.3, 0, "", "warn", ", not statistically significant with 100 queries"),
+        (-0.04, 0.01, 0, "", "pass", ", 0.05 worse is allowed)"),
+        (0.2, 0.01, 960, "", "skipped", "undefined in too many bootstrap draws"),
         (-0.2, 0.01, 0, "T", "fail", "T is better on accuracy: "),
         (-0.2, 0.3, 0, "T", "warn", "T may be better on accuracy: "),
-        (-0.04, 0.01, 0, "T", "pass", "T is not better on accuracy: 0.4600 against 0.5000, 0.0400 worse, 0.05 is"),
-        (0.2, 0.01, 0, "T", "pass", "beats T on accuracy: 0.7000 against 0.5000, 0.2000 better"),
+        (-0.04, 0.01, 0, "T", "pass", "T is not better on accuracy: 0.4600 vs 0.5000 (0.0400 worse, 0.05 "),
+        (0.2, 0.01, 0, "T", "pass", "beats T on accuracy: 0.7000 vs 0.5000 (0.2000 better"),
         (0.2, 0.01, 960, "T", "skipped", "T on accuracy: "),
     ],
 )

@@ -12,7 +12,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.rows import BadRow, RawBatch
 from pipeline.evaluate.config import OnGolden
-from pipeline.evaluate.gate.compare import Side
+from pipeline.evaluate.gate.compare import GateInput
 from pipeline.evaluate.gate.judge import judge
 from pipeline.evaluate.golden import GoldenQuery, golden_check, items_named, judge_golden, read_golden
 from pipeline.evaluate.metrics.scored_rows import PerQuery
@@ -59,7 +59,7 @@ def test_the_file(tmp_path: Path) -> None:
         (b"[[golden]]\nquery = 'a'\nmust = 'b'", "golden.0.must: "),
         (b"[[golden]]\nquery = 'a'\n[[golden]]\nquery = 'a'\ntop = 0", "golden.1.top: "),
         (b"[[golden]]\nquery = 'a'\nmusst = ['b']", "golden.0.musst: "),
-        (b"[[golden]]\nquery = 'a'\ntop = 101", "top = 101 for 'a'"),
+        (b"[[golden]]\nquery = 'a'\ntop = 101", "top = 101 of 'a'"),
         (None, "does not exist"),
     ],
 )
@@ -120,7 +120,7 @@ def test_the_gate(ours: list[list[int]], theirs: list[list[int]] | None, action:
     assert (check.kind, check.outcome) == ("golden", outcome)
     assert ("'a' must find 'one'" in check.reason) == (ours is BAD)
     rows = holdout([1, 1, 2, 2], [0, 1, 0, 1], [[2, 1], [1, 2], [2, 1], [1, 2]])
-    side = Side(rows, Settings().evaluate.metrics, retrieval=PerQuery(np.array([1, 2]), {}))
+    side = GateInput(rows, Settings().evaluate.metrics, retrieval=PerQuery(np.array([1, 2]), {}))
     gate = Settings().gate.model_copy(update={"first_without_comparison": True})
     verdict = judge(side, None, gate, golden=check)
     assert verdict.promote == (outcome != "fail") and verdict.without_comparison == verdict.promote

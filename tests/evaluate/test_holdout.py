@@ -91,7 +91,7 @@ def test_ranks_and_batch_sizes_do_not_change_the_figures(rows: TokenRows, world_
 
 
 def test_an_empty_holdout_and_a_stop_end_it(rows: TokenRows, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the holdout is empty"):
+    with pytest.raises(DataError, match="the valid split is empty"):
         evaluate(make_rows(tmp_path, [(0, 0)]))
     stop = StopSignal()
     stop.set("SIGTERM")

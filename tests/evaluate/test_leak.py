@@ -11,7 +11,7 @@ from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.errors import DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
-from pipeline.evaluate.holdout import Leak, find_leak, leak_doubts, refuse_leak
+from pipeline.evaluate.holdout import Leak, find_leak, leak_warnings, refuse_leak
 from pipeline.retrieval.products import text_hashes
 from tests.evaluate.process_groups import alone, on_ranks
 from tests.train.rows import BUCKETS, PAD, write_shard
@@ -46,31 +46,31 @@ def test_by_id_and_by_text(tmp_path: Path, world_size: int) -> None:
         world_size, lambda process_group: find_leak(asked, sets, process_group, StopSignal(), ("dt=2026-01-01",))
     )
     assert set(found) == {Leak(4, 2, 1, ("dt=2026-01-01",))}
-    assert found[0].share == 0.75
-    assert "3 of 4 holdout queries (75%) were trained on (2 by id, 1 by text)" in found[0].text()
+    assert found[0].fraction == 0.75
+    assert "3 of 4 test queries (75%) were trained on (2 by id, 1 by text)" in found[0].text()
 
 
 def test_a_stop_ends_it(tmp_path: Path) -> None:
     stop = StopSignal()
     stop.set("SIGTERM")
-    with pytest.raises(Preempted, match="looking for holdout queries"):
+    with pytest.raises(Preempted, match="checking for leaked queries"):
         find_leak(holdout([(8, 39)]), [trained(tmp_path / "a", SEEN)], alone(), stop)
 
 
 @pytest.mark.parametrize(
     ("leak", "said"),
     [
-        (None, ["not looked for"]),
+        (None, ["not checked"]),
         (Leak(100, 0, 0), []),
-        (Leak(100, 3, 2), ["5 of 100 holdout queries"]),
-        (Leak(100, 3, 3), ["6 of 100 holdout queries (6.0%) were trained on"]),
-        (Leak(100, 0, 1), ["1 of 100 holdout queries"]),
-        (Leak(100, 0, 0, ("dt=1", "dt=2")), ["2 partition(s) trained on were not looked at"]),
-        (Leak(100, 1, 0, ("dt=1",)), ["1 of 100 holdout queries", "1 partition(s)"]),
+        (Leak(100, 3, 2), ["5 of 100 test queries"]),
+        (Leak(100, 3, 3), ["6 of 100 test queries (6.0%) were trained on"]),
+        (Leak(100, 0, 1), ["1 of 100 test queries"]),
+        (Leak(100, 0, 0, ("dt=1", "dt=2")), ["2 training partition(s) could not be checked"]),
+        (Leak(100, 1, 0, ("dt=1",)), ["1 of 100 test queries", "1 training partition(s)"]),
     ],
 )
 def test_what_the_verdict_repeats_of_a_leak(leak: Leak | None, said: list[str]) -> None:
-    doubts = leak_doubts(leak)
+    doubts = leak_warnings(leak)
     assert len(doubts) == len(said) and all(words in text for words, text in zip(said, doubts, strict=True))
-    with nullcontext() if leak is None or leak.share <= 0.05 else pytest.raises(DataError):
+    with nullcontext() if leak is None or leak.fraction <= 0.05 else pytest.raises(DataError):
         refuse_leak(leak or Leak(100, 0, 0))

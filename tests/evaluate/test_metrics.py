@@ -163,7 +163,7 @@ def test_slices_have_their_own_metrics_and_number_of_queries() -> None:
     assert found["category", "cameras"].values["accuracy"] == 1.0
     assert found["category", "shoes"].values["accuracy"] == 0.0
     assert found["category", "shoes"].num_queries == 1
-    assert found["category", "shoes"].missing["roc_auc"] == "labelled rows of both labels are needed"
+    assert found["category", "shoes"].missing["roc_auc"] == "rows of both labels are needed"
 
 
 # Two labels.
@@ -204,7 +204,7 @@ def test_two_labels_are_those_of_scikit_learn(rows: ScoredRows, threshold: float
 def test_no_threshold_has_a_better_f1(rows: ScoredRows) -> None:
     label, score = rows.label[rows.label >= 0], rows.probabilities[rows.label >= 0, 1]
     if not label.any():
-        with pytest.raises(DataError, match="a threshold cannot be chosen"):
+        with pytest.raises(DataError, match="cannot choose a threshold"):
             best_threshold(rows)
         return
     seen = best_threshold(rows)

@@ -78,7 +78,7 @@ def test_relevant_are_items_of_the_largest_gain_by_default() -> None:
     per_query, report = retrieval_report(ints([1, 2]), ints([[6, 5, 4], [7, 1, 2]]), judged, CONFIG)
     assert per_query.values["retrieval_mrr"].tolist() == pytest.approx([0.5, np.nan], nan_ok=True)
     assert report.values["retrieval_recall@3"] == 1.0
-    assert report.missing["retrieval_recall@10"] == "the lists hold 3 items"
+    assert report.missing["retrieval_recall@10"] == "only 3 items were retrieved"
 
 
 def test_a_pair_judged_twice_has_its_best_gain_and_counts_once() -> None:

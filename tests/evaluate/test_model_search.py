@@ -112,6 +112,6 @@ def test_what_decides_the_lists_is_in_their_name(tmp_path: Path) -> None:
     ]
     names = [searching(tmp_path, **change)._key(checkpoint()) for change in changes]
     assert len(set(names)) == len(names)
-    decided = [searching(tmp_path, **change).decides for change in ({}, {"embed": {"chunks": 2}}, of_file, changes[-1])]
+    decided = [searching(tmp_path, **change).inputs for change in ({}, {"embed": {"chunks": 2}}, of_file, changes[-1])]
     assert ["chunks" in one for one in decided] == [False, False, False, True]
     assert [one.get("asked") for one in decided] == [None, None, "every row", "every row"]

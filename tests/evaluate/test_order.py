@@ -30,7 +30,7 @@ def test_going_on_anywhere_gives_the_rest(sizes: list[int], start: int, batch_ro
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 8))
 def test_ranks_share_a_span(rows: int, world_size: int, batch_size: int) -> None:
     span = Span(0, np.arange(min(rows, world_size * batch_size), dtype=np.int64))
-    shares = [span.share(rank, batch_size) for rank in range(world_size)]
+    shares = [span.rank_batch(rank, batch_size) for rank in range(world_size)]
     assert all(len(numbers) == batch_size for numbers, _ in shares)
     real = np.concatenate([numbers[:count] for numbers, count in shares])
     assert real.tolist() == span.rows.tolist()

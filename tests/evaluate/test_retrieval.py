@@ -117,7 +117,7 @@ def test_valid_queries_are_asked_beside_those_that_are_judged(
         assert not set(task.tuning.ids.tolist()) & set(task.queries.ids.tolist())
         assert set(task.tuning.judged.query_id.tolist()) == set(task.tuning.ids.tolist())
         assert task.tuning.judged.item_id.min() >= 0
-        assert task.asked == [task.queries, task.tuning]
+        assert task.query_groups == [task.queries, task.tuning]
         rare = products_task(holdout, [holdout.rows], RetrievalConfig(), valid=valid).tuning
         assert rare is not None and len(rare.ids) < len(task.tuning.ids), "most products are no items"
         assert rare.judged.item_id.min() >= 0
@@ -135,7 +135,7 @@ def test_without_gains_there_is_nothing_to_find(holdout: Holdout, monkeypatch: p
 
     monkeypatch.setattr(Holdout, "blocks", ungraded)
     found = from_products(holdout, "", [holdout.rows], TOKENIZER, RetrievalConfig(), StopSignal(), print)
-    assert found == "no row of the holdout has a gain, so nothing is relevant to any query"
+    assert found == "no test row has a gain, so nothing is relevant to any query"
 
 
 def test_a_stop_ends_the_look_at_products(holdout: Holdout) -> None:
@@ -282,8 +282,8 @@ def test_valid_queries_of_a_catalogue(catalogue: Path, holdout: Holdout, tokeniz
         ({"text": "description"}, "no column 'description'"),
         ({"queries": {"splitt": "test"}}, "no column 'splitt'"),
         ({"valid_queries": {"splitt": "valid"}}, r"no column 'splitt'[\s\S]*retrieval.valid-queries"),
-        ({"id": "text"}, r"5 of 6 rows have no 'text'"),
-        ({"queries": {"split": "valid"}}, r"no query in 6 rows[\s\S]*among \{'split': 'valid'\}"),
+        ({"id": "text"}, r"5 rows have no 'text' in the catalogue"),
+        ({"queries": {"split": "valid"}}, r"no row has a query[\s\S]*among \{'split': 'valid'\}"),
     ],
 )
 def test_a_catalogue_that_does_not_fit_is_named(

@@ -106,7 +106,7 @@ def test_scores_that_do_not_fit_are_refused(storage: Storage, tmp_path: Path, da
         (folder / FILE).write_bytes(data)
     with pytest.raises(DataError) as caught:
         load_scores(storage, PREFIX if damage != "none" else "cycles/none", tmp_path / "cache")
-    assert "holds no scores" in caught.value.seen and "run trnpipe evaluate again" in caught.value.next_command
+    assert "cannot read the scores" in caught.value.seen and "run trnpipe evaluate again" in caught.value.next_command
 
 
 def test_two_cycles_that_save_at_once_have_each_their_own(

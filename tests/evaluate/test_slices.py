@@ -33,7 +33,7 @@ def holdout(tmp_path: Path) -> Holdout:
 def test_an_empty_holdout_is_a_data_error(tmp_path: Path) -> None:
     workspace = open_storage(str(tmp_path / "workspace"))
     sets = read_token_sets(workspace, [commit(workspace, tmp_path, day) for day in (1, 2)])
-    with pytest.raises(DataError, match="no row of split test in 2 prepared partition") as caught:
+    with pytest.raises(DataError, match="the test split is empty in 2 prepared partition") as caught:
         open_holdout(workspace, sets, "test", tmp_path / "cache", 0)
     assert "--data.test-fraction" in caught.value.next_command
     assert open_holdout(workspace, sets, "train", tmp_path / "cache", 0).order.total == 13

@@ -89,31 +89,31 @@ def report(incumbent: ModelReport | None, *checks: GateCheck, **fields: Any) -> 
 
 
 TABLE = """\
-  metric         candidate  incumbent  difference        90% interval    bm25  boosting  gate
-  ndcg@10           0.8000     0.7500     +0.0500  [+0.0100, +0.0900]       -    0.7000  warn
-  loss              0.5000     0.4000     +0.1000                           -         -  fail
-  f1                     -          -           -                           -         -
-  retrieval_mrr     0.2500     0.5000     -0.2500                      0.4000         -
-not computed for the candidate: f1: no threshold
-not computed for the incumbent: f1: no threshold
-search of the candidate with vectors cut to 8 dimensions: nDCG 0.2000
+  metric         candidate  production  difference        90% interval    bm25  boosting  gate
+  ndcg@10           0.8000      0.7500     +0.0500  [+0.0100, +0.0900]       -    0.7000  warn
+  loss              0.5000      0.4000     +0.1000                           -         -  fail
+  f1                     -           -           -                           -         -
+  retrieval_mrr     0.2500      0.5000     -0.2500                      0.4000         -
+not computed for candidate: f1: no threshold
+not computed for production: f1: no threshold
+search with candidate vectors cut to 8 dimensions: nDCG 0.2000
 hybrid search: each model fused with BM25
-  metric         candidate  incumbent    bm25  candidate rrf  candidate weighted 0.35
-  retrieval_mrr     0.2500     0.5000  0.4000         0.6100                   0.6200
-slices: 5 of 9 compared, those that lost most
-  slice     metric   candidate  incumbent  difference            interval  queries  gate
-  kind=bad  loss        0.6000     0.5000     +0.1000  [+0.0500, +0.1500]       60  fail
-  kind=7    ndcg@10     0.8000     0.8700     -0.0700  [-0.1000, +0.1000]    1,007  pass
-  kind=6    ndcg@10     0.8000     0.8600     -0.0600  [-0.1000, +0.1000]    1,006  pass
-  kind=5    ndcg@10     0.8000     0.8500     -0.0500  [-0.1000, +0.1000]    1,005  pass
-  kind=4    ndcg@10     0.8000     0.8400     -0.0400  [-0.1000, +0.1000]    1,004  pass
+  metric         candidate  production    bm25  candidate rrf  candidate weighted 0.35
+  retrieval_mrr     0.2500      0.5000  0.4000         0.6100                   0.6200
+slices: 5 with the largest drops of 9 compared
+  slice     metric   candidate  production  difference            interval  queries  gate
+  kind=bad  loss        0.6000      0.5000     +0.1000  [+0.0500, +0.1500]       60  fail
+  kind=7    ndcg@10     0.8000      0.8700     -0.0700  [-0.1000, +0.1000]    1,007  pass
+  kind=6    ndcg@10     0.8000      0.8600     -0.0600  [-0.1000, +0.1000]    1,006  pass
+  kind=5    ndcg@10     0.8000      0.8500     -0.0500  [-0.1000, +0.1000]    1,005  pass
+  kind=4    ndcg@10     0.8000      0.8400     -0.0400  [-0.1000, +0.1000]    1,004  pass
 refuse: 2 failed, 9 checks passed, 1 warning, 1 not applicable (3 queries, 9 rows)
   fail    loss: so
   fail    loss kind=bad: so
   warn    ndcg@10: so
   skipped kind: so
   pass    ndcg@10: so
-  pass    8 comparisons of slices
+  pass    8 slice comparisons
 """
 
 

@@ -77,7 +77,7 @@ def test_training_meets_only_compiled_graphs(
 def test_shapes_can_come_from_the_settings_alone(bare_place: Callable[..., Place]) -> None:
     here = bare_place("xla", ONE_SHAPE)
     compiled = here.run("compile")
-    assert "nothing is prepared yet: assuming a vocabulary of 400 and 4 classes" in compiled.out + compiled.err
+    assert "no prepared data yet: assuming a vocabulary of 400 and 4 classes" in compiled.out + compiled.err
     here.run("prepare")
     assert "compiled ahead of time, manifest" in here.run("train").out
     other = here.run("prepare", "--data.tokenizer.vocab-size=300", cycle="c2")

@@ -48,7 +48,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint(place: Callable[..., Place], nam
     flip(here.path / f"checkpoints/c1/step-{newest}/{name}")
     run = here.run("train")
     (warning,) = (line for line in run.out.splitlines() if line.startswith("warning:"))
-    assert f"step-{newest}" in warning and "passed over" in warning
+    assert f"step-{newest}" in warning and "skipped an unusable checkpoint" in warning
     (rejected,) = here.events("checkpoint_rejected")
     assert rejected["step"] == newest
     assert name in rejected["reason"]
@@ -64,7 +64,7 @@ def test_every_checkpoint_is_bad(place: Callable[..., Place]) -> None:
     for step in stopped_at(here, 25):
         flip(here.path / f"checkpoints/c1/step-{step}/model.safetensors")
     run = here.run("train")
-    assert "passed over" in run.out
+    assert "skipped an unusable checkpoint" in run.out
     assert not here.events("train_resumed")
     assert here.ended() == reference("cpu")
 
@@ -81,7 +81,7 @@ def test_no_file_can_grow_while_saving(place: Callable[..., Place]) -> None:
     assert set(good[-1:]) <= set(here.steps_saved()), "the last good checkpoint stays"
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert run.wait() == 0, run.err[-3000:]
-    assert "a checkpoint could not be saved, training goes on" in run.out
+    assert "a checkpoint could not be saved, but training continues" in run.out
     assert "Traceback" not in run.err
     assert max(here.steps_saved()) == LONG_STEPS
     assert here.ended() == reference("cpu", LONG)
@@ -116,7 +116,7 @@ def fill(path: Path) -> None:
 )
 @again_when_late
 def test_the_disk_is_full_for_a_while(place: Callable[..., Place], full: str) -> None:
-    """Wherever nothing fits any more (with `cycles` not even an event): training goes on, and saves again later."""
+    """Wherever nothing fits any more (with `cycles` not even an event): training continues, and saves again later."""
     here = place("cpu", LONG)
     folder = here.scratch if full == "scratch" else here.path / full
     kept = here.folder / "kept"
@@ -130,7 +130,7 @@ def test_the_disk_is_full_for_a_while(place: Callable[..., Place], full: str) ->
 
         def has_failed() -> bool:
             fill(folder / "filler")  # old checkpoints and staged files go, and leave room
-            return "training goes on" in run.out
+            return "training continues" in run.out
 
         run.reach(has_failed)
         last_good = here.steps_saved()[-1]

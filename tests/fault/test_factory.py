@@ -112,7 +112,7 @@ def test_what_looks_at_values_is_refused_before_xla_is_promised(place: Callable[
     name = "--model.factory=tests.model.factories:looks"
     here = place("xla", (*ON_XLA, name, "--model.hidden-size=16", "--embed.buckets=24"))
     refused = here.run("compile", code=78)
-    assert "the graphs of model.factory tests.model.factories:looks do not pass: HLO006" in refused.err
+    assert "the graphs of model.factory tests.model.factories:looks are not valid: HLO006" in refused.err
     assert not here.storage.list_dirs("compile-cache/graphs")
 
 

@@ -56,7 +56,9 @@ def test_cheap_ones_first_and_all_are_reported_as_they_come() -> None:
     seen: list[str] = []
     checks = [passing("dear", 60.0), passing("cheap", 0.0), passing("usual"), passing("cheap too", 0.0)]
     stop = StopSignal()
-    report = run_checks(checks, QUICK, node_rank=3, host="i", stop=stop, seen=lambda result: seen.append(result.name))
+    report = run_checks(
+        checks, QUICK, node_rank=3, host="i", stop=stop, on_result=lambda result: seen.append(result.name)
+    )
     assert seen == [result.name for result in report.results] == ["cheap", "cheap too", "usual", "dear"]
 
 
@@ -89,7 +91,7 @@ def test_a_dear_check_is_spared_a_node_that_has_failed() -> None:
     dear = Check("burn", lambda ctx: pytest.fail("it was run"), cost_s=60.0)
     report = run(raising(TransientError("sick")), passing("cheap"), dear)
     assert [one.verdict for one in report.results] == [HealthVerdict.RETRY, HealthVerdict.PASS, HealthVerdict.WARN]
-    assert "not run" in report.results[-1].seen
+    assert "skipped" in report.results[-1].seen
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_a_check_that_hangs_is_sent_back_with_what_it_was_doing(monkeypatch: pyt
         checks = Check("driver", deaf, time_limit_s=0.1), passing("after")
         hung, after = run(*checks, clock=lambda: now[0]).results
         assert (hung.name, hung.verdict, after.verdict) == ("driver", HealthVerdict.RETRY, HealthVerdict.PASS)
-        assert hung.seen == "not done after 0.1s, still asking the driver; it does not end either"
+        assert hung.seen == "timed out after 0.1s, still asking the driver and ignoring its stop signal"
     finally:
         released.set()
 
@@ -156,7 +158,7 @@ def test_a_check_that_hears_may_clean_up(tmp_path: Path, is_stopped: bool) -> No
             ran()
     else:
         (hung,) = ran().results
-        assert (hung.verdict, hung.seen) == (HealthVerdict.RETRY, "not done after 0.1s, still waiting for an answer")
+        assert (hung.verdict, hung.seen) == (HealthVerdict.RETRY, "timed out after 0.1s, still waiting for an answer")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,8 +24,8 @@ from pipeline.health.check import (
     CheckResult,
     HealthVerdict,
     NodeReport,
-    results_of,
-    with_slow_ranks,
+    add_slow_ranks,
+    merge_rank_results,
     write_rank_report,
 )
 from pipeline.health.config import HealthConfig, OperationName
@@ -37,10 +37,10 @@ from pipeline.health.device import (
     check_memory,
     check_operations,
     diagnose_device_error,
+    max_relative_error,
     rank_checks,
     reference,
     report_rank,
-    worst_error,
 )
 from pipeline.parallel.process_group import open_world_group
 from pipeline.parallel.world import World
@@ -91,8 +91,8 @@ def test_a_sound_core_passes_with_its_errors_as_figures() -> None:
     [
         pytest.param(flipped, 0, "matmul fp32: relative error", id="a corrupted matmul"),
         pytest.param(flipped, 2, "matmul bf16: relative error", id="a corrupted bf16 matmul"),
-        pytest.param(not_a_number, 0, "matmul fp32: a value that is not finite", id="NaN"),
-        pytest.param(nudged, 1, "matmul fp32: two runs on equal inputs differ", id="not deterministic"),
+        pytest.param(not_a_number, 0, "matmul fp32: a value is not finite", id="NaN"),
+        pytest.param(nudged, 1, "matmul fp32: two runs with equal inputs differ", id="not deterministic"),
     ],
 )
 def test_a_wrong_core_is_sent_back(spoil: Callable[[Tensor], Tensor], after: int, told: str) -> None:
@@ -107,7 +107,7 @@ def test_the_tolerance_of_each_operation_finds_a_wrong_element(operation: Operat
     for right in reference(operation, inputs):
         wrong = right.clone().reshape(-1)
         wrong[0] += float(right.abs().max()) * max(0.1, 2 * operation.tolerance)
-        assert worst_error(wrong.reshape(right.shape), right) > operation.tolerance
+        assert max_relative_error(wrong.reshape(right.shape), right) > operation.tolerance
 
 
 def test_memory_that_changes_is_found() -> None:
@@ -237,7 +237,7 @@ def test_sound_collectives_pass_with_their_bandwidth() -> None:
 @pytest.mark.parametrize(
     ("fault", "seen"),
     [
-        ("swapped", "wrong numbers of 6 in all-gather of 8 bytes, the first at 0 (from rank 0): "),
+        ("swapped", "of 6 numbers are wrong in all-gather of 8 bytes, the first at 0 (from rank 0): "),
         ("absent", "in all-gather of 8 bytes: "),
         ("dies", "in all-gather of 8 bytes: "),
     ],
@@ -276,7 +276,7 @@ def test_a_sound_rank_reports_every_check_and_the_node_sums_up(tmp_path: Path) -
     assert [result.name for result in report.results] == ["device", "operations", "device memory", "burn"]
     written = (tmp_path / "rank-0.json").read_text()
     (tmp_path / "rank-1.json").write_text(written.replace('"node_rank": 0', '"node_rank": 1'))
-    merged = results_of(tmp_path, range(2))
+    merged = merge_rank_results(tmp_path, range(2))
     assert {result.verdict for result in merged} == {HealthVerdict.PASS}
     assert merged[0].seen == "2 x cpu"
     assert {"rank_0_fastest_round_s", "rank_1_fastest_round_s"} <= merged[3].figures.keys()
@@ -295,14 +295,14 @@ def test_a_rank_that_is_stopped_leaves_what_it_has(tmp_path: Path) -> None:
     stop.set("SIGTERM")
     with pytest.raises(Preempted):
         of_rank(tmp_path, "cpu", stop)
-    assert results_of(tmp_path, [0]) == ()
+    assert merge_rank_results(tmp_path, [0]) == ()
 
 
 def test_groups_and_limits() -> None:
     def chosen(world_size: int = 4, **values: object) -> dict[str, float | None]:
         config, world = HealthConfig.model_validate(values), World(0, world_size)
         checks = rank_checks("xla", world, config, {"PJRT_DEVICE": "CPU"}, seed=1)
-        return {check.name: check.time_limit_s for check in checks if config.wants(check.group)}
+        return {check.name: check.time_limit_s for check in checks if config.includes(check.group)}
 
     alone = {"device": 120.0, "operations": 60.0, "device memory": 60.0, "burn": 60.0}
     assert chosen() == {**alone, "collectives": 180.0} and chosen(1) == alone
@@ -334,12 +334,12 @@ def test_a_rank_that_failed_is_reported_apart_and_one_without_a_word_is_named(tm
     report(tmp_path, 5, CheckResult("operations", HealthVerdict.RETRY, "matmul fp32: relative error 0.5"))
     (tmp_path / "rank-6.json").write_text('{"half')
     report(tmp_path, 7, burned(1.0), is_finished=False)
-    merged = {result.name: result for result in results_of(tmp_path, range(4, 7))}
-    assert merged["ranks"].seen == "rank 6 of this node ended without a word"
+    merged = {result.name: result for result in merge_rank_results(tmp_path, range(4, 7))}
+    assert merged["ranks"].seen == "rank 6 of this node exited without a report"
     assert merged["operations"].seen == "rank 5: matmul fp32: relative error 0.5"
-    assert (merged["burn"].seen, merged["address"].seen) == ("right", "10.0.0.7")
-    late, before = results_of(tmp_path, [7])
-    assert late.seen == "rank 7 of this node ended without a word after check burn" and before.name == "burn"
+    assert (merged["burn"].seen, merged["address"].seen) == ("passed", "10.0.0.7")
+    late, before = merge_rank_results(tmp_path, [7])
+    assert late.seen == "rank 7 of this node exited without a report after check burn" and before.name == "burn"
 
 
 @pytest.mark.parametrize(("seconds", "slow"), [((1.0, 1.1, 2.4, 0.9), [2]), ((1.0, 1.4), []), ((3.0, 1.0), [0])])
@@ -351,7 +351,7 @@ def test_a_slow_core_is_named_among_all_nodes(
     for rank, one in enumerate(seconds):
         device = CheckResult("device", HealthVerdict.PASS, "xla:NEURON", figures={"shares_host_cpu": shared})
         report(tmp_path, rank, device, burned(one))
-        reports.append(NodeReport(rank, f"host-{rank}", results_of(tmp_path, [rank])))
-    annotated = with_slow_ranks(reports)
+        reports.append(NodeReport(rank, f"host-{rank}", merge_rank_results(tmp_path, [rank])))
+    annotated = add_slow_ranks(reports)
     assert [one.node_rank for one in annotated if one.verdict is not HealthVerdict.PASS] == slow
     assert all(one.results[-1].verdict is verdict for one in annotated if one.node_rank in slow)

@@ -24,15 +24,15 @@ from pipeline.health.node import (
     VERSIONS,
     HostChecks,
     Identity,
+    check_driver,
     check_kernel_log,
+    check_nccom_run,
+    check_rank_count,
     find_versions,
-    judge_driver,
-    judge_nccom,
-    judge_rank_count,
+    local_folders,
     neuron_checks,
     parse_table,
     read_identity,
-    usual_folders,
 )
 from pipeline.io.storage import LocalStorage
 from pipeline.proc.tool import NOT_INSTALLED, ToolRun
@@ -103,8 +103,8 @@ def dead_clock(checks: HostChecks, patch: pytest.MonkeyPatch) -> HostChecks:
     ("spoil", "name", "verdict", "seen"),
     [
         (lambda one, patch: replace(one, identity=Identity("h", "trn1.2xlarge")), "instance", FIX, "trn1.2xlarge"),
-        (lambda one, patch: replace(one, identity=Identity("h")), "instance", WARN, "not known"),
-        (dead_clock, "clock", RETRY, "it is "),
+        (lambda one, patch: replace(one, identity=Identity("h")), "instance", WARN, "unknown instance type"),
+        (dead_clock, "clock", RETRY, "the clock is at "),
         (lambda one, patch: replace(one, env={"MASTER_ADDR": "no.such.host.invalid"}), "address", RETRY, "resolved"),
         (lambda one, patch: replace(one, env={"NEURON_RT_ROOT_COMM_ID": "1.2.3.4:x"}), "address", FIX, "'x'"),
         (small_shm, "shared memory", FIX, "64.0 MiB"),
@@ -155,7 +155,7 @@ def refuse() -> bytes:
 @pytest.mark.parametrize(
     ("act", "verdict", "seen"),
     [
-        (lambda: b"other", RETRY, "other bytes"),
+        (lambda: b"other", RETRY, "different bytes"),
         (lambda: time.sleep(0.02), WARN, "bytes in file://"),
         (refuse, RETRY, "gone"),
     ],
@@ -199,8 +199,8 @@ def test_identity(tmp_path: Path, files_: tuple[str, ...], expected: tuple[str, 
 
 def test_where_a_cycle_writes(tmp_path: Path) -> None:
     workspace = LocalStorage(tmp_path, stop=StopSignal())
-    assert usual_folders(Path("/s"), "/cache", workspace).keys() == {"scratch", "compile cache", "workspace"}
-    assert usual_folders(Path("/s"), "s3://b/c", workspace).keys() == {"scratch", "workspace"}
+    assert local_folders(Path("/s"), "/cache", workspace).keys() == {"scratch", "compile cache", "workspace"}
+    assert local_folders(Path("/s"), "s3://b/c", workspace).keys() == {"scratch", "workspace"}
 
 
 # Driver and runtime, the kernel's log, and nccom-test.
@@ -224,14 +224,14 @@ ROOT = Path(__file__).parents[2]
 )
 def test_driver_and_runtime(driver: str, runtime: str | None, verdict: HealthVerdict) -> None:
     versions = {"driver": driver} | ({"runtime": runtime} if runtime is not None else {})
-    result = judge_driver(versions)
+    result = check_driver(versions)
     assert result is not None and result.verdict is verdict, result
     if verdict is not PASS:
         assert "2.33" in result.expected and result.next_command
     if verdict is FIX:
         assert "**When no such machine image is left**" in (ROOT / "docs" / "neuron.md").read_text()
         assert "docs/neuron.md, When no such machine image is left" in result.next_command
-    assert judge_driver({"runtime": "2.31.24.0"}) is None, "no driver: no Neuron machine"
+    assert check_driver({"runtime": "2.31.24.0"}) is None, "no driver: no Neuron machine"
 
 
 @pytest.mark.unit
@@ -249,7 +249,7 @@ def test_versions_come_before_whatever_opens_a_device(tmp_path: Path, monkeypatc
     names = [(one.name, one.verdict) for one in report.results]
     assert names[:3] == [("processes", PASS), (VERSIONS, PASS), (DRIVER_FIT, FIX)]
     assert report.results[1].figures["code"] == "abc"
-    spared = [one.name for one in report.results if one.seen.startswith("not run")]
+    spared = [one.name for one in report.results if one.seen.startswith("skipped")]
     operations = ("all_reduce", "all_gather", "reduce_scatter", "all_reduce bandwidth")
     assert spared == [f"nccom-test {operation}" for operation in operations]
     elsewhere = neuron_checks(config, "", {}, num_nodes=1, processes=2, on_neuron=False)
@@ -268,7 +268,7 @@ def test_versions_come_before_whatever_opens_a_device(tmp_path: Path, monkeypatc
     ],
 )
 def test_how_many_ranks_fit(instance: str, processes: int, num_nodes: int, verdict: HealthVerdict) -> None:
-    assert judge_rank_count(MACHINES[instance], processes, num_nodes=num_nodes).verdict is verdict
+    assert check_rank_count(MACHINES[instance], processes, num_nodes=num_nodes).verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -331,14 +331,14 @@ def test_command_and_sizes() -> None:
     [
         (ran(OLD), PASS, "bus bandwidth 63.97"),
         (ran(NEW, stderr="0 errors found\n"), PASS, "bus bandwidth 63.97"),
-        (ran(NEW, exit_code=1), WARN, "all sizes are right, but exit code 1"),
+        (ran(NEW, exit_code=1), WARN, "exit code 1 despite correct results"),
         (ran(FAILED), RETRY, "1048576    Failure running neuron-bench"),
         (ran(NEW + "2 errors found - test failed\n"), RETRY, "2 errors found - test failed"),
         (ran(NO_DRIVER), RETRY, "Neuron DKMS Driver is not running!"),
         (ran(""), RETRY, "results for 0 of 3 sizes"),
         (ran("".join(OLD.splitlines(True)[:3])), RETRY, "results for 2 of 3 sizes"),
-        (ran(NEW.replace("63.97", "0.00")), RETRY, "a bandwidth that is no positive number"),
-        (ran(NEW.replace("63.97", "nan")), RETRY, "a bandwidth that is no positive number"),
+        (ran(NEW.replace("63.97", "0.00")), RETRY, "a bandwidth is not a positive number"),
+        (ran(NEW.replace("63.97", "nan")), RETRY, "a bandwidth is not a positive number"),
         (ran(NEW.replace("63.97", "47.0")), WARN, "bus bandwidth 47.00 GiB/s at 67108864 bytes"),
         (ran(NEW.replace("63.97", "41.0")), RETRY, "bus bandwidth 41.00 GiB/s at 67108864 bytes"),
         (ran(OLD, exit_code=None, failure="did not end within 300 s"), RETRY, "did not end within 300 s"),
@@ -348,9 +348,9 @@ def test_command_and_sizes() -> None:
     ],
 )
 def test_what_is_believed(run: ToolRun, verdict: HealthVerdict, seen: str) -> None:
-    result = judge_nccom(run, TEST, min_gib_s=45.0, usual_gib_s=110.0)
+    result = check_nccom_run(run, TEST, min_gib_s=45.0, usual_gib_s=110.0)
     if verdict is PASS:
-        result = judge_nccom(run, TEST, min_gib_s=45.0, usual_gib_s=60.0)
+        result = check_nccom_run(run, TEST, min_gib_s=45.0, usual_gib_s=60.0)
     assert result.verdict is verdict and seen in result.seen, result
 
 
@@ -358,7 +358,7 @@ def test_what_is_believed(run: ToolRun, verdict: HealthVerdict, seen: str) -> No
 @given(st.text(max_size=200), st.integers(0, len(NEW)))
 def test_whatever_a_tool_prints_gives_a_verdict(text: str, length: int) -> None:
     for output in (text, NEW[:length] + text):
-        result = judge_nccom(ran(output), TEST, min_gib_s=45.0)
+        result = check_nccom_run(ran(output), TEST, min_gib_s=45.0)
         assert isinstance(result, CheckResult) and (result.verdict is PASS or result.seen)
         assert set(parse_table(NEW[:length])) <= {2**20, 2**23, 2**26}
         device_error(output)

@@ -21,8 +21,8 @@ from pipeline.health.check import (
     exchange_reports,
     from_json,
     job_error,
+    print_report,
     report_key,
-    show,
     store_report,
     to_json,
 )
@@ -78,7 +78,7 @@ def test_anything_else_is_refused(text: str) -> None:
 
 def test_plain_lines() -> None:
     out = io.StringIO()
-    show(REPORT, out)
+    print_report(REPORT, out)
     assert out.getvalue().splitlines() == [
         "node 1 (i-0abc): retry",
         "  pass   memory         gib 31.25, type trn1 (0.2s)",
@@ -168,7 +168,7 @@ def test_a_node_that_never_comes_is_named_by_all(nodes: Callable[[int, int], Nod
         first, second, absent = exchange_reports(nodes(rank, 3), "reports", node(rank, P), wait_s)
         assert (first, second) == (node(0, P), node(1, P))
         (result,) = absent.results
-        assert (absent.host, result.verdict) == ("host not known", R)
+        assert (absent.host, result.verdict) == ("unknown host", R)
         assert "node 2 of 3 not ready after 0.2s" in result.seen
 
 

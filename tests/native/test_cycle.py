@@ -50,7 +50,7 @@ def test_the_whole_cycle(
     assert "programs" in compiled and "embed " in compiled
     cycle.killed(4, how)
     resumed = cycle.run("train")
-    assert "continuing from" in resumed and "compiled ahead of time" in resumed
+    assert "resuming from" in resumed and "compiled ahead of time" in resumed
     losses = cycle.losses()
     assert sorted(losses) == sorted(on_cpu)
     assert max(abs(losses[step] - on_cpu[step]) for step in losses) < 1e-5

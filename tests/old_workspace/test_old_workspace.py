@@ -55,10 +55,10 @@ def run(program: str, *words: str, workspace: Path, expected: int = 0) -> str:
 def test_a_run_under_way_continues_at_its_checkpoint(workspace: Path, revision: str) -> None:
     if revision == "ebaa50c":
         shown = run("pipeline", "train", "--cycle", UNDER_WAY, workspace=workspace, expected=ConfigError.exit_code)
-        assert "step-6 was trained with other" in shown and "train.candidates_per_query" in shown
+        assert "step-6 was trained with different" in shown and "train.candidates_per_query" in shown
         return
     shown = run("pipeline", "train", "--cycle", UNDER_WAY, workspace=workspace)
-    assert f"continuing from {workspace.as_uri()}/checkpoints/{UNDER_WAY}/step-6" in shown
+    assert f"resuming from {workspace.as_uri()}/checkpoints/{UNDER_WAY}/step-6" in shown
     mine, theirs = (workspace / MODEL.format(cycle) for cycle in (UNDER_WAY, DONE))
     if hashlib.sha256(mine.read_bytes()).digest() != hashlib.sha256(theirs.read_bytes()).digest():
         # Another processor than the one that wrote the sample adds in another order.
@@ -76,10 +76,10 @@ def test_vectors_are_carried_over(workspace: Path) -> None:
 @pytest.mark.stage
 def test_what_is_done_is_done_and_history_shows(workspace: Path, revision: str) -> None:
     if revision != "ebaa50c":
-        for stage in ("prepare", "train", "evaluate"):
-            assert "already" in run("pipeline", stage, "--cycle", DONE, workspace=workspace)
+        for stage, message in (("prepare", "1 reused"), ("train", "already"), ("evaluate", "already")):
+            assert message in run("pipeline", stage, "--cycle", DONE, workspace=workspace)
     else:
-        assert "is the model in production" in run("pipeline", "evaluate", "--cycle", DONE, workspace=workspace)
+        assert "is the production model" in run("pipeline", "evaluate", "--cycle", DONE, workspace=workspace)
     assert f"checkpoints/{DONE}/step-" in run("pipeline", "registry", "list", workspace=workspace)
     assert DONE in run("jobs", "history", workspace=workspace)
 

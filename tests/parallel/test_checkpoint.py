@@ -115,7 +115,7 @@ def test_what_is_not_this_models(tmp_path: Path) -> None:
         load(tmp_path / "saved", model, torch.optim.SGD([model.weight]))
     with pytest.raises(CheckpointError, match="does not exist"):
         load(tmp_path / "other", model)
-    with pytest.raises(ConfigError, match=r"2 parameters that are not the model's.*\n.*\n.*transform"):
+    with pytest.raises(ConfigError, match=r"2 parameters that do not belong to the model.*\n.*\n.*transform"):
         save(tmp_path / "saved", nn.Linear(3, 4), optimizer)
     (tmp_path / "saved/model.safetensors").write_bytes(b"0" * (tmp_path / "saved/model.safetensors").stat().st_size)
     with pytest.raises(CheckpointError, match="xxh3_128"):

@@ -30,7 +30,7 @@ from pipeline.parallel.strategies.zero1 import (
     buckets_of,
 )
 from pipeline.parallel.world import World, world_from_env
-from pipeline.train.config import OptimizerConfig, TrainPlan, batch_share, run_layout
+from pipeline.train.config import OptimizerConfig, TrainPlan, rank_slice, run_layout
 from pipeline.train.optimizer import AdamW, control_values
 from pipeline.train.step import TrainProgram, open_program, prepare_model
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
@@ -65,10 +65,10 @@ def program_of(
     config = BASE.model_copy(update={**VARIANTS[variant], "seed": seed, "parallel": plan})
     world = process_group.world
     process_group.layout = run_layout(config, world.world_size, world.rank)
-    share, model = batch_share(config, world.world_size, world.rank), build_model(MODEL, SPEC, seed)
+    share, model = rank_slice(config, world.world_size, world.rank), build_model(MODEL, SPEC, seed)
     if degree == 1 or variant == "plain":
         program = open_program(
-            model, backend, config, share, process_group, figure_rows=STEPS, buckets=BUCKETS, watch=GraphWatch()
+            model, backend, config, share, process_group, metric_rows=STEPS, buckets=BUCKETS, watch=GraphWatch()
         )
         return program, share
     mesh = open_mesh(plan.as_plan(), backend, timeout_s=60.0)
@@ -84,7 +84,7 @@ def program_of(
         largest_bytes=BUCKET_BYTES,
     )
     assert len(strategy.buckets) > len(strategy.layout.chunks)
-    return TrainProgram(strategy, backend, config, share, figure_rows=STEPS, buckets=BUCKETS), share
+    return TrainProgram(strategy, backend, config, share, metric_rows=STEPS, buckets=BUCKETS), share
 
 
 def chunk_mib(variant: str) -> float:
@@ -100,7 +100,7 @@ def train(program: TrainProgram, share: RankSlice, start: int, stop: int) -> Fig
     micros = [{name: tensor.to(program.backend.device) for name, tensor in one.items()} for one in micros]
     for step in range(stop - start):
         program.step(micros[step * share.accumulation : (step + 1) * share.accumulation])
-    return program.read_figures(stop - start)
+    return program.read_metrics(stop - start)
 
 
 def runs(folder: str, device: str, *modes: str) -> list[dict[str, Any]]:

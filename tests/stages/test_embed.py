@@ -133,12 +133,12 @@ def test_long_texts_in_chunks(workspace: Storage, tmp_path: Path, capsys: pytest
     assert embed(workspace, *chunked, cycle="c3", catalogue="long") == 0
     assert "0 embedded, 6 carried over" in capsys.readouterr().out
     assert embed(workspace, "--embed.chunks=7", cycle="c3", catalogue="long") == 78
-    assert "embed.chunks is 7; cycle c3 was begun with 8" in capsys.readouterr().err
+    assert "embed.chunks is 7, but cycle c3 was started with 8" in capsys.readouterr().err
 
 
 def test_verify_says_what_is_wrong(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> None:
     assert embed(workspace, action="verify") == 65
-    assert "holds no finished vectors" in capsys.readouterr().err
+    assert "has no complete vectors" in capsys.readouterr().err
     assert embed(workspace) == 0
     path = workspace.local_path("embeddings/c1/part-00002.parquet")
     assert path is not None
@@ -208,8 +208,8 @@ def test_what_cannot_work_is_said_before_any_work(
 def test_a_cycle_is_not_continued_with_other_settings(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> None:
     assert embed(workspace, "--embed.workers=2", "--embed.worker=0") == 0
     assert embed(workspace, "--embed.output.dtype=int8") == 78
-    assert "embed.output.dtype is 'int8'; cycle c1 was begun with 'fp16'" in capsys.readouterr().err
+    assert "embed.output.dtype is 'int8', but cycle c1 was started with 'fp16'" in capsys.readouterr().err
     assert embed(workspace) == 0, "with the same it is, by any number of workers"
     workspace.delete_prefix("cycles/c1")
     assert embed(workspace, "--embed.output.dtype=int8") == 78
-    assert "holds vectors that another plan led to" in capsys.readouterr().err
+    assert "has vectors from a different plan" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def test_the_first_model_is_promoted_and_asked_again_it_is_done(case: Case) -> N
     assert not case.storage.list_dirs("cycles/c1/evaluate/parts/")
 
     before = {stat.key: stat.etag for stat in case.storage.list("") if not stat.key.endswith("events.jsonl")}
-    assert "done already; promoted" in case.run()
+    assert "done already, promoted" in case.run()
     assert before == {stat.key: stat.etag for stat in case.storage.list("") if not stat.key.endswith("events.jsonl")}
 
 
@@ -125,10 +125,10 @@ def test_a_worse_model_is_refused_and_again_without_new_work(promoted: Case, mon
     assert "promoted by force, generation 2" in forced
     assert promoted.history[-1] == ("forced", worse)
     assert "forced: a rehearsal" in promoted.entries[-1].reasons
-    assert "done already; promoted, figures" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
+    assert "done already, promoted, figures" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
     author = Author(by="an operator", code_version="v")
     roll_back_model(promoted.storage, "relevance", "", reason="a rehearsal", author=author)
-    again = f"trnpipe registry promote {worse} --force REASON puts it there again"
+    again = f"promote it again with trnpipe registry promote {worse} --force REASON"
     assert f"rolled back since ({again})" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
 
 
@@ -169,7 +169,7 @@ def test_vectors_are_judged_as_they_are_embedded_and_narrower_ones_are_shown(cas
     told = case.run("--no-evaluate.promote", "--evaluate.retrieval.dimensions=4,8")
     whole = case.report().candidate
     assert whole.retrieval is not None and list(whole.ndcg_by_width) == [4, 8]
-    assert "search of the candidate with vectors cut to 8 dimensions: nDCG 0." in told
+    assert "search with candidate vectors cut to 8 dimensions: nDCG 0." in told
     narrow = whole.ndcg_by_width[4]
     assert 0 < narrow < whole.retrieval.values["retrieval_ndcg@10"]
     case.run("--no-evaluate.promote", "--embed.output.dimensions=4")
@@ -177,7 +177,7 @@ def test_vectors_are_judged_as_they_are_embedded_and_narrower_ones_are_shown(cas
     assert cut.retrieval is not None and not cut.ndcg_by_width
     assert cut.retrieval.values["retrieval_ndcg@10"] == narrow
     told = case.run("--no-evaluate.promote", "--evaluate.retrieval.dimensions=33", code=78)
-    assert "evaluate.retrieval.dimensions is 33, the model's vectors have 32" in told
+    assert "evaluate.retrieval.dimensions is 33, but the model's vectors have 32" in told
 
 
 def test_embeddings_that_are_no_numbers_are_told(case: Case) -> None:
@@ -193,7 +193,7 @@ def test_what_is_in_production_already_is_nothing_new(promoted: Case) -> None:
     assert "no prepared data" in told
     promoted.run(stage="prepare", cycle="c2")
     told = promoted.run(f"--evaluate.candidate={promoted.trained()}", cycle="c2")
-    assert "nothing new, the candidate is the model in production" in told
+    assert "nothing new, the candidate is the production model" in told
     result = promoted.result("c2")
     assert result is not None and result.figures["nothing_new"] is True
     assert len(promoted.history) == 1
@@ -204,9 +204,9 @@ def test_what_is_in_production_is_judged_against_another(promoted: Case, monkeyp
     worse = promoted.made("worse", noisy(1.0))
     told = promoted.run(f"--evaluate.incumbent={worse}")
     report = promoted.report()
-    assert "it was not held against production" in told
+    assert "not compared with production" in told
     assert report.incumbent is not None and report.incumbent.checkpoint.endswith(worse)
-    assert "it was not held against production" in promoted.run("--evaluate.incumbent=none")
+    assert "not compared with production" in promoted.run("--evaluate.incumbent=none")
     assert promoted.report().incumbent is None and len(promoted.history) == 1
 
     def killed(*args: object, **kwargs: object) -> None:
@@ -252,7 +252,7 @@ def test_ranks_that_see_another_production_start_anew(promoted: Case, monkeypatc
     monkeypatch.setattr(
         "pipeline.parallel.process_group.ProcessGroup.gather", lambda self, value: [value, ("other", "other")]
     )
-    assert "production changed while the ranks" in promoted.run(f"--evaluate.candidate={candidate}", code=75)
+    assert "the production model changed while the ranks" in promoted.run(f"--evaluate.candidate={candidate}", code=75)
 
 
 def test_a_catalogue_that_has_changed_is_another_question(case: Case) -> None:
@@ -288,7 +288,7 @@ def test_golden_queries_are_judged_by_what_search_finds(promoted: Case) -> None:
     told = promoted.run(*flags, code=80)
     found = promoted.report().golden
     assert found is not None and found.unknown == ("nothing",)
-    assert "golden queries name 1 that are none of the" in told and "golden queries: " in told
+    assert "golden queries name 1 product(s) not among the" in told and "golden queries: " in told
     texts = dict.fromkeys(
         (row["title"], row["text"])
         for day in synthetic.partitions(SyntheticConfig(num_queries=60, num_days=2))
@@ -328,15 +328,15 @@ def test_golden_queries_in_a_catalogue_of_its_own(case: Case) -> None:
 
 def test_judged_first_and_promoted_later(case: Case) -> None:
     told = case.run("--no-evaluate.promote")
-    assert "passed, and not promoted (evaluate.promote)" in told and case.pointer is None
-    assert "done already; passed, and not promoted" in case.run("--no-evaluate.promote")
+    assert "passed, not promoted (evaluate.promote)" in told and case.pointer is None
+    assert "done already, passed, not promoted" in case.run("--no-evaluate.promote")
     assert "generation 1" in case.run()
     assert case.history == [("promoted", case.trained())]
 
 
 def test_promoted_under_one_name_it_is_not_under_another(promoted: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     other = "--model-name=other"
-    assert "done already; passed, and not promoted" in promoted.run(other, "--no-evaluate.promote")
+    assert "done already, passed, not promoted" in promoted.run(other, "--no-evaluate.promote")
     with monkeypatch.context() as patch:
         patch.setattr(Evaluation, "run", lambda self: pytest.fail("evaluated again"))
         told = promoted.run(other)
@@ -344,7 +344,7 @@ def test_promoted_under_one_name_it_is_not_under_another(promoted: Case, monkeyp
     assert [(entry.action, entry.checkpoint) for entry in read_history(promoted.storage, "other")] == [
         ("promoted", promoted.trained())
     ]
-    assert "done already; promoted" in promoted.run(other) and "done already; promoted" in promoted.run()
+    assert "done already, promoted" in promoted.run(other) and "done already, promoted" in promoted.run()
     assert len(promoted.history) == 1
 
 
@@ -364,21 +364,21 @@ def test_killed_after_the_verdict_or_the_promotion_it_goes_on_from_there(
         assert "promoted, generation 1" in case.run()
     result = case.result()
     assert result is not None and result.figures["promoted"] is True and result.figures["generation"] == 1
-    assert len(case.history) == 1 and "done already; promoted" in case.run()
+    assert len(case.history) == 1 and "done already, promoted" in case.run()
 
 
 def test_a_broken_incumbent_is_named_with_the_way_out(promoted: Case) -> None:
     candidate = promoted.made("same")
     promoted.storage.write_bytes(f"{promoted.trained()}/model.safetensors", b"")
     told = promoted.run(f"--evaluate.candidate={candidate}", code=74)
-    assert "what is in production cannot be opened" in told and "registry rollback" in told
+    assert "cannot open the production model" in told and "registry rollback" in told
 
 
 def test_a_candidate_from_elsewhere_is_judged_and_not_promoted(case: Case, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "workspace" / case.trained(), tmp_path / "elsewhere" / "step-7")
     flag = f"--evaluate.candidate={tmp_path}/elsewhere/step-7"
-    assert "lies outside the workspace" in case.run(flag, code=78)
-    assert "passed, and not promoted" in case.run(flag, "--no-evaluate.promote")
+    assert "is outside the workspace" in case.run(flag, code=78)
+    assert "passed, not promoted" in case.run(flag, "--no-evaluate.promote")
     assert case.pointer is None
     inside = f"--evaluate.candidate=file://{tmp_path}/workspace/{case.trained()}"
     assert "generation 1" in case.run(inside)
@@ -392,7 +392,7 @@ def test_new_and_old_partitions_are_slices_and_may_be_the_holdout(case: Case) ->
     report = case.report()
     assert report.holdout.new_partitions == (days[1],) and report.holdout.unchecked_partitions == (days[0],)
     assert {(part.column, part.value) for part in report.candidate.slices} >= {("age", "new"), ("age", "old")}
-    assert "were not looked at for holdout queries" in told
+    assert "could not be checked for test queries" in told
     case.run(*flags, "--evaluate.partitions=new")
     fewer = case.report().holdout
     assert fewer.partitions == (days[1],) and fewer.rows < report.holdout.rows
@@ -411,14 +411,14 @@ def test_what_was_replayed_is_looked_at_for_the_holdout(case: Case, monkeypatch:
     candidate = case.made("late", partitions={}, also_seen={"gone": "dt=2025-12-31", marks[0]: "dt=2026-01-01"})
     told = case.run(f"--evaluate.candidate={candidate}", "--no-evaluate.promote")
     assert case.report().holdout.unchecked_partitions == ("dt=2025-12-31",)
-    assert "1 partition(s) trained on were not looked at for holdout queries" in told and looked_at[0] > 0
+    assert "1 training partition(s) could not be checked for test queries" in told and looked_at[0] > 0
 
 
 def test_a_holdout_that_was_trained_on(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate_work, "find_leak", lambda *args: Leak(30, 4, 2))
-    assert "6 of 30 holdout queries (20%) were trained on (4 by id, 2 by text)" in case.run(code=65)
+    assert "6 of 30 test queries (20%) were trained on (4 by id, 2 by text)" in case.run(code=65)
     assert not case.storage.stat("cycles/c1/evaluate/report.json")
-    assert "better than they would be" in case.run("--evaluate.leak=warn")
+    assert "better than on new queries" in case.run("--evaluate.leak=warn")
     assert (case.report().holdout.leaked_by_id, case.report().holdout.leaked_by_text) == (4, 2)
     assert any("were trained on" in warning for warning in case.report().warnings)
 
@@ -426,10 +426,10 @@ def test_a_holdout_that_was_trained_on(case: Case, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("change", "flags", "code", "message"),
     [
-        ({"tokenizer_fingerprint": "other"}, (), 78, "the data has other tokenizer"),
+        ({"tokenizer_fingerprint": "other"}, (), 78, "the data has a different tokenizer"),
         ({}, ("--evaluate.candidate=checkpoints/none/step-1",), 74, "no committed checkpoint"),
         ({}, ("--evaluate.retrieval.catalogue=/none.parquet",), 65, "does not exist"),
-        ({}, ("--evaluate.max-rows=1",), 65, "evaluate.max_rows is 1, and the query of split test"),
+        ({}, ("--evaluate.max-rows=1",), 65, "evaluate.max_rows is 1, but the first selected query of split test"),
         ({}, ("--gate.drops=nonsense=0.1",), 78, "no metric is called 'nonsense'"),
     ],
 )

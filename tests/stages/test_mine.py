@@ -63,7 +63,7 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     refused = case.run(MINED, stage="train", code=78)
     assert "none were mined for this cycle" in refused and "trnpipe mine" in refused
     said = case.run(stage="mine")
-    assert "products by BM25 | 0 of 6 parts done | worker 0 of 1" in said
+    assert "products, by BM25 | 0 of 6 parts done | worker 0 of 1" in said
     first, negatives = mined(case, "c1")
     assert first.info.source == "bm25" and len(negatives.query_id) == 92
     assert f"{first.info.figures['negatives']:,} negatives" in said
@@ -74,7 +74,7 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     more = "--data.synthetic.num-days=3"
     case.run(more, stage="prepare", cycle="c2")
     said = case.run(more, stage="mine", cycle="c2")
-    assert f"products by vectors of {case.trained()} | 0 of 3 parts done" in said
+    assert f"products, by vectors of {case.trained()} | 0 of 3 parts done" in said
     second, vectors = mined(case, "c2")
     assert case.pointer is not None and second.info.source == case.pointer.digest
     assert len(second.info.token_sets) == 3 and 0 < len(vectors.query_id) < 64  # those of the new day
@@ -86,7 +86,7 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     _, every = mined(case, "c2")
     assert set(every.query_id.tolist()) > set(vectors.query_id.tolist())
     other = case.run(more, MINED, stage="train", cycle="c2", code=78)
-    assert "other negatives" in other
+    assert "different negatives" in other
 
     # The same by an array, each worker's share in a run of its own.
     case.storage.delete_prefix(second.prefix)

@@ -75,7 +75,7 @@ def test_what_costs_quality_is_on_the_console_and_in_the_result(
     quiet = stored(tmp_path).figures
     queries = {split: quiet[f"queries_{split}"] for split in ("train", "valid", "test")}
     assert sum(int(str(number)) for number in queries.values()) == 40
-    assert f"split test has {queries['test']} queries to judge by" in str(quiet["few_queries"])
+    assert f"split test has {queries['test']} queries that count" in str(quiet["few_queries"])
     assert f"warning: prepare: {quiet['few_queries']}" in capsys.readouterr().out
     assert prepare(tmp_path, f"--gate.min-queries={queries['valid']}", "--evaluate.split=valid") == 0
     assert "few_queries" not in stored(tmp_path).figures, "enough of these"

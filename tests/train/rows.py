@@ -17,7 +17,7 @@ from pipeline.data.training_groups import NONE, GroupedRows, MinedProducts
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.strategies.flat import CHUNK_MIB
-from pipeline.train.config import TrainConfig, groups_of_batch, rows_of_batch
+from pipeline.train.config import TrainConfig, batch_lengths, groups_per_batch
 from pipeline.train.step import TrainProgram, flat_strategy
 from tests.kit.states import train_state
 
@@ -146,7 +146,7 @@ def grouped(source: RowSource, config: TrainConfig = TRAIN, mined: MinedProducts
     return GroupedRows.build(
         source,
         slots=config.candidates_per_query,
-        lengths=rows_of_batch(config, BUCKETS),
+        lengths=batch_lengths(config, BUCKETS),
         positive_gain=config.loss.positive_gain,
         seed=config.seed,
         mined=mined,
@@ -168,7 +168,7 @@ def mined_from(rows: TokenRows, slots: int, *, most: int = 5, seed: int = 1) -> 
 
 def plan_of(groups: GroupSource, config: TrainConfig = TRAIN) -> BatchPlan:
     """The order of the global batches of `config` over groups."""
-    return BatchPlan(groups.sizes, groups_of_batch(config), 1)
+    return BatchPlan(groups.sizes, groups_per_batch(config), 1)
 
 
 def make_program(
@@ -179,7 +179,7 @@ def make_program(
     chunk_mib: float = CHUNK_MIB,
 ) -> TrainProgram:
     strategy = flat_strategy(build_model(model, SPEC, config.seed), backend, config, chunk_mib=chunk_mib)
-    return TrainProgram(strategy, backend, config, RankSlice(0, 1, accumulation), figure_rows=8, buckets=BUCKETS)
+    return TrainProgram(strategy, backend, config, RankSlice(0, 1, accumulation), metric_rows=8, buckets=BUCKETS)
 
 
 def checkpoint_of(**state: Any) -> Checkpoint:

@@ -23,7 +23,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.process_group import ProcessGroup, open_ranks
 from pipeline.parallel.world import world_from_env
-from pipeline.train.config import OptimizerConfig, TrainConfig, batch_share, run_layout
+from pipeline.train.config import OptimizerConfig, TrainConfig, rank_slice, run_layout
 from pipeline.train.optimizer import control_values
 from pipeline.train.step import TrainProgram, open_program
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
@@ -57,7 +57,7 @@ class Place:
         self, process_group: ProcessGroup, backend: Backend, config: TrainConfig, folder: str, model: ModelConfig
     ) -> None:
         self.process_group, self.backend, self.config, self.model = process_group, backend, config, model
-        self.share = batch_share(config, process_group.world.world_size, process_group.world.rank)
+        self.share = rank_slice(config, process_group.world.world_size, process_group.world.rank)
         self.rows = make_rows(Path(folder), [(60, 60)])
         self.program = self.fresh()
 
@@ -68,7 +68,7 @@ class Place:
             self.config,
             self.share,
             self.process_group,
-            figure_rows=STEPS,
+            metric_rows=STEPS,
             buckets=BUCKETS,
             watch=GraphWatch(),
         )
@@ -85,7 +85,7 @@ class Place:
                 program.outputs(to_tensors(self.rows.read(np.zeros(8, dtype=np.int64), np.arange(8), 0)))
             seeds = [stream_key(start + number, self.share.rank, micro) % 2**31 for micro in range(count)]
             program.step(micros[number * count : (number + 1) * count], seeds=seeds if program.has_dropout else [])
-        return program.read_figures(stop - start)
+        return program.read_metrics(stop - start)
 
     def holdout(self) -> list[float | None]:
         """Figures of more rows than fill the batches of all ranks."""

@@ -12,7 +12,7 @@ from pipeline.core.batch_order import Bucket, RankSlice
 from pipeline.core.errors import ConfigError
 from pipeline.model.config import ModelConfig
 from pipeline.settings import Settings, resolve, settings_hash
-from pipeline.train.config import TrainConfig, TrainPlan, batch_share, groups_of_batch, run_layout
+from pipeline.train.config import TrainConfig, TrainPlan, groups_per_batch, rank_slice, run_layout
 from tests.train.rows import SPEC
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -27,13 +27,13 @@ def config(batch: int, micro: int, slots: int = 4) -> TrainConfig:
     [(64, 64, 1, 1), (64, 32, 1, 2), (64, 40, 1, 2), (64, 64, 2, 1), (48, 12, 2, 2)],
 )
 def test_fewest_micro_steps(batch: int, micro: int, world_size: int, expected: int) -> None:
-    assert batch_share(config(batch, micro), world_size).accumulation == expected
+    assert rank_slice(config(batch, micro), world_size).accumulation == expected
 
 
 @given(st.integers(2, 200), st.integers(2, 64), st.integers(1, 6), st.integers(1, 8))
 def test_a_share_is_even_fits_and_cuts_no_group(batch: int, micro: int, world_size: int, slots: int) -> None:
     try:
-        share = batch_share(config(batch, micro, slots), world_size, world_size - 1)
+        share = rank_slice(config(batch, micro, slots), world_size, world_size - 1)
     except ConfigError:
         # Refused only when no count of micro-steps would do.
         sizes = [batch // (world_size * n) for n in range(1, batch + 1) if batch % (world_size * n) == 0]
@@ -42,14 +42,14 @@ def test_a_share_is_even_fits_and_cuts_no_group(batch: int, micro: int, world_si
     size, left = divmod(batch, world_size * share.accumulation)
     assert left == 0 and size <= micro and size % slots == 0
     assert (share.rank, share.world_size) == (world_size - 1, world_size)
-    assert groups_of_batch(config(batch, micro, slots)) * slots == batch
+    assert groups_per_batch(config(batch, micro, slots)) * slots == batch
 
 
 def test_the_suggested_batch_size_works() -> None:
-    with pytest.raises(ConfigError, match="a global batch of 52 over 3 ranks") as caught:
-        batch_share(config(52, 64), 3)
+    with pytest.raises(ConfigError, match="a global batch of 52 cannot be divided over 3 ranks") as caught:
+        rank_slice(config(52, 64), 3)
     suggested = int(caught.value.next_command.split()[1].rstrip(","))
-    assert batch_share(config(suggested, 64), 3).accumulation >= 1
+    assert rank_slice(config(suggested, 64), 3).accumulation >= 1
 
 
 # The plan of a run, `[train.parallel]`.
@@ -82,11 +82,11 @@ def test_a_plan_that_an_earlier_version_stored_is_read() -> None:
 
 def test_rows_are_shared_by_data_ranks() -> None:
     spread = TrainConfig(parallel=TrainPlan(shard_degree=2, tensor_degree=2))
-    shares = [batch_share(spread, 8, rank) for rank in range(8)]
+    shares = [rank_slice(spread, 8, rank) for rank in range(8)]
     assert [(share.rank, share.world_size) for share in shares] == [(rank // 2, 4) for rank in range(8)]
     assert run_layout(spread, 8, 5).shard_rank == 0 and run_layout(spread, 8, 7).tensor_rank == 1
     with pytest.raises(ConfigError, match="tensor_degree 2 does not divide 3 ranks"):
-        batch_share(spread, 3)
+        rank_slice(spread, 3)
 
 
 def test_a_plan_is_of_the_graphs_it_changes_and_of_no_hash() -> None:

@@ -83,7 +83,7 @@ def test_differences_are_named(changes: dict[str, object], named: str) -> None:
     check_identity(identity(), identity(), where="x")
     with pytest.raises(ConfigError) as caught:
         check_identity(identity(), identity(**changes), where="checkpoints/c/step-3")
-    assert caught.value.seen == f"checkpoints/c/step-3 was trained with other {named}"
+    assert caught.value.seen == f"checkpoints/c/step-3 was trained with different {named}"
 
 
 def test_runs_from_before_there_were_topics_and_links_are_those_without() -> None:
@@ -97,7 +97,7 @@ def test_a_retired_setting_stands_in_the_identity_as_it_was() -> None:
 
 
 def test_a_part_that_one_side_lacks_is_a_difference() -> None:
-    with pytest.raises(ConfigError, match=r"other model.pooling, train.seed"):
+    with pytest.raises(ConfigError, match=r"different model.pooling, train.seed"):
         found = {name: value for name, value in identity().items() if name != "model.pooling"}
         check_identity(found, identity(train_seed=7), where="x")
 

@@ -15,7 +15,7 @@ from pipeline.io.storage import Storage, open_storage
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
 from pipeline.model.config import LossConfig, ModelConfig
 from pipeline.train.config import TrainConfig
-from pipeline.train.inputs import RunInputs, gather_inputs, warnings_of
+from pipeline.train.inputs import RunInputs, data_warnings, gather_inputs
 from tests.train.rows import MODEL, SPEC, TRAIN, checkpoint_of, grouped, make_rows, token_set_info
 
 
@@ -137,10 +137,10 @@ def other_inputs(**changes: Any) -> dict[str, Checkpoint]:
         ({"labels": ("yes",), "label_gains": (1.0,)}, DataError, "1 relevance classes"),
         ({"model": MODEL.model_copy(update={"max_positions": 7})}, ConfigError, "the longest bucket has 8 tokens"),
         ({"parent": parent_of({}, tokenizer_fingerprint="other")}, ConfigError, "tokenised with tok"),
-        (other_inputs(numeric=()), ConfigError, "other numeric than .*: new: price"),
-        (other_inputs(numeric=("price", "brand_age")), ConfigError, "other numeric than .*: missing: brand_age\n"),
-        (other_inputs(labels=("a", "b")), ConfigError, "other labels than .*: missing: a, b; new: "),
-        (other_inputs(query_prefix="q: "), ConfigError, "other query_prefix than .*: '' instead of 'q: '"),
+        (other_inputs(numeric=()), ConfigError, "different numeric than .*: new: price"),
+        (other_inputs(numeric=("price", "brand_age")), ConfigError, "different numeric than .*: missing: brand_age\n"),
+        (other_inputs(labels=("a", "b")), ConfigError, "different labels than .*: missing: a, b; new: "),
+        (other_inputs(query_prefix="q: "), ConfigError, "different query_prefix than .*: '' instead of 'q: '"),
         ({"model": MODEL.model_copy(update={"num_layers": 2}), "parent": parent_of({})}, ConfigError, "num_layers"),
         ({"train": TRAIN.model_copy(update={"mined_per_query": 2})}, ConfigError, "none were mined"),
         (
@@ -176,7 +176,7 @@ NO_POSITIVE = {"gains": ({0: 90}, {0: 30})}
         ({"label_gain_sums": (40.0, 4.0, 0.0)}, {}, ["mean gains are no 1, some 0.1, yes 0"]),
         ({"labels": (40, 0, 40), "label_gain_sums": (0.0, 0.0, 40.0)}, {}, []),
         ({}, {"loss": LossConfig(graded_weight=0.0)}, ["the relevance head is not trained"]),
-        ({}, {"candidates_per_query": 16, "global_batch_size": 16}, ["slots of a query hold a row"]),
+        ({}, {"candidates_per_query": 16, "global_batch_size": 16}, ["product slots per query are filled"]),
     ],
 )
 def test_what_costs_quality_in_silence_is_warned_of(
@@ -185,5 +185,5 @@ def test_what_costs_quality_in_silence_is_warned_of(
     config = TRAIN.model_copy(update=train)
     split = {"labels": ("no", "some", "yes"), "judged": {"train": GOOD.model_copy(update=judged)}}
     info = token_set_info("flat").model_copy(update=split)
-    found = warnings_of(grouped(make_rows(tmp_path, [(30, 10)]), config), config, [info])
+    found = data_warnings(grouped(make_rows(tmp_path, [(30, 10)]), config), config, [info])
     assert len(found) == len(words) and all(word in message for word, message in zip(words, found, strict=True))

@@ -27,7 +27,7 @@ from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import GuardConfig, TrainConfig
 from pipeline.train.loop import Cadence, EvaluationOutcome, TrainLoop
-from pipeline.train.optimizer import schedule_of
+from pipeline.train.optimizer import learning_rate_at
 from pipeline.train.step import TrainProgram
 from pipeline.train.stream import BatchStream, Pace
 from tests.train.rows import MODEL, TRAIN, grouped, make_program, make_rows, plan_of
@@ -87,7 +87,7 @@ class Bench:
     def _evaluate(self, step: int) -> EvaluationOutcome:
         self.calls.append(("evaluate", step))
         self.on_evaluate()
-        return EvaluationOutcome(self.best, is_enough=step == self.enough_at)
+        return EvaluationOutcome(self.best, should_stop=step == self.enough_at)
 
     def _save(self, step: int) -> None:
         self.calls.append(("save", step))
@@ -190,7 +190,7 @@ def first_as(*order: int) -> Callable[[Iterator[Batch]], Iterator[Batch]]:
     return mangled
 
 
-OTHER = r"never made|the device saw the batches of steps|at position"
+OTHER = r"never made|the device received the batches of steps|at position"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ OTHER = r"never made|the device saw the batches of steps|at position"
         (first_as(0), 2, OTHER),
         (first_as(0, 0, 1), 1, OTHER),
         (first_as(0, 0, 1), 2, OTHER),
-        (first_as(1, 0), 1, r"steps \[2, 1\] where \[1, 2\]"),
+        (first_as(1, 0), 1, r"steps \[2, 1\], expected \[1, 2\]"),
         (lambda batches: islice(batches, 4), 1, "the loader ended at step 4 of 6"),
     ],
 )
@@ -219,7 +219,7 @@ def test_batches_carry_step_and_rate_and_the_host_notes_tokens_and_samples(rows:
     stream, again = stream_of(), stream_of()
     batches, _ = list(stream), list(again)
     assert [float(batch["control"][3]) for batch in batches] == [2, 2, 3, 3]
-    assert float(batches[0]["control"][0]) == pytest.approx(schedule_of(TRAIN.optimizer, 2, 3))
+    assert float(batches[0]["control"][0]) == pytest.approx(learning_rate_at(TRAIN.optimizer, 2, 3))
     for number, batch in enumerate(batches):
         tokens, digest, ready_at = stream.received(1 + number // 2)
         texts = len(batch["tokens"]) + int((batch["gain"] >= 0).sum())
@@ -245,8 +245,8 @@ def test_a_step_that_is_not_finite_and_was_taken_ends_the_run(rows: TokenRows, f
     """As on a device whose comparisons with NaN are true. The bad step is not the last one of those that are read."""
     bench = Bench(rows, max_steps=4, cadence=Cadence(log=2, evaluate=0, save=2))
     loop = bench.loop()
-    read = loop.program.read_figures
-    loop.program.read_figures = lambda count: [  # type: ignore[method-assign]
+    read = loop.program.read_metrics
+    loop.program.read_metrics = lambda count: [  # type: ignore[method-assign]
         {**row, figure: value} if row["step"] == 1 else row for row in read(count)
     ]
     with pytest.raises(NumericError):
@@ -322,7 +322,7 @@ def test_an_operator_that_ran_on_the_host_before_the_loop_is_named_when_it_does_
 
     loop.program.step = with_operator  # type: ignore[assignment, method-assign]
     loop.run()
-    assert again.console.getvalue().count("aten::x is not an operator of cpu") == 1
+    assert again.console.getvalue().count("cpu does not support aten::x") == 1
 
 
 def test_patience_ends_in_a_numeric_error_and_nothing_is_saved(rows: TokenRows) -> None:
@@ -330,9 +330,9 @@ def test_patience_ends_in_a_numeric_error_and_nothing_is_saved(rows: TokenRows) 
     bench = Bench(rows, config=config, max_steps=50, cadence=Cadence(log=2, evaluate=0, save=4))
     weights = bench.weights()
     bench.program.strategy.masters[1].data[0] = float("nan")
-    with pytest.raises(NumericError, match="4 steps in a row") as caught:
+    with pytest.raises(NumericError, match="4 consecutive steps") as caught:
         bench.run()
-    assert "another --cycle NAME" in caught.value.next_command  # another rate is another run
+    assert "another cycle (--cycle NAME)" in caught.value.next_command  # another rate is another run
     assert not bench.calls
     skipped = [fields for name, fields in bench.events if name == EventName.STEP_SKIPPED]
     assert [fields["total"] for fields in skipped] == [2, 4]

@@ -83,10 +83,10 @@ def test_contrastive_loss_by_hand(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"graded_weight": 0, "contrastive_weight": 0}, "no term of the loss has a weight"),
-        ({"matryoshka_sizes": (64, 32)}, "expected rising widths"),
+        ({"graded_weight": 0, "contrastive_weight": 0}, "both loss weights are 0"),
+        ({"matryoshka_sizes": (64, 32)}, "expected ascending widths"),
         ({"matryoshka_sizes": (0,)}, "greater than or equal to 1"),
-        ({"matryoshka_sizes": (8,), "contrastive_weight": 0}, "nothing is learnt of vectors"),
+        ({"matryoshka_sizes": (8,), "contrastive_weight": 0}, "matryoshka_sizes needs the contrastive loss"),
         ({"purpose": "retrieval"}, "this setting was removed"),
     ],
 )
@@ -97,7 +97,7 @@ def test_terms_that_contradict_each_other_are_refused(given: dict[str, Any], mes
 
 def test_matryoshka_sizes_are_below_the_width() -> None:
     LossConfig(matryoshka_sizes=(8, 15)).check_width(16)
-    with pytest.raises(ConfigError, match=r"matryoshka_sizes has 16, the model's vectors have 16") as caught:
+    with pytest.raises(ConfigError, match=r"matryoshka_sizes has 16, but the model's vectors have 16") as caught:
         LossConfig(matryoshka_sizes=(8, 16)).check_width(16)
     assert caught.value.next_command == "--train.loss.matryoshka-sizes 8"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pipeline.train.config import GuardConfig, OptimizerConfig, Shape
 from pipeline.train.optimizer import (
+    COUNT,
     MEAN,
-    SEEN,
     SKIPPED,
     SKIPPED_IN_A_ROW,
     VARIANCE,
@@ -20,7 +20,7 @@ from pipeline.train.optimizer import (
     AdamW,
     SpikeGuard,
     control_values,
-    schedule_of,
+    learning_rate_at,
 )
 
 CONFIG = OptimizerConfig(weight_decay=0.1, beta1=0.8, beta2=0.95, eps=1e-6)
@@ -103,7 +103,7 @@ SHAPES: tuple[Shape, ...] = ("cosine", "linear", "constant")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_warm_up_is_linear_and_reaches_the_peak(shape: Shape) -> None:
     config = OptimizerConfig(learning_rate=0.5, schedule=shape, warmup_fraction=0.1)
-    rates = [schedule_of(config, step, 100) for step in range(1, 102)]
+    rates = [learning_rate_at(config, step, 100) for step in range(1, 102)]
     assert rates[:10] == pytest.approx([0.05 * step for step in range(1, 11)])
     assert rates[-1] == pytest.approx(0.5 if shape == "constant" else 0.0)
     assert rates[-2] > 0.0  # the end of the decay lies after the last step, which still learns
@@ -117,14 +117,14 @@ def test_warm_up_is_linear_and_reaches_the_peak(shape: Shape) -> None:
 )
 def test_rates_of_the_decay(shape: Shape, step: int, rate: float) -> None:
     config = OptimizerConfig(learning_rate=1.0, schedule=shape, warmup_fraction=1 / 3)
-    assert schedule_of(config, step, 30) == pytest.approx(rate)
+    assert learning_rate_at(config, step, 30) == pytest.approx(rate)
 
 
 @given(st.integers(1, 50), st.floats(0, 1, exclude_max=True), st.sampled_from(SHAPES))
 def test_never_negative_never_above_the_peak(max_steps: int, warmup: float, shape: Shape) -> None:
     config = OptimizerConfig(learning_rate=0.3, schedule=shape, warmup_fraction=warmup)
     for step in range(1, max_steps + 2):  # one beyond the end as well
-        assert 0.0 <= schedule_of(config, step, max_steps) <= 0.3 * (1 + 1e-12)
+        assert 0.0 <= learning_rate_at(config, step, max_steps) <= 0.3 * (1 + 1e-12)
 
 
 # The guard.
@@ -151,7 +151,7 @@ def warmed() -> SpikeGuard:
 def test_moments_follow_the_norms(warmed: SpikeGuard) -> None:
     assert float(warmed.state[MEAN]) == pytest.approx(1.0, abs=0.05)
     assert 0.05 < float(warmed.state[VARIANCE]) ** 0.5 < 0.2
-    assert warmed.state[SEEN] == CALM
+    assert warmed.state[COUNT] == CALM
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -162,7 +162,7 @@ def test_not_finite_is_refused_from_the_first_step_and_leaves_the_moments(
     guard, (loss, norm) = fresh() if is_first else warmed, loss_and_norm
     before = guard.state.clone()
     assert not judge(guard, norm, loss) and not judge(guard, norm, loss)
-    assert torch.equal(guard.state[[MEAN, VARIANCE, SEEN]], before[[MEAN, VARIANCE, SEEN]])
+    assert torch.equal(guard.state[[MEAN, VARIANCE, COUNT]], before[[MEAN, VARIANCE, COUNT]])
     assert guard.state[SKIPPED_IN_A_ROW] == guard.state[SKIPPED] == 2
 
 

@@ -235,7 +235,7 @@ def test_mined_negatives_are_trained_on_and_a_stop_resumes_to_the_same_end(tmp_p
     stopped.run()
     assert stopped.losses() == whole.losses() and same_weights(stopped.open(6), whole.open(6))
     stopped.mine(1)
-    with pytest.raises(ConfigError, match=r"step-6 was trained with other negatives"):
+    with pytest.raises(ConfigError, match=r"step-6 was trained with different negatives"):
         stopped.run()
 
 
@@ -243,7 +243,7 @@ def test_mined_slots_without_negatives_of_this_data_are_refused(tmp_path: Path) 
     cycle = mining(tmp_path / "c")
     cycle.mine()
     cycle.partition(2, ROWS)
-    with pytest.raises(DataError, match="was mined from other data: 1 prepared partitions") as refused:
+    with pytest.raises(DataError, match="was mined from other data: 1 of its 1 prepared partitions") as refused:
         cycle.run()
     assert refused.value.next_command.startswith("trnpipe mine")
     cycle.train = CONFIG
@@ -296,7 +296,8 @@ def test_data_that_fills_no_batch_is_counted_as_the_settings_count(cycle: Cycle)
     slots = CONFIG.candidates_per_query
     with pytest.raises(DataError) as caught:
         cycle.run()
-    found = re.fullmatch(r"(\d+) groups of up to (\d+) products; a batch of 4096 samples has (\d+)", caught.value.seen)
+    pattern = r"(\d+) groups of up to (\d+) products, but a batch of 4096 samples has (\d+)"
+    found = re.fullmatch(pattern, caught.value.seen)
     assert found and (int(found[2]), int(found[3])) == (slots, 4096 // slots)
     assert caught.value.next_command.startswith(f"--train.global-batch-size {int(found[1]) * slots},")
 
@@ -338,7 +339,7 @@ def test_published_weights_are_named_wherever_a_run_starts(cycle: Cycle, tmp_pat
     cycle.partition(2, ROWS)
     cycle.name, cycle.model = "next", MODEL
     assert cycle.open(cycle.run(parent).step).state.published == expected
-    assert f" | from checkpoints/first/step-6, which goes back to {expected.text} | " in cycle.said.getvalue()
+    assert f" | from checkpoints/first/step-6 (originally {expected.text}) | " in cycle.said.getvalue()
     names = [one.published for one in lineage(cycle.storage, "checkpoints/next/step-6")]
     assert names == ["", expected.text]
 
@@ -355,7 +356,7 @@ def test_a_new_partition_without_holdout_rows_is_judged_on_the_older_ones(cycle:
 def test_no_holdout_at_all_fails_before_training(tmp_path: Path) -> None:
     cycle = Cycle(tmp_path)
     cycle.partition(1, {"train": (20, 20)})
-    with pytest.raises(DataError, match="no prepared partition has a row in the valid split"):
+    with pytest.raises(DataError, match="no prepared partition has a row in the validation split"):
         cycle.run()
     assert not cycle.losses()
 
@@ -375,7 +376,7 @@ def test_a_holdout_without_gains_fails_before_training_where_the_metric_is_of_ga
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TokenRows, "read", graded_zero)
-        with pytest.raises(DataError, match=f"the holdout has no {metric}") as caught:
+        with pytest.raises(DataError, match=f"{metric} is undefined on the validation split") as caught:
             cycle.run()
         assert not cycle.losses()
         assert "--train.metric accuracy" in caught.value.next_command

@@ -20,7 +20,7 @@ from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.step import FIGURES, TrainProgram, flat_strategy
+from pipeline.train.step import METRICS, TrainProgram, flat_strategy
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
 
 Batches = list[dict[str, Tensor]]
@@ -51,7 +51,7 @@ def step(program: TrainProgram, micros: Batches, control: Tensor) -> None:
 def train(program: TrainProgram, steps: list[Batches], rate: float = 0.01) -> list[dict[str, float]]:
     for number, micros in enumerate(steps, start=1):
         step(program, micros, control(number, rate))
-    return program.read_figures(len(steps))
+    return program.read_metrics(len(steps))
 
 
 def state_of(program: TrainProgram) -> dict[str, Tensor]:
@@ -104,10 +104,10 @@ def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulatio
             host_gather=lambda tensors: ranks.gather(rank, tensors),
         )
         share = RankSlice(rank, world_size, accumulation)
-        program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=rows.buckets)
+        program = TrainProgram(strategy, strategy.backend, config, share, metric_rows=1, buckets=rows.buckets)
         micros = [batch.tensors for batch in training_batches(groups, plan_of(groups, config), share, 0, 1)]
         step(program, micros, control_values(1, 0.0, config.optimizer))
-        (figures,) = program.read_figures(1)
+        (figures,) = program.read_metrics(1)
         moments = [moment.reshape(-1) for moment in program.optimizer.exp_avg]
         found[rank] = torch.cat([torch.tensor([figures["loss"]]), *moments])
 
@@ -152,7 +152,7 @@ def test_both_passes_draw_the_same_dropout(rows: TokenRows) -> None:
         with torch.no_grad():
             program.strategy.masters[0] += shift * direction if shift else 0.0
         program.step([{**batch, "control": control_values(1, 0.0, config.optimizer)} for batch in micros], seeds=[3, 4])
-        return program.read_figures(1)[0]["loss"], program.optimizer.exp_avg[0].clone()
+        return program.read_metrics(1)[0]["loss"], program.optimizer.exp_avg[0].clone()
 
     direction = torch.zeros(1)
     _, gradient = loss_and_gradient(0.0)
@@ -167,7 +167,7 @@ def test_the_gradient_is_clipped_to_the_norm(rows: TokenRows) -> None:
     program = make_program(CpuBackend(), TRAIN.model_copy(update={"optimizer": tight}))
     ((batch,),) = batches_of(rows, 1)
     step(program, [batch], control_values(1, 0.0, tight))
-    (figures,) = program.read_figures(1)
+    (figures,) = program.read_metrics(1)
     norm = sum(float(moment.square().sum()) for moment in program.optimizer.exp_avg) ** 0.5
     assert figures["grad_norm"] > 1e-2
     assert norm == pytest.approx(1e-3, rel=1e-3)
@@ -184,10 +184,10 @@ def test_a_nan_step_changes_nothing_but_the_counters(rows: TokenRows) -> None:
     assert before["guard"].tolist() != after["guard"].tolist()
     assert torch.equal(before.pop("guard")[:3], after["guard"][:3])
     assert all(torch.equal(before[name], after[name]) for name in before)
-    (figures,) = program.read_figures(1)
+    (figures,) = program.read_metrics(1)
     assert figures["skipped"] == figures["skipped_in_a_row"] == 1
     step(program, steps[2], control(4))
-    assert program.read_figures(1)[0]["skipped_in_a_row"] == 0
+    assert program.read_metrics(1)[0]["skipped_in_a_row"] == 0
     assert not torch.equal(before["head.weight"], state_of(program)["head.weight"])
 
 
@@ -195,9 +195,9 @@ def test_figures_are_the_last_steps_oldest_first(rows: TokenRows) -> None:
     program = make_program(CpuBackend())
     figures = train(program, batches_of(rows, 3))
     assert [row["step"] for row in figures] == [1.0, 2.0, 3.0]
-    assert all(set(row) == set(FIGURES) for row in figures)
-    assert program.read_figures(0) == []
-    assert [row["step"] for row in program.read_figures(2)] == [2.0, 3.0]
+    assert all(set(row) == set(METRICS) for row in figures)
+    assert program.read_metrics(0) == []
+    assert [row["step"] for row in program.read_metrics(2)] == [2.0, 3.0]
 
 
 def test_restored_state_continues_bit_by_bit(rows: TokenRows) -> None:
@@ -236,7 +236,7 @@ def test_chunks_change_no_bit_also_not_of_a_run_that_is_continued_with_others(ro
 def test_state_of_another_shape_is_refused_by_name(rows: TokenRows) -> None:
     program = make_program(CpuBackend())
     weights, optimizer = program.snapshot()
-    with pytest.raises(CheckpointError, match="optimizer state with"):
+    with pytest.raises(CheckpointError, match="the optimizer state has tensors"):
         program.restore(weights, {"guard": optimizer["guard"]})
     with pytest.raises(CheckpointError, match=r"exp_avg.plain has shape \[3\]"):
         program.restore(weights, {**optimizer, "exp_avg.plain": torch.zeros(3)})
@@ -245,7 +245,7 @@ def test_state_of_another_shape_is_refused_by_name(rows: TokenRows) -> None:
 def test_a_batch_outside_the_buckets_is_a_data_error(rows: TokenRows) -> None:
     ((batch,),) = batches_of(rows, 1)
     wide = {**batch, "tokens": torch.zeros(4, 7, dtype=torch.int32)}
-    with pytest.raises(DataError, match=r"a batch of 7 tokens\s+expected: one of 16, 22, 4x6, 6x8"):
+    with pytest.raises(DataError, match=r"a batch has shape 7\s+expected: one of 16, 22, 4x6, 6x8"):
         step(make_program(CpuBackend()), [wide], control(1))
 
 
@@ -293,7 +293,7 @@ def test_flops_of_a_step_are_those_that_torch_counts(rows: TokenRows, accumulati
         SPEC.vocab_size, 16, size.num_layers, size.hidden_size, size.num_heads, size.intermediate_size
     )
     program = TrainProgram(
-        flat_strategy(model, CpuBackend(), config), CpuBackend(), config, share, figure_rows=1, buckets=BUCKETS
+        flat_strategy(model, CpuBackend(), config), CpuBackend(), config, share, metric_rows=1, buckets=BUCKETS
     )
     groups = grouped(rows, config)
     micros = [batch.tensors for batch in training_batches(groups, plan_of(groups, config), share, 0, 1)]

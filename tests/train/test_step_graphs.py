@@ -17,7 +17,7 @@ from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.relevance import build_model
 from pipeline.train.config import OptimizerConfig, TrainConfig
-from pipeline.train.step import TrainProgram, drops_elements, flat_strategy
+from pipeline.train.step import TrainProgram, flat_strategy, uses_dropout
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 from tests.train.test_step import batches_of, control, step
 
@@ -79,7 +79,7 @@ def test_where_a_step_is_cut(
     config, watch = TRAIN.model_copy(update=changes), Phases()
     share = RankSlice(0, ranks, accumulation)
     strategy = flat_strategy(build_model(MODEL, SPEC, 1), backend(), config)
-    program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=BUCKETS, watch=watch)
+    program = TrainProgram(strategy, strategy.backend, config, share, metric_rows=1, buckets=BUCKETS, watch=watch)
     groups = grouped(rows)
     micros = [one.tensors for one in training_batches(groups, plan_of(groups), RankSlice(0, 1, accumulation), 0, 1)]
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_where_a_step_is_cut(
         step(program, micros[:accumulation], control(1))
         assert watch.seen == expected
     strategy.weights = [master.detach().clone().requires_grad_() for master in strategy.masters]
-    program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=BUCKETS, watch=watch)
+    program = TrainProgram(strategy, strategy.backend, config, share, metric_rows=1, buckets=BUCKETS, watch=watch)
     watch.seen.clear()
     step(program, micros[:accumulation], control(1))
     assert watch.seen == [*expected, *(["publish"] if ranks > 1 and backend is GathersOnHost else [])]
@@ -113,7 +113,7 @@ def test_dropout_that_is_drawn_twice_is_refused_on_neuron(
     config = TrainConfig.model_validate({**TRAIN.model_dump(), "parallel": {"recompute": recompute, "shard_degree": 1}})
     assert config.loss.contrastive_weight
     model = MODEL.model_copy(update={"dropout": dropout})
-    why = "layers are computed again" if recompute == "units" else "a step has two passes"
+    why = "recomputes layers" if recompute == "units" else "has two passes per step"
     with pytest.raises(ConfigError, match=why) if is_refused else nullcontext():
         make_program(backend(), config, model, accumulation)
 
@@ -121,9 +121,9 @@ def test_dropout_that_is_drawn_twice_is_refused_on_neuron(
 @pytest.mark.parametrize(("layer", "is_refused"), [(torch.nn.Dropout(0.1), True), (torch.nn.Dropout(0.0), False)])
 def test_dropout_of_a_module_of_a_factory_is_seen_on_neuron(layer: torch.nn.Module, is_refused: bool) -> None:
     encoder = build_model(MODEL, SPEC, 1).encoder
-    assert not drops_elements(encoder)
+    assert not uses_dropout(encoder)
     encoder.add_module("theirs", layer)
-    assert drops_elements(encoder) == is_refused
+    assert uses_dropout(encoder) == is_refused
 
 
 class Outputs(CpuBackend):

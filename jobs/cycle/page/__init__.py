@@ -1,1 +1,1 @@
-"""The page of a cycle, its data as JSON, and the index of all cycles: `reports/`."""
+"""The page of a cycle, its charts and its data."""

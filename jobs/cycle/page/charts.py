@@ -1,7 +1,7 @@
-"""Charts as SVG, from numbers and records. Pure: the same numbers give the same bytes, on every machine.
+"""Charts as SVG, from numbers and records. Pure and deterministic: the same numbers give the same bytes.
 
-Colours are classes of the page's style sheet, and what colour says a shape or a word says too. Every chart has one
-sentence for whoever does not see it, and titles where the mouse rests.
+Colours are classes of the style sheet of the page. Everything that a colour shows is also shown by a shape or a text.
+Every chart has a label for screen readers, and its elements have tooltips.
 """
 
 import math
@@ -25,16 +25,16 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 10, 8, 24
 KINDS = {category: f"s-{category.value.replace(' ', '-')}" for category in SPENT}
 """Classes of the style sheet."""
 MAX_POINTS = 600
-"""Of one curve: about one a pixel."""
+"""Limit for one curve, about one point per pixel."""
 MAX_DOTS = 20
-"""Lines of more points are drawn without dots."""
+"""Longer lines are drawn without dots."""
 SHAPES = {"fail": "M-4-4L4 4M-4 4L4-4", "warn": "M0-5L5 4H-5Z", "skipped": "M-4 0H4", "pass": "M0-4A4 4 0 1 1-.1-4Z"}
 """By outcome of a check."""
 TIME_STEPS = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 28_800, 86_400)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return `12,345`, `0.812`, `-`: for people, to three significant digits."""
+    """Format a number to display, such as `12,345`, `0.812` or `-`, with three significant digits."""
     if value is None or not math.isfinite(value):
         return "-"
     if value == int(value) and abs(value) < 1e15:
@@ -57,25 +57,25 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Return a map from values to pixels; a value outside of `low` to `high` is put at the edge."""
+    """Return a map from values to pixels. A value outside of `low` to `high` is clipped to the edge."""
 
-    def place(value: float) -> float:
-        share = (value - low) / (high - low) if high > low else 0.5
-        return start + min(1.0, max(0.0, share)) * (end - start)
+    def position(value: float) -> float:
+        fraction = (value - low) / (high - low) if high > low else 0.5
+        return start + min(1.0, max(0.0, fraction)) * (end - start)
 
-    return place
+    return position
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Return at most `limit` points: the first, the last, and the lowest and highest of each stretch."""
+    """Return at most `limit` points: the first, the last, and the lowest and highest of each section."""
     if len(points) <= limit:
         return list(points)
-    inner, stretches = points[1:-1], max(1, (limit - 2) // 2)
+    inner, sections = points[1:-1], max(1, (limit - 2) // 2)
     kept = [points[0]]
-    for i in range(stretches):
-        part = inner[i * len(inner) // stretches : (i + 1) * len(inner) // stretches]
+    for i in range(sections):
+        part = inner[i * len(inner) // sections : (i + 1) * len(inner) // sections]
         ends = {part.index(choose(part, key=lambda point: point[1])) for choose in (min, max)}
-        kept += [part[place] for place in sorted(ends)]
+        kept += [part[index] for index in sorted(ends)]
     return [*kept, points[-1]]
 
 
@@ -90,12 +90,12 @@ def line_chart(
     names: Sequence[str] = (),
     hollow: Collection[float] = (),
 ) -> Markup:
-    """Draw lines with ticks and a grid, each named at its end if there are several, with dots if its points are few.
+    """Draw lines with ticks and a grid. Several lines are named at their ends, and short ones have dots.
 
-    `marks`: (x, text) of what happened there. `span`: values that the axis holds in any case. `names`: of x = 0, 1, ...
-    in place of numbers. `hollow`: the x of dots that are not filled.
+    `marks`: (x, text) of vertical marks. `span`: values that the axis always includes. `names`: labels of x = 0, 1, ...
+    instead of numbers. `hollow`: x of the dots that are not filled.
     """
-    shown = [(name, thin([one for one in points if math.isfinite(one[1])]), kind) for name, points, kind in series]
+    shown = [(name, thin([p for p in points if math.isfinite(p[1])]), kind) for name, points, kind in series]
     every = [point for _, points, _ in shown for point in points]
     if not every:
         return Markup()
@@ -111,12 +111,12 @@ def line_chart(
     step = max(1, math.ceil(len(names) / most))
     labels = [(float(x), fit(names[x], (right - LEFT) / most)) for x in range(0, len(names), step)]
     labels = labels or [(x, short_number(x)) for x in ticks(min(xs), max(xs), most)]
-    body += [_text(across(x), height - 8, words, anchor="middle") for x, words in labels]
+    body += [_text(across(x), height - 8, text, anchor="middle") for x, text in labels]
     if not names:
         body.append(_text(LEFT - 5, height - 8, x_name, anchor="end", kind="quiet"))
-    for x, words in marks:
+    for x, text in marks:
         if min(xs) <= x <= max(xs):
-            body.append(_titled(_path("mark", f"M{_px(across(x))} {TOP}V{_px(bottom)}"), words))
+            body.append(_titled(_path("mark", f"M{_px(across(x))} {TOP}V{_px(bottom)}"), text))
     for name, points, kind in reversed(shown):  # the first on top
         if points:
             drawn = _line(kind, [(across(x), up(y)) for x, y in points])
@@ -130,18 +130,18 @@ def line_chart(
 
 
 def _apart(ys: Sequence[float], bottom: float) -> list[float]:
-    """Return places of labels at least a line apart, the last not below `bottom`."""
+    """Return positions of labels that are at least a line apart, the last not below `bottom`."""
     order, placed = sorted(range(len(ys)), key=ys.__getitem__), list(ys)
     for above, below in pairwise(order):
         placed[below] = max(placed[below], placed[above] + 13)
     over = max(0.0, max(placed) - bottom)
-    return [place - over for place in placed]
+    return [y - over for y in placed]
 
 
 def columns(
     groups: Sequence[tuple[str, Sequence[float]]], kinds: Sequence[str], label: str, size: tuple[float, float]
 ) -> Markup:
-    """Draw stacked columns: (name, one value for each kind)."""
+    """Draw stacked columns. `groups`: (name, one value per kind)."""
     if not groups:
         return Markup()
     (width, height), most = size, max(sum(values) for _, values in groups) or 1.0
@@ -173,7 +173,7 @@ def bars(rows: Sequence[tuple[str, float, str]], label: str, width: float) -> Ma
 
 
 def difference(value: float, low: float, high: float, reach: float) -> Markup:
-    """Draw a difference with its interval on a small bar from -`reach` to `reach`; its number stands beside it."""
+    """Draw a difference with its interval on a small bar from -`reach` to `reach`."""
     across = scale(-reach, reach, 4, 116)
     kind = "pass" if low > 0 else "fail" if high < 0 else "skipped"
     body = _path("zero", "M60 1V13") + _path("whisker", f"M{_px(across(low))} 7H{_px(across(high))}")
@@ -181,11 +181,11 @@ def difference(value: float, low: float, high: float, reach: float) -> Markup:
     return Markup('<svg class="delta" viewBox="0 0 120 14" aria-hidden="true">{}</svg>').format(body)
 
 
-def bar(spent: Mapping[Category, int], whole_ms: int) -> Markup:
-    """Draw one stacked bar. `whole_ms` fills it. It stands in a table, whose cells give the numbers."""
+def bar(spent: Mapping[Category, int], full_ms: int) -> Markup:
+    """Draw one stacked bar for a table cell. `full_ms`: length of a full bar."""
     x, rects = 0.0, Markup()
     for kind, ms in spent.items():
-        width = 100 * ms / whole_ms if whole_ms else 0.0
+        width = 100 * ms / full_ms if full_ms else 0.0
         if width > 0.05:
             rects += _titled(_rect(KINDS[kind], x, 0, width, 10), f"{kind}: {format_duration(ms / 1000)}")
         x += width
@@ -194,34 +194,35 @@ def bar(spent: Mapping[Category, int], whole_ms: int) -> Markup:
 
 
 def gantt(lanes: Mapping[str, Sequence[AttemptCost]], began_ms: int, due_s: float | None) -> Markup:
-    """Draw every attempt over time, each job with how it ended. `due_s`: the deadline since the beginning."""
-    end_s = (max(one.start_ms + one.length_ms for tries in lanes.values() for one in tries) - began_ms) / 1000
+    """Draw the attempts of every job over time, with the final state. `due_s`: deadline, in seconds from the start."""
+    ends_ms = [attempt.start_ms + attempt.length_ms for attempts in lanes.values() for attempt in attempts]
+    end_s = (max(ends_ms) - began_ms) / 1000
     left, row = 180.0, 18.0
     bottom = TOP + row * len(lanes)
-    last = end_s if due_s is None or due_s >= 2 * end_s else max(end_s, due_s)  # one far ahead is not drawn
+    last = end_s if due_s is None or due_s >= 2 * end_s else max(end_s, due_s)  # a distant deadline is not drawn
     across, body = scale(0, last or 1.0, left, WIDTH - RIGHT), list[Markup]()
-    step = next((one for one in TIME_STEPS if last / one <= 8), 86_400 * math.ceil(last / 8 / 86_400))
+    step = next((size for size in TIME_STEPS if last / size <= 8), 86_400 * math.ceil(last / 8 / 86_400))
     for seconds in range(0, int(last) + 1, step):
         body.append(_path("grid", f"M{_px(across(seconds))} {TOP}V{_px(bottom)}"))
         body.append(_text(across(seconds), bottom + BOTTOM - 8, format_duration(seconds), anchor="middle"))
-    for index, (name, tries) in enumerate(lanes.items()):
+    for index, (name, attempts) in enumerate(lanes.items()):
         y, tall = TOP + row * index + 3, row - 6
-        refused = tries[-1].ending.startswith(f"exit {GateRefused.exit_code}")
-        state = "refused" if refused else "failed" if tries[-1].has_failed else tries[-1].ending
+        is_refusal = attempts[-1].ending.startswith(f"exit {GateRefused.exit_code}")
+        state = "refused" if is_refusal else "failed" if attempts[-1].has_failed else attempts[-1].ending
         body.append(_text(left - 6, y + 9, f"{fit(name, left - 80)} {state}", anchor="end"))
-        for one in tries:
-            at, drawn = (one.start_ms - began_ms) / 1000, Markup()
-            if one.waiting_ms > 0:
-                x = across(at - one.waiting_ms / 1000)
+        for attempt in attempts:
+            at, drawn = (attempt.start_ms - began_ms) / 1000, Markup()
+            if attempt.waiting_ms > 0:
+                x = across(at - attempt.waiting_ms / 1000)
                 drawn += _rect("waiting", x, y, across(at) - x, tall)
-            for kind, ms in one.spent_ms.items():
+            for kind, ms in attempt.spent_ms.items():
                 if ms:
                     drawn += _rect(KINDS[kind], across(at), y, max(0.4, across(at + ms / 1000) - across(at)), tall)
                     at += ms / 1000
-            if one.has_failed:
+            if attempt.has_failed:
                 drawn += _text(across(at) + 1, y + tall - 1.5, "✕", kind="bad")
-            spent = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in one.spent_ms.items() if ms)
-            body.append(_titled(drawn, f"{one.job}, attempt {one.attempt_name}: {one.ending}; {spent}"))
+            spent = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in attempt.spent_ms.items() if ms)
+            body.append(_titled(drawn, f"{attempt.job}, attempt {attempt.attempt_name}: {attempt.ending}; {spent}"))
     if due_s is not None and due_s <= last:
         body.append(_path("deadline", f"M{_px(across(due_s))} 0V{_px(bottom)}"))
         body.append(_text(across(due_s) - 3, TOP + 2, "deadline", anchor="end", kind="bad"))
@@ -229,30 +230,33 @@ def gantt(lanes: Mapping[str, Sequence[AttemptCost]], began_ms: int, due_s: floa
 
 
 def forest(checks: Sequence[GateCheck], label: str, width: float) -> Markup:
-    """Draw a row a check: the difference with its interval, a shape by outcome, and what is allowed. What does not fit
-    ends in an arrow.
+    """Draw one row per check: the difference with its interval, a shape by outcome, and the allowed drop.
+
+    An interval that does not fit ends in an arrow.
     """
     left, right, row = 0.38 * width, width - 56, 18.0
-    ends = sorted(max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in checks)
-    reach = max(ends[min(len(ends) - 1, int(0.95 * len(ends)))], *(2 * abs(one.bound or 0.0) for one in checks), 1e-9)
+    ends = sorted(max(abs(check.low or 0.0), abs(check.high or 0.0)) for check in checks)
+    reach = max(
+        ends[min(len(ends) - 1, int(0.95 * len(ends)))], *(2 * abs(check.bound or 0.0) for check in checks), 1e-9
+    )
     across, bottom, body = scale(-reach, reach, left, right), TOP + row * len(checks), list[Markup]()
     for value in ticks(-reach, reach, 6):
         body.append(_path("grid" if value else "zero", f"M{_px(across(value))} {TOP}V{_px(bottom)}"))
         body.append(_text(across(value), bottom + BOTTOM - 8, f"{value:+g}" if value else "0", anchor="middle"))
-    for index, one in enumerate(checks):
-        y, low, high = TOP + row * (index + 0.5), one.low or 0.0, one.high or 0.0
-        drawn = _text(left - 8, y + 4, fit(check_name(one), left - 12), anchor="end")
+    for index, check in enumerate(checks):
+        y, low, high = TOP + row * (index + 0.5), check.low or 0.0, check.high or 0.0
+        drawn = _text(left - 8, y + 4, fit(check_name(check), left - 12), anchor="end")
         drawn += _path("whisker", f"M{_px(across(low))} {_px(y)}H{_px(across(high))}")
         if low < -reach:
             drawn += _path("arrow", f"M{_px(left)} {_px(y)}l6-4v8Z")
         if high > reach:
             drawn += _path("arrow", f"M{_px(across(reach))} {_px(y)}l-6-4v8Z")
-        if one.bound is not None:
-            lower = bool(one.metric) and MetricName.parse(one.metric).lower_is_better
-            drawn += _path("bound", f"M{_px(across(one.bound if lower else -one.bound))} {_px(y - 7)}v14")
-        change = (one.candidate or 0.0) - ((one.baseline_value if one.baseline else one.incumbent) or 0.0)
-        drawn += _shape(one.outcome, across(change), y) + _text(right + 8, y + 4, f"{change:+.3f}")
-        body.append(_titled(drawn, f"{one.outcome}: {one.reason}; {interval_text(one)}"))
+        if check.bound is not None:
+            lower = bool(check.metric) and MetricName.parse(check.metric).lower_is_better
+            drawn += _path("bound", f"M{_px(across(check.bound if lower else -check.bound))} {_px(y - 7)}v14")
+        change = (check.candidate or 0.0) - ((check.baseline_value if check.baseline else check.incumbent) or 0.0)
+        drawn += _shape(check.outcome, across(change), y) + _text(right + 8, y + 4, f"{change:+.3f}")
+        body.append(_titled(drawn, f"{check.outcome}: {check.reason}; {interval_text(check)}"))
     return _svg(body, bottom + BOTTOM, label, width)
 
 
@@ -266,13 +270,13 @@ def interval_text(check: GateCheck) -> str:
 
 
 def short_number(value: float) -> str:
-    """Return `12.0k`, `3.40M`, `0.05`: for axes."""
+    """Format a number for an axis, such as `12.0k`, `3.40M` or `0.05`."""
     return format_count(value) if abs(value) >= 1e4 else f"{value:.6g}"
 
 
-def fit(words: str, width: float) -> str:
-    """Return as many letters as `width` pixels hold."""
-    return shortened(words, max(3, int(width / 6.2)))
+def fit(text: str, width: float) -> str:
+    """Shorten a text to `width` pixels."""
+    return shortened(text, max(3, int(width / 6.2)))
 
 
 # Elements. `Markup.format` escapes every text.
@@ -284,19 +288,19 @@ def _svg(body: Iterable[Markup], height: float, label: str, width: float = WIDTH
 
 
 def _levels(up: Callable[[float], float], values: Iterable[float], right: float) -> list[Markup]:
-    """Draw the lines of the grid, with their values."""
-    found = list[Markup]()
+    """Draw the horizontal lines of the grid, with their values."""
+    elements = list[Markup]()
     for value in values:
-        found.append(_path("grid", f"M{LEFT} {_px(up(value))}H{_px(right)}"))
-        found.append(_text(LEFT - 5, up(value) + 3.5, short_number(value), anchor="end"))
-    return found
+        elements.append(_path("grid", f"M{LEFT} {_px(up(value))}H{_px(right)}"))
+        elements.append(_text(LEFT - 5, up(value) + 3.5, short_number(value), anchor="end"))
+    return elements
 
 
 def _line(kind: str, points: Sequence[Point]) -> Markup:
-    """Draw relative moves in tenths of a pixel: few bytes, and exact to a thousandth of the chart's height."""
-    whole = [(round(10 * x), round(10 * y)) for x, y in points]
-    moves = [f"M{whole[0][0]} {whole[0][1]}"]
-    for (x0, y0), (x1, y1) in pairwise(whole):
+    """Draw a line with relative moves in tenths of a pixel, which needs few bytes."""
+    tenths = [(round(10 * x), round(10 * y)) for x, y in points]
+    moves = [f"M{tenths[0][0]} {tenths[0][1]}"]
+    for (x0, y0), (x1, y1) in pairwise(tenths):
         moves.append(f"l{x1 - x0}{'' if y1 < y0 else ' '}{y1 - y0}")
     return Markup('<path class="line {}" transform="scale(.1)" d="{}"/>').format(kind, "".join(moves))
 
@@ -315,19 +319,19 @@ def _shape(outcome: str, x: float, y: float) -> Markup:
     return shape.format(outcome, _px(x), _px(y), SHAPES[outcome])
 
 
-def _dot(kind: str, x: float, y: float, words: str) -> Markup:
+def _dot(kind: str, x: float, y: float, title: str) -> Markup:
     circle = Markup('<circle class="{}" cx="{}" cy="{}" r="2.5"/>').format(kind, _px(x), _px(y))
-    return _titled(circle, words)
+    return _titled(circle, title)
 
 
-def _titled(body: Markup, words: str) -> Markup:
-    """Group elements, with what is shown where the mouse rests on them."""
-    return Markup("<g>{}<title>{}</title></g>").format(body, words)
+def _titled(body: Markup, title: str) -> Markup:
+    """Group elements with a tooltip."""
+    return Markup("<g>{}<title>{}</title></g>").format(body, title)
 
 
-def _text(x: float, y: float, words: str, *, anchor: str = "start", kind: str = "") -> Markup:
+def _text(x: float, y: float, text: str, *, anchor: str = "start", kind: str = "") -> Markup:
     element = Markup('<text x="{}" y="{}" text-anchor="{}" class="{}">{}</text>')
-    return element.format(_px(x), _px(y), anchor, kind, words)
+    return element.format(_px(x), _px(y), anchor, kind, text)
 
 
 def _px(value: float) -> str:

@@ -1,9 +1,9 @@
 """Write the page of a cycle, its data and the index of all cycles: `reports/`.
 
-<cycle>.html, <cycle>.json   of one cycle; of one that has ended the same, byte for byte, whenever and by whomever made
-index.json, index.html       one line a cycle, in the order in which they were submitted
+<cycle>.html, <cycle>.json   of one cycle; once it has ended, the same bytes each time they are written
+index.json, index.html       one row per cycle, in the order of submission
 
-The page is one file that asks for nothing and runs nothing. The templates escape every text.
+The page is one file that loads nothing and runs no script. The templates escape every text.
 """
 
 from collections import defaultdict
@@ -40,28 +40,30 @@ from pipeline.io.storage import Storage, read_record
 INDEX = "reports/index.json"
 INDEX_PAGE = "reports/index.html"
 MAX_CYCLES = 2000
-"""Of the index; those that were submitted first go."""
+"""Size of the index, from which the oldest cycles are dropped."""
 TREND = 20
-"""Cycles of the trend, this one included."""
+"""Cycles in the trend, including the current one."""
 MAX_LANES = 60
-_TRIES = 20
+_MAX_WRITES = 20
 _UNITS: dict[str, tuple[str, float, tuple[float, ...]]] = {
     "share of time waiting for data": ("time waiting for data, %", 100, (0, 1)),
     "memory, bytes": ("memory, GiB", 2**-30, (0,)),
     "learning rate": ("learning rate, highest", 1, ()),
 }
-"""How a figure of training is drawn: its title, a factor, and what its axis holds in any case."""
+"""How to draw a training metric: title, factor, and values that the axis always includes."""
 _HIDDEN = dict.fromkeys(
     [
         *(code for code in range(0xA0) if (code < 0x20 or code >= 0x7F) and code not in (0x09, 0x0A)),
-        *(0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF),  # they turn text around
-        *range(0xD800, 0xE000),  # halves of pairs
+        *(0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF),  # direction marks
+        *range(0xD800, 0xE000),  # surrogates
     ],
     "\ufffd",
 )
 
 
 class Index(Record):
+    """The rows of all cycles."""
+
     schema_version: Literal[1] = 1
     cycles: tuple[CycleRow, ...]
 
@@ -77,49 +79,49 @@ def data_key(cycle: str) -> str:
 def write_page(
     store: CycleStore, plan: JobPlan, records: Sequence[JobRecord], config: JobsConfig, closed: Closed | None
 ) -> PageData:
-    """Write the page over an earlier one; return what it shows. `closed`: the end, on record or not yet."""
+    """Write or overwrite the page of a cycle and return its data. `closed`: the end, even if not on record yet."""
     ledger = read_ledger(store, plan, records, config, closed=closed, without_report=True)
     data = gather(store, plan, ledger, records, closed)
-    own = row_of(store, data, closed)
-    if not store.cycle.startswith(RUN_PREFIX):  # what is no cycle is in no trend
+    current = row_of(store, data, closed)
+    if not store.cycle.startswith(RUN_PREFIX):  # runs are not part of the trend
         try:
-            cycles = add_to_index(store.storage, own)
+            cycles = add_to_index(store.storage, current)
         except DataError as error:
             data = data.model_copy(update={"unread": (*data.unread, error.seen)})
         else:
-            # Cycles that were submitted before this one and had ended when it did, so that its page stays as it is.
-            earlier = [row for row in cycles if (row.claimed_at, row.cycle) < (own.claimed_at, own.cycle)]
-            until = inf if own.closed_at is None else own.closed_at
+            # Only cycles that were submitted before this one and ended before it did, so that the page does not change.
+            earlier = [row for row in cycles if (row.claimed_at, row.cycle) < (current.claimed_at, current.cycle)]
+            until = inf if current.closed_at is None else current.closed_at
             ended = [row for row in earlier if row.closed_at is not None and row.closed_at <= until]
             data = data.model_copy(update={"history": tuple(ended[-(TREND - 1) :])})
             store.storage.write_bytes(INDEX_PAGE, index(cycles).encode())
     store.storage.write_bytes(data_key(store.cycle), data.model_dump_json(indent=1).encode() + b"\n")
-    store.storage.write_bytes(report_key(store.cycle), page(data, own).encode())
+    store.storage.write_bytes(report_key(store.cycle), page(data, current).encode())
     return data
 
 
-def add_to_index(storage: Storage, own: CycleRow) -> tuple[CycleRow, ...]:
-    """Return all cycles with this one in its place, the oldest first. Raises DataError for an unreadable index."""
-    for _ in range(_TRIES):
+def add_to_index(storage: Storage, row: CycleRow) -> tuple[CycleRow, ...]:
+    """Insert or replace a row of the index and return all rows, oldest first. Raises DataError if it is unreadable."""
+    for _ in range(_MAX_WRITES):
         stat = storage.stat(INDEX)
-        known = read_index(storage)
-        cycles = {row.cycle: row for row in (known.cycles if known else ())} | {own.cycle: own}
-        ordered = tuple(sorted(cycles.values(), key=lambda row: (row.claimed_at, row.cycle)))[-MAX_CYCLES:]
-        if known and known.cycles == ordered:
+        existing = read_index(storage)
+        cycles = {other.cycle: other for other in (existing.cycles if existing else ())} | {row.cycle: row}
+        ordered = tuple(sorted(cycles.values(), key=lambda other: (other.claimed_at, other.cycle)))[-MAX_CYCLES:]
+        if existing and existing.cycles == ordered:
             return ordered
         text = Index(cycles=ordered).model_dump_json(indent=1).encode() + b"\n"
         if storage.write_if_match(INDEX, text, stat.etag) if stat else storage.write_if_absent(INDEX, text):
             return ordered
     raise TransientError(
-        f"{storage.uri(INDEX)} changed {_TRIES} times while a line was added to it",
-        next_command=f"trnjobs report --cycle {own.cycle}",
+        f"{storage.uri(INDEX)} changed {_MAX_WRITES} times while a row was added to it",
+        next_command=f"trnjobs report --cycle {row.cycle}",
     )
 
 
 def read_index(storage: Storage) -> Index | None:
-    """Return None when there is none. Raises DataError when it cannot be read."""
-    again = "delete it; trnjobs report --cycle puts each cycle into it again"
-    return read_record(storage, INDEX, Index, "the index of cycles", "trnjobs report", next_command=again)
+    """Return the index, or None if it does not exist. Raises DataError if it cannot be read."""
+    command = "delete it; trnjobs report --cycle adds each cycle again"
+    return read_record(storage, INDEX, Index, "the index of cycles", "trnjobs report", next_command=command)
 
 
 # From data to HTML.
@@ -127,7 +129,7 @@ def read_index(storage: Storage) -> Index | None:
 
 @cache
 def _templates() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader("jobs.cycle.page", "."),
         autoescape=True,
         extensions=["jinja2.ext.do"],
@@ -136,14 +138,14 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"number": number, "duration": format_duration, "usd": usd, "share": format_percent}
-    made.filters |= {"stamp": _stamp, "figure_text": _figure_text, "metric": metric_name, "plural": _plural}
-    made.globals |= {"charts": charts, "ramp": _ramp, "search": SEARCH, "shown_table": shown_columns}
-    return made
+    environment.filters |= {"number": number, "duration": format_duration, "usd": usd, "share": format_percent}
+    environment.filters |= {"stamp": _stamp, "figure_text": _figure_text, "metric": metric_name, "plural": _plural}
+    environment.globals |= {"charts": charts, "ramp": _ramp, "search": SEARCH, "shown_table": shown_columns}
+    return environment
 
 
 def page(data: PageData, own: CycleRow) -> str:
-    """Return the page of a cycle; `own`: its line in the index."""
+    """Return the page of a cycle. `own`: its row of the index."""
     usual = [row for row in data.history[-10:] if row.outcome != "cancelled"]
     text = (
         _templates()
@@ -154,7 +156,7 @@ def page(data: PageData, own: CycleRow) -> str:
             ending=ending(own),
             tiles=_tiles(data, usual),
             reasons=reasons(data.evaluation.verdict.checks) if data.evaluation and data.outcome == "refused" else (),
-            tries_chart=_tries_chart(data),
+            attempts_chart=_attempts_chart(data),
             history=_history_chart((*data.history, own)),
             median_s=lambda stage: _median(row.stage_s.get(stage) if stage else row.machine_s for row in usual),
             median_usd=lambda stage: _median(row.stage_usd.get(stage) if stage else row.usd for row in usual),
@@ -173,7 +175,7 @@ def page(data: PageData, own: CycleRow) -> str:
 
 
 def index(rows: Sequence[CycleRow]) -> str:
-    """Return the page of all cycles, the newest first; `rows`: the oldest first."""
+    """Return the page of all cycles, newest first. `rows`: oldest first."""
     ends = [(row.production, end) for row in rows for end in (row.low, row.high)]
     reach = max((abs(end - other) for other, end in ends if other is not None and end is not None), default=1.0)
     chart = _history_chart(rows[-TREND:])
@@ -183,62 +185,62 @@ def index(rows: Sequence[CycleRow]) -> str:
 
 
 def _history_chart(rows: Sequence[CycleRow]) -> tuple[Markup, str]:
-    """Return a line of search beside BM25 over cycles, or of another metric of all of them; and its title."""
-    searched = any(row.value_of(SEARCH) is not None for row in rows)
-    metric = SEARCH if searched else next((row.metric for row in reversed(rows) if row.metric), "")
-    ours = [(float(i), value) for i, row in enumerate(rows) if (value := row.value_of(metric)) is not None]
-    words = [(float(i), row.bm25) for i, row in enumerate(rows) if searched and row.bm25 is not None]
-    series = [(metric_name(metric), ours, "now"), *([("BM25", words, "before")] if words else [])]
+    """Return a chart of the search metric and BM25 over cycles, or of the newest gate metric, and its title."""
+    has_search = any(row.value_of(SEARCH) is not None for row in rows)
+    metric = SEARCH if has_search else next((row.metric for row in reversed(rows) if row.metric), "")
+    values = [(float(i), value) for i, row in enumerate(rows) if (value := row.value_of(metric)) is not None]
+    bm25 = [(float(i), row.bm25) for i, row in enumerate(rows) if has_search and row.bm25 is not None]
+    series = [(metric_name(metric), values, "now"), *([("BM25", bm25, "before")] if bm25 else [])]
     hollow = [float(i) for i, row in enumerate(rows) if not row.promoted]
     title = f"{metric_name(metric)} of the last {len(rows)} cycles; hollow: not promoted"
-    if len(ours) < 2:
+    if len(values) < 2:
         return Markup(), title
     names, size = [row.cycle for row in rows], (charts.WIDTH, 170.0)
     return charts.line_chart(series, title, size=size, names=names, hollow=hollow), title
 
 
 def ending(row: CycleRow) -> tuple[str, str]:
-    """Return how a cycle ended: a class of the style sheet, and in words."""
+    """Return how a cycle ended: a class of the style sheet, and the text to show."""
     if row.promoted and row.outcome == "succeeded":
         return ("without", f"promoted{WITHOUT}") if row.without_comparison else ("promoted", "promoted")
     return row.outcome, "under way" if row.outcome == "open" else row.outcome
 
 
 def _tiles(data: PageData, usual: Sequence[CycleRow]) -> list[tuple[str, str, str]]:
-    """Return what the head of a page shows large: name, value, and what it is beside."""
-    found, vectors = measures(data.evaluation) if data.evaluation else [], data.vectors
+    """Return the tiles at the top of a page: name, value and a comparison."""
+    metrics, vectors = measures(data.evaluation) if data.evaluation else [], data.vectors
     tiles = []
-    for place, one in enumerate(found):
-        if place == 0 or one.metric == SEARCH:
-            others = ", ".join(f"{who} {number(value)}" for who, value in one.others.items())
-            beside = one.change if one.change and place == 0 else others
-            tiles.append((metric_name(one.metric), number(one.candidate), beside))
-    if data.outcome == "refused" and data.evaluation and (known := data.evaluation.incumbent):
-        tiles.append(("still in production", known.cycle, f"step {number(known.step)}, with its vectors"))
+    for index, measure in enumerate(metrics):
+        if index == 0 or measure.metric == SEARCH:
+            others = ", ".join(f"{label} {number(value)}" for label, value in measure.others.items())
+            comparison = measure.change if measure.change and index == 0 else others
+            tiles.append((metric_name(measure.metric), number(measure.candidate), comparison))
+    if data.outcome == "refused" and data.evaluation and (production := data.evaluation.incumbent):
+        tiles.append(("still in production", production.cycle, f"step {number(production.step)}, with its vectors"))
     elif vectors is not None and vectors.passed:
-        served = data.promoted and data.outcome == "succeeded"
-        how = f"{number(vectors.counts.embedded)} embedded, {number(vectors.counts.carried)} carried over"
-        tiles.append((f"vectors {'served' if served else 'verified'}", number(vectors.rows), how))
+        is_served = data.promoted and data.outcome == "succeeded"
+        counts = f"{number(vectors.counts.embedded)} embedded, {number(vectors.counts.carried)} carried over"
+        tiles.append((f"vectors {'served' if is_served else 'verified'}", number(vectors.rows), counts))
     earlier = [format_duration(_median(row.took_s for row in usual)), usd(_median(row.paid_usd for row in usual))]
-    before = ", ".join(word for word in earlier if word != "-")
-    cost = cost_text(data.ledger, data.target) + (f"; median before: {before}" if before else "")
+    median_text = ", ".join(text for text in earlier if text != "-")
+    cost = cost_text(data.ledger, data.target) + (f"; median before: {median_text}" if median_text else "")
     return [*tiles, ("time and cost", format_duration(data.ledger.took_s), cost)]
 
 
 def shown_columns(
     head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int] = ()
 ) -> tuple[list[str], list[list[str]], list[int]]:
-    """Return a table without the columns that hold nothing, and those of its columns that are numbers."""
+    """Return a table without its empty columns, and the remaining number columns."""
     kept = [i for i in range(len(rows[0]) if rows else len(head)) if any(row[i] not in ("", "-") for row in rows)]
     return (
         [head[i] for i in kept] if head else [],
         [[row[i] for i in kept] for row in rows],
-        [place for place, i in enumerate(kept) if i in numbers],
+        [position for position, i in enumerate(kept) if i in numbers],
     )
 
 
 def visible(text: str) -> str:
-    """Return a text in which characters that control a terminal or the direction of text are shown."""
+    """Replace characters that control a terminal or the direction of text by a visible one."""
     return text.translate(_HIDDEN)
 
 
@@ -249,9 +251,9 @@ def outcome_sentence(data: PageData) -> str:
         running = ", ".join(job.name for job in data.jobs if job.state in ("STARTING", "RUNNING"))
         return f"Under way: {running} running." if running else "Under way."
     if outcome == "refused":
-        failed = sum(one.outcome == "fail" for one in data.evaluation.verdict.checks) if data.evaluation else 0
-        why = f"{_plural(failed, 'check')} of the gate failed" if failed else data.reason or "the gate says why"
-        return f"Refused: {why}. Production stays as it is."
+        failed = sum(check.outcome == "fail" for check in data.evaluation.verdict.checks) if data.evaluation else 0
+        why = f"{_plural(failed, 'check')} of the gate failed" if failed else data.reason or "see the log of evaluate"
+        return f"Refused: {why}. Production is unchanged."
     if outcome == "failed":
         failed_jobs = ", ".join(job.name for job in data.jobs if job.ending == "failed")
         return f"Failed{f' in {failed_jobs}' if failed_jobs else ''}: {data.why or 'no reason is on record'}."
@@ -260,19 +262,19 @@ def outcome_sentence(data: PageData) -> str:
     if data.promoted:
         how = (" by force" if evaluated.get("forced") else "") + (WITHOUT if data.without_comparison else "")
         change = "a new model is in production"
-        if data.evaluation and (found := measures(data.evaluation)):
-            name, value = metric_name(found[0].metric), number(found[0].candidate)
+        if data.evaluation and (metrics := measures(data.evaluation)):
+            name, value = metric_name(metrics[0].metric), number(metrics[0].candidate)
             change = f"the first model, {name} {value}"
-            if (before := found[0].others.get("production")) is not None:
+            if (before := metrics[0].others.get("production")) is not None:
                 change = f"{name} {value}, in production before {number(before)}"
         return f"Promoted{how}: {change}."
     if evaluated.get("nothing_new"):
-        return "Nothing new: there was nothing to learn from, and the model in production stays."
+        return "Nothing new to train on. Production is unchanged."
     return "Passed, and not promoted." if "promoted" in evaluated else "Succeeded."
 
 
-def _tries_chart(data: PageData) -> Markup:
-    """Draw tries over time: a lane for each job, for the first child of an array, and for each child that failed."""
+def _attempts_chart(data: PageData) -> Markup:
+    """Draw attempts over time: a lane for each job, for the first child of an array, and for each failed child."""
     ledger = data.ledger
     if not ledger.entries or ledger.began_at is None:
         return Markup()
@@ -280,9 +282,9 @@ def _tries_chart(data: PageData) -> Markup:
     for entry in ledger.entries:
         lanes[entry.job].append(entry)
     notable = {
-        name: tries
-        for name, tries in lanes.items()
-        if ":" not in name or name.endswith(":0") or any(one.has_failed for one in tries)
+        name: attempts
+        for name, attempts in lanes.items()
+        if ":" not in name or name.endswith(":0") or any(attempt.has_failed for attempt in attempts)
     }
     shown = dict(list((notable or lanes).items())[:MAX_LANES])
     due_s = None if ledger.deadline_at is None else ledger.deadline_at - ledger.began_at
@@ -290,44 +292,46 @@ def _tries_chart(data: PageData) -> Markup:
 
 
 def _gate_groups(data: PageData) -> list[tuple[str, list[GateCheck]]]:
-    """Return the comparisons of the gate under their titles; slices by how much the candidate lost."""
+    """Return the comparisons of the gate by title, with the slices in the order of the loss."""
 
-    def harm(check: GateCheck) -> tuple[int, float]:
+    def severity(check: GateCheck) -> tuple[int, float]:
         change = (check.candidate or 0.0) - (check.incumbent or 0.0)
         gain = -change if MetricName.parse(check.metric).lower_is_better else change
         return ("fail", "warn", "pass", "skipped").index(check.outcome), gain
 
     checks = data.evaluation.verdict.checks if data.evaluation else ()
     compared = [check for check in checks if check.low is not None and check.high is not None]
-    slices = sorted((check for check in compared if check.kind == "slice"), key=harm)
+    slices = sorted((check for check in compared if check.kind == "slice"), key=severity)
     groups = [("Overall", [check for check in compared if check.kind != "slice"])]
     return [*groups, ("Slices, worst first", slices)]
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return median(numbers) if numbers else None
 
 
 def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:
-    """Return for each categorical column the rows without a value, their share in the newest partition, and before."""
+    """Return each categorical column with its missing rows, and their fraction in the newest partition and before."""
 
-    def share(partitions: Sequence[PartitionDigest], column: str) -> str:
-        rows = sum(sum(one.rows.values()) for one in partitions)
-        return format_percent(sum(one.without_category[column] for one in partitions) / rows if rows else None)
+    def fraction(partitions: Sequence[PartitionDigest], column: str) -> str:
+        rows = sum(sum(partition.rows.values()) for partition in partitions)
+        missing = sum(partition.without_category[column] for partition in partitions)
+        return format_percent(missing / rows if rows else None)
 
-    found = []
-    counting = [one for one in data.prepared.partitions if one.without_category] if data.prepared else []
+    result = []
+    all_partitions = data.prepared.partitions if data.prepared else ()
+    counting = [partition for partition in all_partitions if partition.without_category]
     for column in counting[-1].without_category if counting else ():
-        known = [one for one in counting if column in one.without_category]
-        rows = number(sum(one.without_category[column] for one in known))
-        found.append((column, rows, share(known[-1:], column), share(known[:-1], column)))
-    return found
+        partitions = [partition for partition in counting if column in partition.without_category]
+        rows = number(sum(partition.without_category[column] for partition in partitions))
+        result.append((column, rows, fraction(partitions[-1:], column), fraction(partitions[:-1], column)))
+    return result
 
 
-def _ramp(place: int, of: int) -> str:
-    """Return the class of a label: of ordered labels the first is the lightest, the last the darkest."""
-    return f"l{round(7 * place / (of - 1)) if of > 1 else 7}"
+def _ramp(index: int, count: int) -> str:
+    """Return the style class of an ordered label, from light to dark."""
+    return f"l{round(7 * index / (count - 1)) if count > 1 else 7}"
 
 
 def _plural(count: int, word: str) -> str:

@@ -1,1 +1,1 @@
-"""AWS Batch as a target: the only place in jobs/ that knows boto3."""
+"""AWS Batch as a target, the only package of jobs/ that imports boto3."""

@@ -1,6 +1,6 @@
-"""What an account has: whether it would run the plan, asked before anything is sent, and its job definitions.
+"""Checks that an account can run a plan, before anything is sent, and the job definitions of the account.
 
-The account is the one at AWS, or the one that Terraform is about to make, read from `terraform show -json PLAN`.
+The account is the current one at AWS, or the one that Terraform would create (`terraform show -json PLAN`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from pipeline.core.machines import NODES
 
 @dataclass(frozen=True)
 class Queue:
-    """A queue, its compute environments in order, and the shares of its policy; None: it has no policy."""
+    """A queue, its compute environments in order, and the shares of its scheduling policy (None: no policy)."""
 
     detail: Detail
     environments: Sequence[Detail]
@@ -33,7 +33,7 @@ Account = Mapping[str, Queue]
 
 
 def preflight(client: BatchClient, plan: JobPlan) -> tuple[str, ...]:
-    """Return warnings. Raises ConfigError with everything that is wrong, TransientError while a queue is changing."""
+    """Return warnings. Raises ConfigError with every problem, TransientError while a queue is being changed."""
     check_plan(plan)
     account = describe_queues(client, [placement_of(plan, job).queue for job in plan.jobs])
     refuse_account(account_problems(plan, account), "an enabled fair-share queue that can hold every job")
@@ -45,63 +45,63 @@ def preflight(client: BatchClient, plan: JobPlan) -> tuple[str, ...]:
 
 
 def refuse_account(problems: Iterable[str], expected: str) -> None:
-    """Raises ConfigError with all problems, if any."""
+    """Raise ConfigError that lists all problems, if any."""
     if lines := list(dict.fromkeys(problems)):
         raise ConfigError(
-            "\n  ".join(["AWS Batch in this account would not run this plan:", *lines]),
+            "\n  ".join(["AWS Batch in this account cannot run this plan:", *lines]),
             expected=expected,
             next_command="aws batch describe-job-queues; correct [jobs] or the queue, then trnjobs plan",
         )
 
 
 def describe_queues(client: BatchClient, names: Iterable[str]) -> Account:
-    """Describe these queues, and what is behind them."""
-    described, found = client.described("queues", list(dict.fromkeys(names))), dict[str, Queue]()
-    orders = [[one["computeEnvironment"] for one in queue.get("computeEnvironmentOrder", ())] for queue in described]
+    """Describe these queues, their compute environments and scheduling policies."""
+    described, queues = client.described("queues", list(dict.fromkeys(names))), dict[str, Queue]()
+    orders = [[entry["computeEnvironment"] for entry in q.get("computeEnvironmentOrder", ())] for q in described]
     arns = sorted({arn for order in orders for arn in order})
-    environments = {one["computeEnvironmentArn"]: one for one in client.described("compute environments", arns)}
+    environments = {env["computeEnvironmentArn"]: env for env in client.described("compute environments", arns)}
     policies = sorted({arn for queue in described if (arn := queue.get("schedulingPolicyArn"))})
     shares = {
-        one["arn"]: [share["shareIdentifier"] for share in one.get("fairsharePolicy", {}).get("shareDistribution", ())]
-        for one in client.described("scheduling policies", policies)
+        p["arn"]: [share["shareIdentifier"] for share in p.get("fairsharePolicy", {}).get("shareDistribution", ())]
+        for p in client.described("scheduling policies", policies)
     }
-    for queue, order in zip(described, orders, strict=True):
-        behind = [environments[arn] for arn in order if arn in environments]
-        made = Queue(queue, behind, shares.get(queue.get("schedulingPolicyArn", "")))
-        found |= dict.fromkeys((queue["jobQueueName"], queue["jobQueueArn"]), made)
-    return found
+    for detail, order in zip(described, orders, strict=True):
+        existing = [environments[arn] for arn in order if arn in environments]
+        queue = Queue(detail, existing, shares.get(detail.get("schedulingPolicyArn", "")))
+        queues |= dict.fromkeys((detail["jobQueueName"], detail["jobQueueArn"]), queue)
+    return queues
 
 
 def account_problems(plan: JobPlan, account: Account) -> Iterator[str]:
-    """Yield why this account would refuse the jobs or never start them, one line each."""
+    """Yield one line for each reason why this account would refuse the jobs or never start them."""
     for job in plan.jobs:
-        where = placement_of(plan, job)
-        yield from queue_problems(where.queue, account, is_shared=bool(where.share_identifier))
-        if where.queue in account:
-            yield from _room(job, where.queue, account[where.queue].environments)
+        placement = placement_of(plan, job)
+        yield from queue_problems(placement.queue, account, is_shared=bool(placement.share_identifier))
+        if placement.queue in account:
+            yield from _capacity_problems(job, placement.queue, account[placement.queue].environments)
 
 
 def queue_problems(name: str, account: Account, *, is_shared: bool) -> Iterator[str]:
-    """Yield what is wrong with a queue itself. `is_shared`: jobs name a share of it."""
+    """Yield the problems of a queue. `is_shared`: jobs use a share identifier on it."""
     if name not in account:
         yield f"queue {name}: does not exist in this account and region"
         return
     queue = account[name].detail
     if queue["state"] != "ENABLED":
-        yield f"queue {name}: {queue['state']}, it takes no jobs"
+        yield f"queue {name}: {queue['state']}, it accepts no jobs"
     if queue["status"] not in ("VALID", "CREATING", "UPDATING"):
         yield f"queue {name}: {queue['status']} ({queue.get('statusReason', 'no reason given')})"
     if is_shared and account[name].shares is None:
         yield (
-            f"queue {name}: has no scheduling policy, so it refuses share identifiers; "
-            "a policy cannot be added later, create the queue with one"
+            f"queue {name}: has no scheduling policy, so it refuses share identifiers. "
+            "A policy cannot be added later: create the queue with one"
         )
 
 
 def account_warnings(plan: JobPlan, account: Account) -> tuple[str, ...]:
-    """Return what is allowed and probably not meant."""
-    uses = (placement_of(plan, job) for job in plan.jobs)
-    return share_warnings(((where.queue, where.share_identifier) for where in uses), account)
+    """Return warnings about placements that are allowed but probably a mistake."""
+    placements = (placement_of(plan, job) for job in plan.jobs)
+    return share_warnings(((placement.queue, placement.share_identifier) for placement in placements), account)
 
 
 def share_warnings(uses: Iterable[tuple[str, str]], account: Account) -> tuple[str, ...]:
@@ -109,35 +109,33 @@ def share_warnings(uses: Iterable[tuple[str, str]], account: Account) -> tuple[s
     lines = []
     for queue, share in dict.fromkeys(uses):
         shares = account[queue].shares
-        prefixes = tuple(one[:-1] for one in shares or () if one.endswith("*"))
+        prefixes = tuple(name[:-1] for name in shares or () if name.endswith("*"))
         if shares is not None and share not in shares and not share.startswith(prefixes):
-            there = ", ".join(sorted(shares)) or "none"
-            lines.append(
-                f"share identifier {share} is not in the policy of queue {queue}: it gets weight 1 (there: {there})"
-            )
+            listed = ", ".join(sorted(shares)) or "none"
+            lines.append(f"share identifier {share} is not in the policy of queue {queue} ({listed}): it gets weight 1")
     return tuple(lines)
 
 
-def _room(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[str]:
-    """Check that a node group fits one compute environment, a whole machine for each node; of an array one child."""
+def _capacity_problems(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[str]:
+    """Check that one child of an array, or a node group with a machine per node, fits one compute environment."""
     needs, machine = job.resources, NODES.get(job.resources.instance_type)
     vcpus = max(1, job.num_nodes) * (machine.vcpus if machine and job.num_nodes else needs.vcpus)
-    usable = [one for one in environments if one["state"] == "ENABLED" and one["status"] != "INVALID"]
-    managed = [one.get("computeResources", {}) for one in usable if one.get("type") != "UNMANAGED"]
-    fitting = [one for one in managed if not job.num_nodes or one.get("type") == "EC2"]
+    usable = [env for env in environments if env["state"] == "ENABLED" and env["status"] != "INVALID"]
+    managed = [env.get("computeResources", {}) for env in usable if env.get("type") != "UNMANAGED"]
+    fitting = [resources for resources in managed if not job.num_nodes or resources.get("type") == "EC2"]
     if not usable:
         yield f"queue {queue}: no enabled compute environment"
     elif job.num_nodes and not fitting:
-        yield f"{job.name}: {job.num_nodes} nodes; they need a managed on-demand EC2 compute environment"
-    if fitting and (most := max(one.get("maxvCpus", 0) for one in fitting)) < vcpus:
-        yield f"{job.name}: {vcpus:,} vCPU at once; the compute environments of {queue} go up to {most:,}"
-    offered, wanted = {kind for one in fitting for kind in one.get("instanceTypes", ())}, needs.instance_type
-    if wanted and offered and not offered & {wanted, wanted.split(".")[0], "optimal"}:
-        yield f"{job.name}: instance type {wanted}; the compute environments offer {', '.join(sorted(offered))}"
+        yield f"{job.name}: {job.num_nodes} nodes need a managed on-demand EC2 compute environment"
+    if fitting and (most := max(resources.get("maxvCpus", 0) for resources in fitting)) < vcpus:
+        yield f"{job.name}: needs {vcpus:,} vCPU at once, the compute environments of {queue} have at most {most:,}"
+    offered, requested = {kind for r in fitting for kind in r.get("instanceTypes", ())}, needs.instance_type
+    if requested and offered and not offered & {requested, requested.split(".")[0], "optimal"}:
+        yield f"{job.name}: needs {requested}, the compute environments offer {', '.join(sorted(offered))}"
 
 
 class Fleet(BaseModel):
-    """A queue that Terraform makes, and the one compute environment behind it."""
+    """A queue that Terraform creates, with its one compute environment."""
 
     queue: str
     type: str = Field(description="EC2 or SPOT")
@@ -147,7 +145,7 @@ class Fleet(BaseModel):
 
 
 class PlannedOutputs(BaseModel):
-    """What infra/ will tell. ARNs are unknown before they exist, and are left out of `settings`."""
+    """Planned outputs of infra/. `settings` lacks the ARNs, which are unknown before apply."""
 
     fleet: tuple[Fleet, ...] = Field(validation_alias=AliasPath("output_changes", "fleet", "after"))
     settings: dict[str, Any] = Field(
@@ -155,26 +153,25 @@ class PlannedOutputs(BaseModel):
     )
     files: tuple[Path, ...] = Field(
         validation_alias=AliasPath("output_changes", "settings_files", "after"),
-        description="What the settings go over: the driver reads them in its image",
+        description="Settings files in the image of the driver, which `settings` override",
     )
 
     @property
     def account(self) -> Account:
-        """Return the account as AWS Batch would describe it once it is there."""
+        """Return the account as AWS Batch would describe it after apply."""
         usable, account = {"state": "ENABLED", "status": "VALID"}, dict[str, Queue]()
-        for one in self.fleet:
-            machines = {"type": one.type, "maxvCpus": one.max_vcpus, "instanceTypes": one.instance_types}
-            account[one.queue] = Queue(
-                usable, [{**usable, "type": "MANAGED", "computeResources": machines}], one.shares
-            )
+        for fleet in self.fleet:
+            machines = {"type": fleet.type, "maxvCpus": fleet.max_vcpus, "instanceTypes": fleet.instance_types}
+            environment = {**usable, "type": "MANAGED", "computeResources": machines}
+            account[fleet.queue] = Queue(usable, [environment], fleet.shares)
         return account
 
 
 def read_planned(path: Path) -> PlannedOutputs:
     """Read `terraform show -json PLAN`. Raises ConfigError for any other file."""
     try:
-        found = PlannedOutputs.model_validate_json(path.read_bytes())
-        return found.model_copy(update={"settings": _known(found.settings)})
+        outputs = PlannedOutputs.model_validate_json(path.read_bytes())
+        return outputs.model_copy(update={"settings": _known_values(outputs.settings)})
     except OSError as error:
         seen = str(error.strerror)
     except ValidationError as error:
@@ -182,42 +179,45 @@ def read_planned(path: Path) -> PlannedOutputs:
         seen = f"{'.'.join(str(key) for key in first['loc'] if key != 'after')}: {first['msg']}"
     raise ConfigError(
         f"{path}: {seen}",
-        expected="a plan of infra/ with its outputs fleet, settings and settings_files",
+        expected="a Terraform plan of infra/ with the outputs fleet, settings and settings_files",
         next_command=f"terraform -chdir=infra show -json ../build/infra.plan > {path}",
     )
 
 
-def _known(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop nulls, and lists with one: values that Terraform knows only after apply."""
-    known = {key: _known(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-    return {key: value for key, value in known.items() if None not in (value if isinstance(value, list) else [value])}
+def _known_values(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop nulls and lists that contain one: Terraform knows these values only after apply."""
+    pruned = {key: _known_values(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+    return {key: value for key, value in pruned.items() if None not in (value if isinstance(value, list) else [value])}
 
 
-# Job definitions: one revision per content, and how those of a plan differ from what is registered.
+# Job definitions: one revision per content, and how those of a plan differ from the registered ones.
 
-_OURS = {"type", "schedulingPriority", "retryStrategy", "timeout", "propagateTags", "tags"}
-_OURS |= {"containerProperties", "nodeProperties", "platformCapabilities"}
-"""What RegisterJobDefinition takes of us; AWS Batch describes more."""
+_REQUEST_FIELDS = {"type", "schedulingPriority", "retryStrategy", "timeout", "propagateTags", "tags"}
+_REQUEST_FIELDS |= {"containerProperties", "nodeProperties", "platformCapabilities"}
+"""Fields that we pass to RegisterJobDefinition. AWS Batch describes more."""
 _NAMES = ("name", "type", "hostPath", "targetNodes")
-"""What identifies an entry of a list whose order means nothing (variables, resources, limits, devices, nodes)."""
+"""Keys that identify an entry of an unordered list (variables, resources, limits, devices, nodes)."""
 
 
 def registered_definition(client: BatchClient, request: Request) -> Detail | None:
-    """Return the newest active revision with the content of this request, None if there is none."""
+    """Return the newest active revision with the content of this request, or None."""
     content = request["tags"]["content"]
     revisions = client.active_definitions(request["jobDefinitionName"])
-    return _newest(one for one in revisions if one.get("tags", {}).get("content") == content)
+    return _newest(revision for revision in revisions if revision.get("tags", {}).get("content") == content)
 
 
 def ensure_definition(client: BatchClient, request: Request) -> str:
-    """Return `name:revision` of this content, registered if needed. (Two at once may register it twice: both serve.)"""
-    found = registered_definition(client, request)
-    found = found or client.call("registering a job definition", "register_job_definition", **request)
-    return f"{found['jobDefinitionName']}:{found['revision']}"
+    """Return `name:revision` for this content, after registering it if needed.
+
+    Two processes may register it twice at the same time. Both revisions are valid.
+    """
+    definition = registered_definition(client, request)
+    definition = definition or client.call("registering a job definition", "register_job_definition", **request)
+    return f"{definition['jobDefinitionName']}:{definition['revision']}"
 
 
 def change_lines(client: BatchClient, plan: JobPlan) -> Iterator[str]:
-    """Yield what a submission would do with each definition of the plan, with every place that differs."""
+    """Yield how a submission would change each job definition of the plan, field by field."""
     users: dict[str, list[str]] = {}
     requests = {job.name: definition_request(plan, job) for job in plan.jobs}
     for name, request in requests.items():
@@ -225,35 +225,38 @@ def change_lines(client: BatchClient, plan: JobPlan) -> Iterator[str]:
     for names in users.values():
         request, jobs = requests[names[0]], ", ".join(names)
         name = request["jobDefinitionName"]
-        found, latest = registered_definition(client, request), _newest(client.active_definitions(name))
-        if found:
-            yield f"= {name}:{found['revision']} ({jobs}) is registered"
+        definition, latest = registered_definition(client, request), _newest(client.active_definitions(name))
+        if definition:
+            yield f"= {name}:{definition['revision']} ({jobs}) is registered"
         elif not latest:
-            yield f"+ {name}:1 ({jobs}) would be registered, the first of its name"
+            yield f"+ {name}:1 ({jobs}) would be registered as the first revision"
         else:
-            yield f"~ {name} ({jobs}) would be registered anew; against revision {latest['revision']}:"
-            for place, theirs, ours in differences(_tree(_ours(latest)), _tree(_ours(request))):
-                yield f"    {place}: {theirs!r} -> {ours!r}"
+            yield f"~ {name} ({jobs}) would be registered again; changes to revision {latest['revision']}:"
+            for field, old, new in differences(_tree(_request_fields(latest)), _tree(_request_fields(request))):
+                yield f"    {field}: {old!r} -> {new!r}"
 
 
 def _newest(revisions: Iterable[Detail]) -> Detail | None:
-    return max(revisions, key=lambda one: int(one["revision"]), default=None)
+    return max(revisions, key=lambda revision: int(revision["revision"]), default=None)
 
 
-def _ours(definition: Detail) -> Detail:
-    own = {key: one for key, one in definition.items() if key in _OURS}
-    return own | {"tags": {key: one for key, one in own["tags"].items() if key != "content"}}  # that of all the rest
+def _request_fields(definition: Detail) -> Detail:
+    own = {key: value for key, value in definition.items() if key in _REQUEST_FIELDS}
+    # The content tag is the hash of all other fields.
+    return own | {"tags": {key: value for key, value in own["tags"].items() if key != "content"}}
 
 
 def _tree(value: Any) -> Any:
-    """Return what is set, entries of lists by their names. AWS Batch fills in or omits empty lists and words, zero and
-    False, and describes the action of a retry rule in small letters."""
+    """Return the non-empty values, with named list entries keyed by name.
+
+    AWS Batch fills in or omits empty lists and strings, zero and False, and lowercases the action of a retry rule.
+    """
     if isinstance(value, list | tuple):
-        names = [next((one for one in _NAMES if isinstance(entry, Mapping) and one in entry), "") for entry in value]
+        names = [next((key for key in _NAMES if isinstance(entry, Mapping) and key in entry), "") for entry in value]
         value = {
             entry[name] if name else str(i): entry for i, (name, entry) in enumerate(zip(names, value, strict=True))
         }
     if not isinstance(value, Mapping):
         return value
-    found = {key: _tree(one.upper() if key == "action" else one) for key, one in value.items()}
-    return {key: one for key, one in found.items() if one}
+    tree = {key: _tree(entry.upper() if key == "action" else entry) for key, entry in value.items()}
+    return {key: entry for key, entry in tree.items() if entry}

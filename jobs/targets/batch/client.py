@@ -1,6 +1,6 @@
-"""The calls to AWS Batch that we use: pages, chunks, retries and the meaning of errors in one place.
+"""Clients of AWS Batch and CloudWatch Logs: pagination, chunks, retries and the translation of errors.
 
-The rights they need: infra/modules/roles/policies.
+The permissions they need are in infra/modules/roles/policies.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,30 +22,30 @@ READ_TIMEOUT_S = 20
 
 
 def connect(service: str) -> Any:
-    """Return a client from the usual AWS environment; sends nothing yet. Raises ConfigError without a region.
+    """Return a client from the usual AWS environment, without sending anything. Raises ConfigError without a region.
 
-    boto3's own retries are off: SubmitJob must not be repeated blindly, and our deadline must be the true one.
+    The retries of boto3 are off: SubmitJob must not be repeated blindly, and our deadline must hold.
     """
     retries, limits = {"total_max_attempts": 1}, {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
     config = Config(retries=retries, user_agent_extra="trnpipe", **limits)
     try:
         return s3_client.new_client(service, config)
     except (boto.NoRegionError, boto.InvalidRegionError, boto.ProfileNotFound, ValueError) as error:
-        raise ConfigError(  # without the text of the error: it may quote an endpoint with a password
-            f"no client for AWS {service}: {type(error).__name__}",
-            expected="a region and a profile that exist, and AWS_ENDPOINT_URL a URL or not set",
+        raise ConfigError(  # the text of the error is left out, because it may quote an endpoint with a password
+            f"cannot create a client for AWS {service}: {type(error).__name__}",
+            expected="an existing region and profile, and AWS_ENDPOINT_URL unset or a URL",
             next_command="export AWS_DEFAULT_REGION=us-west-2",
         ) from error
 
 
 def secret_text(name: str) -> str:
-    """A secret of AWS Secrets Manager, by name or ARN. Raises ConfigError when it cannot be read."""
+    """Return a secret of AWS Secrets Manager, by name or ARN. Raises ConfigError if it cannot be read."""
     try:
         return str(connect("secretsmanager").get_secret_value(SecretId=name).get("SecretString", ""))
     except (boto.BotoCoreError, boto.ClientError) as error:
         raise ConfigError(
-            f"secret {name}: {error_code(error) or type(error).__name__}",
-            expected="one that this role may read (secretsmanager:GetSecretValue)",
+            f"cannot read secret {name}: {error_code(error) or type(error).__name__}",
+            expected="a secret that this role may read (secretsmanager:GetSecretValue)",
             next_command=f"aws secretsmanager describe-secret --secret-id {name}",
         ) from error
 
@@ -74,40 +74,43 @@ def message_of(error: BaseException) -> str:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Return whether something does not exist. Not every service has a code for it; the texts: reports of users."""
-    text = message_of(error).casefold()
+    """Return whether the error says that a resource does not exist.
+
+    Not every service has an error code for it. The texts are from reports of users.
+    """
+    message = message_of(error).casefold()
     texts = ("not found", "could not find", "does not exist")
-    return name_of(error) == "ResourceNotFound" or any(words in text for words in texts)
+    return name_of(error) == "ResourceNotFound" or any(text in message for text in texts)
 
 
 def is_retryable(error: BaseException) -> bool:
-    """True for throttling, server faults, time-outs, broken connections."""
+    """Return True for throttling, server faults, time-outs and broken connections."""
     return s3_client.is_retryable(error) or name_of(error) in RETRYABLE_CODES | _THROTTLED | {"Server"}
 
 
 def was_not_done(error: BaseException) -> bool:
-    """Return whether a request was surely not carried out: throttled, or never connected."""
+    """Return whether a request was certainly not carried out: throttled, or never connected."""
     if isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError):
         return True
     return name_of(error) in _THROTTLED or http_status(error) == 429
 
 
 def translate(error: Exception, doing: str) -> TrnpipeError:
-    """Return our error for one of AWS that is not retried any more. `doing`: as in `submitting a job`."""
+    """Translate an AWS error after the last retry. `doing`: such as `submitting a job`."""
     status = http_status(error)
     name = f"{error_code(error) or type(error).__name__}" + (f", HTTP {status}" if status else "")
     if is_retryable(error):
         return TransientError(
-            f"AWS: {name} while {doing}, until the retry budget was spent",
+            f"AWS: {name} while {doing}, retries exhausted",
             next_command="run the same command again; check AWS_ENDPOINT_URL and the network if it repeats",
         )
-    # What the service says. boto3's own text may quote an endpoint with a password; it is left out.
+    # The message of the service. The text of boto3 is left out, because it may quote an endpoint with a password.
     message = str(error) if isinstance(error, boto.ParamValidationError) else message_of(error) or "no answer"
     has_no_credentials = (
         isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError) or name_of(error) in _BAD_CREDENTIALS
     )
     if has_no_credentials or status == 403 or name_of(error) == "AccessDenied":
-        trouble = "no usable AWS credentials" if has_no_credentials else "AWS: no right"
+        trouble = "no usable AWS credentials" if has_no_credentials else "AWS: access denied"
         return ConfigError(
             f"{trouble} while {doing} ({name}): {message}",
             expected="credentials of a role with the policies of infra/modules/roles",
@@ -123,12 +126,12 @@ def translate(error: Exception, doing: str) -> TrnpipeError:
 MAX_DESCRIBED = 100  # ids or names in one Describe call
 MAX_REASON_CHARACTERS = 1024
 Detail = Mapping[str, Any]
-"""One job, definition, queue ... as AWS describes it."""
+"""A job, definition, queue ... as AWS describes it."""
 T = TypeVar("T")
 
 
 class AwsClient:
-    """`raw` is boto3's client, or what answers like it."""
+    """Wrapper of a boto3 client with retries and translated errors. `raw`: the boto3 client, or a fake of it."""
 
     def __init__(self, raw: Any, *, policy: RetryPolicy | None = None, stop: StopSignal | None = None) -> None:
         self._raw, self._policy, self._stop = raw, policy or RetryPolicy(), stop or StopSignal()
@@ -139,7 +142,7 @@ class AwsClient:
     def call(
         self, doing: str, operation: str, *, accepted: Callable[[BaseException], bool] | None = None, **request: Any
     ) -> Detail:
-        """Return the answer to a request that may be repeated; empty for an error that is `accepted`."""
+        """Send a request that may be repeated and return the answer, empty after an error that is `accepted`."""
         try:
             send = getattr(self._raw, operation)
             answer: Detail = self.repeat(doing, lambda: send(**request), is_retryable)
@@ -150,7 +153,7 @@ class AwsClient:
             raise translate(error, doing) from error
 
 
-_DESCRIBED = {  # the operation, what its answer holds, and what it is asked by
+_DESCRIBED = {  # operation, key of the items in the answer, argument with the names
     "queues": ("describe_job_queues", "jobQueues", "jobQueues"),
     "compute environments": ("describe_compute_environments", "computeEnvironments", "computeEnvironments"),
     "scheduling policies": ("describe_scheduling_policies", "schedulingPolicies", "arns"),
@@ -158,14 +161,17 @@ _DESCRIBED = {  # the operation, what its answer holds, and what it is asked by
 
 
 class BatchClient(AwsClient):
+    """AWS Batch."""
+
     def active_definitions(self, name: str) -> list[Detail]:
-        wanted = {"jobDefinitionName": name, "status": "ACTIVE"}
-        return list(self._pages("describing job definitions", "describe_job_definitions", "jobDefinitions", wanted))
+        request = {"jobDefinitionName": name, "status": "ACTIVE"}
+        return list(self._pages("describing job definitions", "describe_job_definitions", "jobDefinitions", request))
 
     def submit_job(self, request: Request) -> str:
-        """Return the id of a new job. SubmitJob has no client token: it is repeated only if it surely was not done.
+        """Submit a job and return its id.
 
-        Raises UnknownOutcome when it may have been done: look for the job by its name then.
+        SubmitJob has no client token, so it is only repeated if it was certainly not carried out. Raises
+        UnknownOutcome if it may have been carried out. The caller then looks for the job by its name.
         """
         doing = f"submitting {request['jobName']}"
         try:
@@ -177,29 +183,29 @@ class BatchClient(AwsClient):
         return str(answer["jobId"])
 
     def describe_jobs(self, ids: Sequence[str]) -> dict[str, Detail]:
-        """Return jobs by id, without those that AWS Batch does not know (not yet, or no more)."""
-        found: dict[str, Detail] = {}
+        """Return jobs by id, without those that AWS Batch does not know yet or has forgotten."""
+        jobs: dict[str, Detail] = {}
         for chunk in _chunks(ids):
             answer = self.call("describing jobs", "describe_jobs", jobs=chunk)
-            found |= {one["jobId"]: one for one in answer["jobs"]}
-        return found
+            jobs |= {job["jobId"]: job for job in answer["jobs"]}
+        return jobs
 
     def jobs_named(self, queue: str, name: str, kind: Literal["job", "service_job"] = "job") -> list[Detail]:
-        """Return whole jobs of exactly this name. (The filter ignores case; some list the children too.)"""
-        wanted = {"jobQueue": queue, "filters": [{"name": "JOB_NAME", "values": [name]}]}
-        jobs = self._pages(f"listing {kind.replace('_', ' ')}s", f"list_{kind}s", "jobSummaryList", wanted)
-        return [one for one in jobs if one["jobName"] == name and not {":", "#"} & {*one["jobId"]}]
+        """Return the jobs of exactly this name, without children and nodes. (The filter of AWS ignores case.)"""
+        request = {"jobQueue": queue, "filters": [{"name": "JOB_NAME", "values": [name]}]}
+        jobs = self._pages(f"listing {kind.replace('_', ' ')}s", f"list_{kind}s", "jobSummaryList", request)
+        return [job for job in jobs if job["jobName"] == name and not {":", "#"} & {*job["jobId"]}]
 
     def terminate_job(self, job_id: str, reason: str, kind: Literal["job", "service_job"] = "job") -> None:
-        """End a job in whatever state; one that has ended stays as it is."""
+        """End a job in any state. Does nothing if it has already ended."""
         text = quotable(reason)[:MAX_REASON_CHARACTERS]
         self.call(f"ending {kind.replace('_', ' ')} {job_id}", f"terminate_{kind}", jobId=job_id, reason=text)
 
     def described(self, what: str, names: Sequence[str]) -> list[Detail]:
-        """Return `queues`, or another word of the table, by name or ARN, without those that do not exist."""
+        """Return the existing resources by name or ARN. `what`: a key of _DESCRIBED, such as `queues`."""
         operation, members, argument = _DESCRIBED[what]
         pages = (self._pages(f"describing {what}", operation, members, {argument: chunk}) for chunk in _chunks(names))
-        return [one for page in pages for one in page]
+        return [detail for page in pages for detail in page]
 
     def _pages(self, doing: str, operation: str, members: str, request: Request) -> Iterator[Detail]:
         page: Request = {}
@@ -220,15 +226,15 @@ class LogsClient(AwsClient):
     """CloudWatch Logs."""
 
     def streams(self, group: str, prefix: str) -> list[str]:
-        """Return the names that begin so, sorted; none if there is no such group."""
+        """Return the sorted names of the streams with this prefix, empty if the group does not exist."""
         request: Request = {"logGroupName": group, "logStreamNamePrefix": prefix}
         answer = self.call(f"listing logs {group} {prefix}", "describe_log_streams", accepted=is_missing, **request)
-        return sorted(str(one["logStreamName"]) for one in answer.get("logStreams", ()))
+        return sorted(str(stream["logStreamName"]) for stream in answer.get("logStreams", ()))
 
     def lines(self, group: str, stream: str, more: Callable[[], bool]) -> Iterator[str]:
-        """Yield all lines of a stream, oldest first; at its end `more()` says whether to look for newer ones.
+        """Yield all lines of a stream, oldest first. At its end, `more()` returns whether to read newer lines.
 
-        Raises ConfigError if there is no stream.
+        Raises ConfigError if the stream does not exist.
         """
         request: Request = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
         while True:
@@ -236,11 +242,11 @@ class LogsClient(AwsClient):
             if not answer:
                 raise ConfigError(
                     f"no log stream {stream} in {group}",
-                    expected="a job that has started, within the retention of the group",
+                    expected="a job that has started, within the retention period of the group",
                     next_command="trnjobs status",
                 )
             yield from (str(event["message"]) for event in answer["events"])
-            # At the end it repeats; empty pages may come.
+            # At the end of the stream the token repeats. Pages may be empty before that.
             if answer["nextForwardToken"] == request.get("nextToken") and not more():
                 return
             request["nextToken"] = answer["nextForwardToken"]

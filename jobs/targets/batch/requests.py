@@ -1,6 +1,6 @@
-"""From a job to the requests of AWS Batch, RegisterJobDefinition and SubmitJob; and what it would refuse.
+"""The requests of AWS Batch for a job, RegisterJobDefinition and SubmitJob, and the limits they must respect.
 
-A multi-node definition is one open range of nodes (`0:`), so that one definition serves any number of them.
+A multi-node definition has one open range of nodes (`0:`), so that one definition serves any number of nodes.
 """
 
 import json
@@ -18,11 +18,14 @@ Request = dict[str, Any]
 
 
 def definition_request(plan: JobPlan, job: JobSpec) -> Request:
-    """RegisterJobDefinition. The tag `content` names everything else of it, so that equal ones are registered once."""
-    needs, where = job.resources, placement_of(plan, job)
+    """Return the request of RegisterJobDefinition.
+
+    The tag `content` is a hash of all other fields, so that equal definitions are registered once.
+    """
+    needs, placement = job.resources, placement_of(plan, job)
     container: Request = {
         "image": job.image,
-        "command": ["trnpipe", "--version"],  # every submission says what to run
+        "command": ["trnpipe", "--version"],  # overridden by every SubmitJob
         "resourceRequirements": [
             {"type": "VCPU", "value": str(needs.vcpus)},
             {"type": "MEMORY", "value": str(needs.memory_mib)},
@@ -40,19 +43,19 @@ def definition_request(plan: JobPlan, job: JobSpec) -> Request:
         "privileged": False,
         "logConfiguration": {
             "logDriver": "awslogs",
-            "options": {"awslogs-group": where.log_group, "awslogs-stream-prefix": f"{plan.pipeline}-{job.stage}"},
+            "options": {"awslogs-group": placement.log_group, "awslogs-stream-prefix": f"{plan.pipeline}-{job.stage}"},
         },
     }
-    if where.job_role:
-        container["jobRoleArn"] = where.job_role
+    if placement.job_role:
+        container["jobRoleArn"] = placement.job_role
     names = {"on_status_reason": "onStatusReason", "on_reason": "onReason", "on_exit_code": "onExitCode"}
     rules = [
         {names.get(name, name): pattern for name, pattern in rule.items() if pattern} for rule in job.retry.as_rules()
     ]
     request: Request = {
-        "jobDefinitionName": f"{plan.pipeline}-{job.stage}",  # its revisions are its contents
+        "jobDefinitionName": f"{plan.pipeline}-{job.stage}",
         "type": "multinode" if job.num_nodes else "container",
-        "schedulingPriority": placement_of(plan, job).priority,
+        "schedulingPriority": placement.priority,
         "retryStrategy": {"attempts": job.retry.attempts, "evaluateOnExit": rules},
         "timeout": {"attemptDurationSeconds": job.timeout_s},
         "propagateTags": True,
@@ -71,21 +74,21 @@ def definition_request(plan: JobPlan, job: JobSpec) -> Request:
 def submit_request(
     plan: JobPlan, job: JobSpec, *, definition: str, ids: Mapping[str, str], submission: int = 1
 ) -> Request:
-    """SubmitJob of a pinned `definition` (name:revision). `ids`: of the jobs it depends on, by name."""
-    where = placement_of(plan, job)
+    """Return the request of SubmitJob. `definition`: name:revision. `ids`: job ids of the dependencies, by name."""
+    placement = placement_of(plan, job)
     request: Request = {
         "jobName": job_name(plan, job, submission),
-        "jobQueue": where.queue,
+        "jobQueue": placement.queue,
         "jobDefinition": definition,
-        "shareIdentifier": where.share_identifier,
-        "schedulingPriorityOverride": where.priority,
-        "dependsOn": [{"jobId": ids[one.job]} for one in job.depends_on],
+        "shareIdentifier": placement.share_identifier,
+        "schedulingPriorityOverride": placement.priority,
+        "dependsOn": [{"jobId": ids[dependency.job]} for dependency in job.depends_on],
         "tags": {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": job.name},
         "propagateTags": True,
     }
-    # What differs between cycles is not part of the definition.
-    of_cycle = job_variables(plan, job, submission)
-    environment = [{"name": name, "value": value} for name, value in sorted(of_cycle.items())]
+    # Values that differ between cycles are not part of the definition.
+    variables = job_variables(plan, job, submission)
+    environment = [{"name": name, "value": value} for name, value in sorted(variables.items())]
     override: Request = {"command": [*job.command], "environment": environment}
     if job.num_nodes:
         request["nodeOverrides"] = {
@@ -100,57 +103,57 @@ def submit_request(
 
 
 def job_name(plan: JobPlan, job: JobSpec, submission: int) -> str:
-    """Another one in every round, and the same on every try to submit it: a driver that died finds its jobs again."""
+    """Return the name of a job in a submission. It is deterministic, so that a restarted driver finds its jobs."""
     return f"{plan.pipeline}-{plan.cycle}-{job.name}" + (f"-round-{submission}" if submission > 1 else "")
 
 
-# What AWS Batch refuses, checked before anything is sent; and what it takes but would never run. A request above a
-# bound fails late and half way through a DAG, or waits for ever. Sources: the model of AWS Batch in botocore (bounds
-# and patterns), its user guide (quotas, multi-node parallel jobs, array jobs, job retries).
+# Limits of AWS Batch, checked before anything is sent. A request that exceeds one fails late, half way through a DAG,
+# or waits for ever. Sources: the model of AWS Batch in botocore (bounds and patterns), its user guide (quotas,
+# multi-node parallel jobs, array jobs, job retries).
 
 MAX_DEFINITION_BYTES, MAX_OVERRIDE_CHARACTERS = 24 * 1024, 8192
 MAX_IMAGE_CHARACTERS = 255
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,127}$")
 MAX_SUBMISSION = 999
-"""The number of the round makes names longer: a name fits in every one."""
+"""The submission number is part of the job name, which must fit for every number up to this one."""
 SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
 
 
 def check_plan(plan: JobPlan) -> None:
-    """Raises ConfigError with every problem of every job.
+    """Raise ConfigError with every problem of every job, if any.
 
-    What the settings of `[jobs]` cannot say, such as eleven attempts, is not checked again.
+    Values that the settings of `[jobs]` already refuse, such as eleven attempts, are not checked again.
     """
     problems = (f"{job.name}: {problem}" for job in plan.jobs for problem in _problems(plan, job))
     refuse(plan, problems, platform="AWS Batch", next_command="trnjobs plan")
 
 
 def _problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
-    name, where = job_name(plan, job, MAX_SUBMISSION), placement_of(plan, job)
+    name, placement = job_name(plan, job, MAX_SUBMISSION), placement_of(plan, job)
     if not _NAME.match(name):
-        yield f"job name {name!r}; expected letters, digits, - and _, beginning with a letter or digit, at most 128"
-    if not where.queue:
-        yield "no queue; expected its name or ARN (jobs.queue)"
-    if not SHARE.match(where.share_identifier):
-        yield f"share identifier {where.share_identifier!r}; expected letters and digits only, 1 to 255"
+        yield f"job name {name!r}, expected letters, digits, - and _, beginning with a letter or digit, at most 128"
+    if not placement.queue:
+        yield "no queue, expected its name or ARN (jobs.queue)"
+    if not SHARE.match(placement.share_identifier):
+        yield f"share identifier {placement.share_identifier!r}, expected 1 to 255 letters and digits"
     if not 0 < len(job.image) <= MAX_IMAGE_CHARACTERS:
-        yield f"an image of {len(job.image)} characters; expected 1 to {MAX_IMAGE_CHARACTERS}"
-    if any(word.startswith("Ref::") for word in job.command):
-        yield "a command with Ref::, which AWS Batch would replace"
+        yield f"image name has {len(job.image)} characters, expected 1 to {MAX_IMAGE_CHARACTERS}"
+    if any(argument.startswith("Ref::") for argument in job.command):
+        yield "command contains Ref::, which AWS Batch would replace"
     for variable in job.environment:
         if variable.startswith("AWS_BATCH"):
-            yield f"environment variable {variable}; names may not begin with AWS_BATCH"
+            yield f"environment variable {variable}, names may not begin with AWS_BATCH"
     needs, node = job.resources, NODES.get(job.resources.instance_type)
     if node and (needs.vcpus > node.vcpus or needs.memory_mib > node.memory_mib):
         yield (
-            f"{needs.vcpus} vCPU and {needs.memory_mib:,} MiB a node; {needs.instance_type} can give {node.vcpus} and "
-            f"{node.memory_mib:,}: it would never start"
+            f"needs {needs.vcpus} vCPU and {needs.memory_mib:,} MiB per node, {needs.instance_type} has {node.vcpus} "
+            f"and {node.memory_mib:,}: it would never start"
         )
     definition = len(json.dumps(definition_request(plan, job)))
     if definition > MAX_DEFINITION_BYTES:
-        yield f"a job definition of {definition:,} bytes; expected at most {MAX_DEFINITION_BYTES:,}"
+        yield f"job definition has {definition:,} bytes, expected at most {MAX_DEFINITION_BYTES:,}"
     request = submit_request(plan, job, definition="name:1", ids={d.job: "0" * 36 for d in job.depends_on})
     nodes = request.get("nodeOverrides", {}).get("nodePropertyOverrides", [{}])[0]
     override = len(json.dumps(request.get("containerOverrides") or nodes.get("containerOverrides")))
     if override > MAX_OVERRIDE_CHARACTERS:
-        yield f"container overrides of {override:,} characters; expected at most {MAX_OVERRIDE_CHARACTERS:,}"
+        yield f"container overrides have {override:,} characters, expected at most {MAX_OVERRIDE_CHARACTERS:,}"

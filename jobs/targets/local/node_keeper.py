@@ -1,15 +1,15 @@
-"""Keeps the command of one node: starts it once, ends it in time, and writes down how it ended.
+"""The keeper of one node: starts the command once, enforces its time-out, and records how it ended.
 
     python -I -S node_keeper.py FOLDER TIMEOUT_S GRACE_S COMMAND...
 
-One keeper a node and attempt, so that the engine may die at any moment. It takes the node by creating
-FOLDER/started.json, which it locks for as long as it lives: of two keepers one runs the command, and a lock that
-nobody holds, without FOLDER/ended.json, is a keeper that died. SIGTERM, SIGINT and the time-out end the command with
-SIGTERM, and all that is left with SIGKILL GRACE_S later. When the command ends, so does everything it started
-(a container ends with its first process): found by TRNJOBS_ATTEMPT_ID in the environment, in sessions of their own too
-(Linux; elsewhere only the command itself is found).
+There is one keeper per node and attempt, so that the engine may die at any time. A keeper claims the node by creating
+FOLDER/started.json, which it keeps locked while it runs. So only one of two keepers runs the command, and a free lock
+without FOLDER/ended.json means that the keeper died. SIGTERM, SIGINT and the time-out end the command with SIGTERM,
+and all remaining processes with SIGKILL GRACE_S later. When the command ends, every process that it started is ended
+too (a container ends with its first process). They are found by TRNJOBS_ATTEMPT_ID in their environment, also in other
+sessions. (This needs Linux. Elsewhere only the command itself is found.)
 
-It is run by its path and imports little more than the standard library: it starts in 50 ms.
+The keeper is run by its path and imports little more than the standard library, so that it starts in 50 ms.
 """
 # ruff: noqa: PTH105, PTH108, PTH118, PTH120
 
@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 
-if __name__ == "__main__":  # -I: nothing of ours is on the path
+if __name__ == "__main__":  # -I: this package is not on the path
     sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), "../../..")))  # noqa: PTH100
 from pipeline.proc.children import MACHINE_OOM_FILES, end_marked, kill_marked, oom_kill_count
 
@@ -32,40 +32,40 @@ POLL_S, AGAIN_S = 0.05, 0.5
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0 also when another keeper has the node."""
+    """Run the keeper. Return 0, also if another keeper has claimed the node."""
     folder, timeout_s, grace_s, command = argv[1], float(argv[2]), float(argv[3]), argv[4:]
-    told = list[str]()
+    stop_signals = list[str]()
     for stop in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(stop, lambda number, frame: told.append(signal.Signals(number).name))
-    lock = _when_there_is_room(lambda: take(folder, os.getpid()), told)
+        signal.signal(stop, lambda number, frame: stop_signals.append(signal.Signals(number).name))
+    lock = _retry_while_full(lambda: claim(folder, os.getpid()), stop_signals)
     if lock is not None:
-        end = keep(command, timeout_s, grace_s, told)
-        _when_there_is_room(lambda: publish_end(folder, end), [])
+        end = keep(command, timeout_s, grace_s, stop_signals)
+        _retry_while_full(lambda: publish_end(folder, end), [])
         os.close(lock)
     return 0
 
 
-def keep(command: list[str], timeout_s: float, grace_s: float, told: list[str]) -> dict[str, object]:
-    """Run the command to its end and kill what it left; return the content of ended.json (nodes.NodeEnd)."""
+def keep(command: list[str], timeout_s: float, grace_s: float, stop_signals: list[str]) -> dict[str, object]:
+    """Run the command, kill the processes that it leaves, and return the content of ended.json (nodes.NodeEnd)."""
     deadline, kill_at, stopped_by = time.monotonic() + timeout_s, float("inf"), ""
-    is_ours, kills = os.environ[MARK].__eq__, oom_kill_count(MACHINE_OOM_FILES) or 0
+    is_own, kills = os.environ[MARK].__eq__, oom_kill_count(MACHINE_OOM_FILES) or 0
     try:
-        ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # by Python, and what is ignored is inherited
+        ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # Python ignores these, and a child would inherit that
         pid = os.posix_spawnp(command[0], command, os.environ, setsid=True, setsigdef=ignored)
     except OSError as error:
         return {"at": time.time(), "error": f"{command[0]}: {os.strerror(error.errno or 0)}"}
     while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
         now = time.monotonic()
-        if not stopped_by and (told or now >= deadline):
-            stopped_by, kill_at = told[0] if told else "timeout", now + grace_s
+        if not stopped_by and (stop_signals or now >= deadline):
+            stopped_by, kill_at = stop_signals[0] if stop_signals else "timeout", now + grace_s
             os.kill(pid, signal.SIGTERM)
         if now >= kill_at:
             os.kill(pid, signal.SIGKILL)
-            kill_marked(MARK, is_ours)
+            kill_marked(MARK, is_own)
             kill_at = now + AGAIN_S
         time.sleep(POLL_S)
     code, at = os.waitstatus_to_exitcode(ended[1]), time.time()
-    while end_marked(MARK, is_ours):
+    while end_marked(MARK, is_own):
         time.sleep(AGAIN_S)
     return {
         "at": at,
@@ -75,8 +75,8 @@ def keep(command: list[str], timeout_s: float, grace_s: float, told: list[str]) 
     }
 
 
-def take(folder: str, pid: int) -> int | None:
-    """Create started.json, locked from its first moment; return the descriptor of the lock, None if it exists."""
+def claim(folder: str, pid: int) -> int | None:
+    """Create a locked started.json. Return the descriptor of the lock, or None if the file exists."""
     descriptor, temp = _written(folder, {"pid": pid, "at": time.time()})
     try:
         os.link(temp, os.path.join(folder, STARTED))
@@ -90,7 +90,7 @@ def take(folder: str, pid: int) -> int | None:
 
 
 def publish_end(folder: str, end: dict[str, object]) -> bool:
-    """Write ended.json, whole or not at all."""
+    """Write ended.json atomically."""
     descriptor, temp = _written(folder, end)
     os.replace(temp, os.path.join(folder, ENDED))
     os.close(descriptor)
@@ -99,7 +99,7 @@ def publish_end(folder: str, end: dict[str, object]) -> bool:
 
 
 def _written(folder: str, content: dict[str, object]) -> tuple[int, str]:
-    """Write a new file into the folder, locked and flushed; return its descriptor and path."""
+    """Write a new temporary file into the folder, locked and flushed. Return its descriptor and path."""
     temp = os.path.join(folder, f".trnpipe-tmp-{os.getpid()}")
     descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
@@ -119,9 +119,9 @@ def _flush(folder: str) -> None:
     os.close(descriptor)
 
 
-def _when_there_is_room(write: Callable[[], int | None], told: list[str]) -> int | None:
-    """Retry while the disk is full; return None when told to stop before that."""
-    while not told:
+def _retry_while_full(write: Callable[[], int | None], stop_signals: list[str]) -> int | None:
+    """Retry while the disk is full. Return None if a stop signal arrives first."""
+    while not stop_signals:
         try:
             return write()
         except OSError as error:

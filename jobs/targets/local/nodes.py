@@ -1,13 +1,13 @@
-"""Nodes as processes: start a keeper, look at what it wrote, tell it to stop; and the files of the engine.
+"""Nodes as local processes: starting, observing and stopping keepers, and the files of the engine.
 
-Below one folder of the cycle:
+In one folder of the cycle:
 
-engine.lock                         held, and touched now and then, by the one engine of the cycle
-round-<n>/state.json                the leaves that were submitted in a round
-cancel.json                         reasons by id of job: what a user has cancelled
-attempts/<id>/<n>/node-<i>/         started.json, ended.json and log.txt of one node (see node_keeper.py);
-                                    killed.json where the engine had to end it, or was interrupted: the reason, for
-                                    when the keeper cannot tell it
+engine.lock                         locked and regularly touched by the one engine of the cycle
+round-<n>/state.json                the tasks of a submission
+cancel.json                         reasons of user cancellations, by job id
+attempts/<id>/<n>/node-<i>/         started.json, ended.json and log.txt of one node (see node_keeper.py), and
+                                    killed.json with the reason if the engine killed the node or was interrupted,
+                                    in case the keeper cannot record it
 """
 
 import fcntl
@@ -50,14 +50,14 @@ class Phase(StrEnum):
 
 
 StoppedBy = Literal["", "timeout", "SIGTERM", "SIGINT"]
-"""What made a keeper end its command. SIGINT: the user interrupted the engine."""
+"""Why a keeper ended its command. SIGINT: the user interrupted the engine."""
 
 
 @dataclass(frozen=True)
 class NodeEnd:
-    """How the command of one node ended. `at`: seconds since 1970, None if unknown. `lost`: its keeper died.
+    """The end of the command of one node. `at`: seconds since 1970, None if unknown. `lost`: its keeper died.
 
-    `error`: why it could not be started.
+    `error`: why the command could not be started.
     """
 
     at: float | None = None
@@ -90,13 +90,13 @@ _NEVER = 0  # the process id of a node that was excluded
 
 @dataclass
 class Processes:
-    """Keepers of this machine. `grace_s`: from SIGTERM to SIGKILL."""
+    """The keepers on this machine. `grace_s`: seconds from SIGTERM to SIGKILL."""
 
     grace_s: float
     _own: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, folder: Path, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
-        """Start a keeper. `timeout_s`: from the start of the command."""
+        """Start a keeper. `timeout_s`: limit for the command, from its start."""
         make_dirs(folder)
         with (folder / "log.txt").open("ab") as log:
             self._own[folder] = subprocess.Popen(  # noqa: S603 - a list, no shell
@@ -105,12 +105,12 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the engine
+                start_new_session=True,  # Ctrl-C must only reach the engine
             )
 
-    def look(self, folder: Path) -> NodeView:
+    def observe(self, folder: Path) -> NodeView:
         own = self._own.get(folder)
-        own_ended = own is not None and own.poll() is not None  # before the rest: it wrote all it ever will
+        own_ended = own is not None and own.poll() is not None  # checked before reading: all its files are written
         started = _read(folder / node_keeper.STARTED, _STARTED)
         if started is None:
             if own is None:
@@ -121,7 +121,7 @@ class Processes:
             return NodeView(Phase.ENDED, end=NodeEnd(error=lines[-1] if lines else "its keeper ended before it began"))
         if started.pid == _NEVER:
             return NodeView(Phase.ENDED, end=NodeEnd(error="stopped before it began"))
-        is_alive = is_locked(folder / node_keeper.STARTED)  # before the end: a keeper writes it, then lets go
+        is_alive = is_locked(folder / node_keeper.STARTED)  # read before ended.json, which is written before unlocking
         end = _read(folder / node_keeper.ENDED, _END)
         if end is not None:
             if own is not None:
@@ -134,33 +134,36 @@ class Processes:
         return NodeView(Phase.ENDED, started.at, lost)
 
     def stop(self, folder: Path, by: Signal) -> None:
-        """Tell the keeper to end its command. The reason is written first: a second Ctrl-C ends engine and keepers at
-        once, and the next engine finds the node lost."""
+        """Signal the keeper to end its command.
+
+        The reason is written first, because a second Ctrl-C kills the engine and the keepers at once, and the next
+        engine then sees the node as lost.
+        """
         started = _read(folder / node_keeper.STARTED, _STARTED)
         own = self._own.get(folder)
-        with suppress(ProcessLookupError):  # ended meanwhile
+        with suppress(ProcessLookupError):  # it has just ended
             if started is not None and is_locked(folder / node_keeper.STARTED):
                 if by == "SIGINT":
-                    with suppress(OSError):  # a full disk keeps no signal back
+                    with suppress(OSError):  # a full disk must not prevent the signal
                         _note_reason(folder, by)
                 os.kill(started.pid, signal.Signals[by])
             elif started is None and own is not None:
                 own.send_signal(signal.Signals[by])
 
     def kill(self, folder: Path, by: StoppedBy) -> None:
-        _note_reason(folder, by)  # first: another engine may have to find it
+        _note_reason(folder, by)  # written first, for an engine that takes over
         kill_marked(node_keeper.MARK, _mark(folder).__eq__)
 
     def exclude(self, folder: Path) -> None:
-        """Keep a node that has not started from ever starting."""
+        """Prevent a node that has not started from starting."""
         make_dirs(folder)
-        lock = node_keeper.take(str(folder), _NEVER)
+        lock = node_keeper.claim(str(folder), _NEVER)
         if lock is not None:
             os.close(lock)
 
 
 def end_leftovers(attempts: Mapping[str, int]) -> int:
-    """Kill what is left of attempts; return how many processes. `attempts`: the last that is over, by id of leaf."""
+    """Kill leftover processes of attempts and return their number. `attempts`: last ended attempt, by task id."""
     over = {task_id.replace(":", "_"): number for task_id, number in attempts.items()}
 
     def is_over(mark: str) -> bool:
@@ -171,18 +174,18 @@ def end_leftovers(attempts: Mapping[str, int]) -> int:
 
 
 def _note_reason(folder: Path, by: StoppedBy) -> None:
-    """Write down why a node is ended; the first reason stays."""
+    """Record why a node is ended. The first reason is kept."""
     if not (folder / KILLED).exists():
         write_bytes_atomic(folder / KILLED, _KILLED_BY.dump_json(by))
 
 
 def _mark(folder: Path) -> str:
-    """Return id of the job, attempt and node: the same whatever the path to the workspace."""
+    """Return `<job id>/<attempt>/node-<i>`, which does not depend on the path of the workspace."""
     return "/".join(folder.parts[-3:])
 
 
 def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
-    """Return None when there is no such file."""
+    """Read a record, or return None if the file does not exist. Raises DataError for an invalid record."""
     try:
         return adapter.validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -196,11 +199,11 @@ def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
 
 
 LOOPBACK = "127.0.0.1"
-FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below those the kernel hands out to clients
-# Inherited variables of a job around this one and of torchrun, which a node does not see.
-LEFT_OUT = ("TRNPIPE_", "TRNJOBS_", "AWS_BATCH_", "TORCHELASTIC_")
-LEFT_OUT_NAMES = frozenset(
-    [f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")]
+FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below the ephemeral ports of the kernel
+# Variables of an enclosing job and of torchrun, which a node must not inherit.
+DROPPED_PREFIXES = ("TRNPIPE_", "TRNJOBS_", "AWS_BATCH_", "TORCHELASTIC_")
+DROPPED_NAMES = frozenset(
+    [f"{scope}{name}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")]
     + ["ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TRN_EXIT_DIR", "TRN_STACKS_DIR"]
 )
 _MODULES = {"trnjobs-entry": "jobs.node", "trnpipe": "pipeline", "trnjobs": "jobs"}
@@ -217,15 +220,18 @@ def node_environment(
     *,
     submission: int = 1,
 ) -> dict[str, str]:
-    """Return the environment of a node. `base`: of this process. `leaf_id`: of a child of an array `id:index`.
+    """Return the environment of a node.
 
-    `address`: of the main node.
+    `base`: environment of this process. `task_id`: job id, or `id:index` of a child of an array. `address`: address of
+    the main node.
     """
     spec = task.spec
     environment = {
-        name: value for name, value in base.items() if not name.startswith(LEFT_OUT) and name not in LEFT_OUT_NAMES
+        name: value
+        for name, value in base.items()
+        if not name.startswith(DROPPED_PREFIXES) and name not in DROPPED_NAMES
     }
-    # As an image has its commands on the path.
+    # The commands are on the path, as in an image.
     environment["PATH"] = f"{Path(sys.executable).parent}:{base.get('PATH', '/usr/bin:/bin')}"
     environment |= spec.environment
     environment |= {**job_variables(plan, spec, submission), JOB_ID: task_id, ATTEMPT: str(attempt)}
@@ -234,7 +240,7 @@ def node_environment(
     if spec.num_nodes:
         port = str(group_port(task_id, attempt))
         environment |= {NUM_NODES: str(spec.num_nodes), NODE: str(node), "MASTER_PORT": port}
-        if address == LOOPBACK:  # the main node would look in vain for another one of its own
+        if address == LOOPBACK:  # without a network the main node cannot find its own address
             environment["MASTER_ADDR"] = address
         if node:
             environment[MAIN_ADDRESS] = address
@@ -242,23 +248,23 @@ def node_environment(
 
 
 def group_port(task_id: str, attempt: int) -> int:
-    """Return the even port at which the nodes of one attempt meet; they also use the next one.
+    """Return the even port of the rendezvous of one attempt. The node group also uses the next port.
 
-    It differs from that of other node groups of this machine and of earlier attempts.
+    The port differs between node groups and attempts on this machine.
     """
     digest = hashlib.sha256(f"{task_id}/{attempt}".encode()).digest()
     return FIRST_PORT + int.from_bytes(digest[:4], "big") % (NUM_PORTS // 2) * 2
 
 
-def local_command(words: Sequence[str]) -> list[str]:
-    """Run our own commands with this interpreter, whatever is on the path."""
-    module = _MODULES.get(words[0])
-    return [*OWN_MODULE, module, *words[1:]] if module else list(words)
+def local_command(command: Sequence[str]) -> list[str]:
+    """Return the command, with this interpreter in place of the `trnpipe` and `trnjobs` on the path."""
+    module = _MODULES.get(command[0])
+    return [*OWN_MODULE, module, *command[1:]] if module else list(command)
 
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """What the engine keeps on disk. `workspace`: log streams within it are named relative to it."""
+    """The files of the engine. `workspace`: folder to which the names of log streams are relative, if it is local."""
 
     folder: Path
     workspace: Path | None = None
@@ -268,7 +274,7 @@ class LocalFiles:
         return self.folder / "engine.lock"
 
     def touch(self) -> None:
-        """Set the time of the lock, which shows that the engine lives."""
+        """Update the modification time of the lock, to show that the engine is alive."""
         with suppress(OSError):  # the jobs go on with a full disk
             os.utime(self.engine_lock)
 
@@ -282,12 +288,12 @@ class LocalFiles:
         return _read(self.folder / "cancel.json", _REASONS) or {}
 
     def cancel(self, ids: list[str], reason: str) -> None:
-        """Ask the engine of these jobs to end them. The first reason stays."""
-        asked = dict.fromkeys(ids, reason) | self.cancelled()
-        write_bytes_atomic(self.folder / "cancel.json", _REASONS.dump_json(asked))
+        """Request that the engine ends these jobs. The first reason of each job is kept."""
+        reasons = dict.fromkeys(ids, reason) | self.cancelled()
+        write_bytes_atomic(self.folder / "cancel.json", _REASONS.dump_json(reasons))
 
     def node(self, task_id: str, attempt: int, node: int) -> Path:
-        """Return the folder of one node of one attempt, from 1."""
+        """Return the folder of one node of one attempt (from 1)."""
         return self.folder / "attempts" / task_id.replace(":", "_") / str(attempt) / f"node-{node}"
 
     def log_stream(self, task_id: str, attempt: int, node: int) -> str:
@@ -299,7 +305,7 @@ class LocalFiles:
 
 
 def local_files(storage: Storage, scratch: Path, cycle: str) -> LocalFiles:
-    """Return those of a cycle: in a local workspace beside its jobs, else in a scratch folder that workspaces share."""
+    """Return the files of a cycle: in a local workspace next to its jobs, else in the shared scratch folder."""
     workspace = storage.local_path("")
     if workspace is not None:
         return LocalFiles(workspace / "cycles" / cycle / "jobs" / "local", workspace)
@@ -307,7 +313,7 @@ def local_files(storage: Storage, scratch: Path, cycle: str) -> LocalFiles:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a living process holds the lock of a file; False when there is no file."""
+    """Return whether a running process holds the lock of a file. False if the file does not exist."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""This machine as a target: an engine runs the jobs of a cycle to the end, one tick after another.
+"""This machine as a target: an engine runs the jobs of a cycle, one tick after another.
 
-What is decided is written before it is done, and what was done is found again: an engine may die between any two
-lines, and the next one goes on with the same attempts. A tick that changed anything begins by writing that down; an
-attempt is started by a later tick alone.
+Every decision is written before it is carried out, and running nodes are rediscovered from their files. So an engine
+may die at any point, and the next one continues with the same attempts. Changes of a tick are saved at its end, at the
+latest at the start of the next one, and an attempt is only started in a later tick.
 """
 
 import math
@@ -47,24 +47,24 @@ from pipeline.io.storage import os_errors, translate_os_error
 from pipeline.parallel.world import own_address
 from pipeline.proc.children import MARGIN_S, PLATFORM_S
 
-MAX_WORD_BYTES = 128 * 1024  # of one argument of execve(2) on Linux
+MAX_ARGUMENT_BYTES = 128 * 1024  # of one argument of execve(2) on Linux
 DISK_PATIENCE_S = 300.0
 TOUCH_S = 5.0
-START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
+START_PATIENCE_S = 300.0  # for a keeper to start, which also waits while the disk is full
 NEWEST_BYTES = 4096
-"""Of a log, in which its last line is found."""
+"""Bytes read from the end of a log to find its last line."""
 SIGKILL_CODE = 137  # 128 + 9, as a container reports it
 
 
 class Slots(Record):
-    """Resources of a machine, or of what runs on it."""
+    """Resources of a machine, or of the jobs that run on it."""
 
     vcpus: int = 0
     memory_mib: int = 0
     groups: int = Field(0, description="Multi-node jobs at once")
 
     def plus(self, job: JobSpec) -> "Slots":
-        """Add one leaf of a job: all its nodes, or one child of an array."""
+        """Add one task of a job: all its nodes, or one child of an array."""
         nodes, needs = max(1, job.num_nodes), job.resources
         return Slots(
             vcpus=self.vcpus + needs.vcpus * nodes,
@@ -81,7 +81,7 @@ class Slots(Record):
 
 
 def startable_jobs(queue: Sequence[Task], active: Iterable[Task], machine: Slots) -> list[Task]:
-    """Return what may start now. Nothing overtakes a job that does not fit, as in AWS Batch."""
+    """Return the tasks that may start now. A task that does not fit blocks those after it, as in AWS Batch."""
     used = Slots()
     for task in active:
         used = used.plus(task.spec)
@@ -95,22 +95,22 @@ def startable_jobs(queue: Sequence[Task], active: Iterable[Task], machine: Slots
 
 
 def check_fits(jobs: Iterable[JobSpec], machine: Slots) -> None:
-    """Raises ConfigError naming every job that could never run here."""
+    """Check that every job fits on this machine. Raises ConfigError that names those that do not."""
     needs = {job.name: Slots().plus(job) for job in jobs}
-    too_big = [f"{name}: {one}" for name, one in needs.items() if not one.fits_in(machine)]
-    if too_big:
+    too_large = [f"{name}: {slots}" for name, slots in needs.items() if not slots.fits_in(machine)]
+    if too_large:
         raise ConfigError(
-            "\n  ".join([f"{len(too_big)} jobs need more than this machine has:", *too_big]),
+            "\n  ".join([f"{len(too_large)} jobs need more than this machine has:", *too_large]),
             expected=f"at most {machine} at once",
             next_command="fewer nodes or smaller jobs (settings under [jobs]), or trnjobs submit --target batch",
         )
 
 
 def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False) -> AttemptEnd:
-    """Return the end of an attempt in the words of AWS Batch.
+    """Return the end of an attempt with the reasons of AWS Batch.
 
-    `cancelled`: why it was to end before its time. `interrupted`: the engine is being stopped. A SIGKILL that is
-    neither ours nor for want of memory did not come from the code: it counts as a lost machine.
+    `cancelled`: reason of a cancellation. `interrupted`: whether the engine is being stopped. A SIGKILL that was sent
+    neither by us nor for lack of memory was not caused by the code, so it counts as a lost machine.
     """
     code = main.exit_code
     if cancelled and (main.stopped_by or code != 0):
@@ -132,15 +132,15 @@ def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False
 
 @dataclass
 class LocalEngine:
-    """`known`: of all leaves. `say` gets a line per change of state.
+    """The scheduler of the jobs on this machine.
 
-    `grace_s`: from SIGTERM to SIGKILL, which keepers enforce, and the engine where a keeper hangs or is suspended.
-    `clock`: seconds since 1970, for what is written down; how long something takes is measured by `monotonic`, which
-    neither a correction of the clock nor a suspended machine moves.
+    `latest`: records of all tasks. `say` prints one line per change of state. `grace_s`: seconds from SIGTERM to
+    SIGKILL, enforced by the keepers, and by the engine if a keeper hangs or is suspended. `clock`: seconds since 1970,
+    for recorded times. Durations use `monotonic`, which a clock correction or a suspended machine does not change.
     """
 
     plan: JobPlan
-    known: LatestRecords
+    latest: LatestRecords
     files: LocalFiles
     nodes: Processes
     machine: Slots
@@ -154,16 +154,17 @@ class LocalEngine:
     _touched_at: float = -math.inf
     _unsaved: set[int] = field(default_factory=set)
     _since: dict[Path, float] = field(default_factory=dict)
-    """When a node was first seen to start, began to run, or was asked to end; by `monotonic`."""
+    """When each node was first observed to start, to run, or to be stopped, by `monotonic`."""
 
     def run(self) -> None:
-        """Run to the end of the last job. When stopped, end what runs, which does not count, and raise Preempted.
+        """Run until the last job has ended.
 
-        Raises TransientError when its files cannot be written for five minutes; the jobs go on without it.
+        Raises Preempted when stopped, after it has ended the running attempts, which do not count. Raises
+        TransientError if its files cannot be written for five minutes. The jobs then continue without the engine.
         """
         trouble_since: float | None = None
         while not self.is_done():
-            if self.monotonic() - self._touched_at >= TOUCH_S:  # show that the engine lives
+            if self.monotonic() - self._touched_at >= TOUCH_S:
                 self._touched_at = self.monotonic()
                 self.files.touch()
             try:
@@ -173,7 +174,7 @@ class LocalEngine:
                 changed, now = False, self.monotonic()
                 if trouble_since is None:
                     trouble_since = now
-                    self.say(f"cannot write below {self.files.folder}: {error}; no job is started until it can")
+                    self.say(f"cannot write to {self.files.folder}: {error}; no job is started until this works")
                 elif now - trouble_since > DISK_PATIENCE_S:
                     raise translate_os_error(error, "writing", str(self.files.folder)) from error
             if not changed:
@@ -182,20 +183,20 @@ class LocalEngine:
         self.stop.raise_if_set("running the jobs of the cycle")
 
     def is_done(self) -> bool:
-        """Whether nothing is left to do, now that it is written down."""
-        stopping = self.stop.is_set()
-        left = (one.state.is_active if stopping else not one.state.is_final for one in self.known.records.values())
-        return not self._unsaved and not any(left)
+        """Return whether nothing is left to run or to save."""
+        is_stopping, records = self.stop.is_set(), self.latest.records.values()
+        open_tasks = (record.state.is_active if is_stopping else not record.state.is_final for record in records)
+        return not self._unsaved and not any(open_tasks)
 
     def tick(self) -> bool:
-        """Look at everything once; return whether anything changed. After an OSError the next tick goes on."""
+        """Advance every task once and return whether anything changed. After an OSError the next tick continues."""
         self._save()
-        tasks, records = self.known.tasks, self.known.records
-        cancelled = self.files.cancelled()  # by id of job; that of a child of an array is <id of job>:<index>
+        tasks, records = self.latest.tasks, self.latest.records
+        cancelled = self.files.cancelled()  # by job id; the id of a child of an array is <job id>:<index>
         reasons = {name: cancelled.get(record.id.partition(":")[0], "") for name, record in records.items()}
         for name, why in job_states.unneeded_jobs(tasks, records).items():
             reasons[name] = reasons[name] or why
-        # Before anything else changes, so that no job fails for one that is cancelled with it.
+        # This comes first, so that no job fails because of a dependency that is cancelled together with it.
         for task in tasks:
             record = records[task.name]
             if reasons[task.name] and not record.state.is_final and not record.state.is_active:
@@ -215,22 +216,22 @@ class LocalEngine:
         return changed_any
 
     def _drive(self, task: Task, cancelled: str) -> None:
-        """Move the nodes of an attempt as AWS Batch does; a job of one container is its main node alone.
+        """Start, stop and observe the nodes of an attempt as AWS Batch does. A single container is a main node alone.
 
-        The main node starts first, the others when it runs. When it ends the others are stopped, and its end is that
-        of the attempt. The end of another node changes nothing. Source: user guide, multi-node parallel jobs.
+        The main node starts first, the others once it runs. Its end is the end of the attempt, and stops the others.
+        The end of another node has no effect. Source: user guide, multi-node parallel jobs.
         """
-        record = self.known.records[task.name]
+        record = self.latest.records[task.name]
         task_id, attempt = record.id, len(record.attempts)
         folders = [self.files.node(task_id, attempt, node) for node in range(max(1, task.spec.num_nodes))]
-        views = [self.nodes.look(folder) for folder in folders]
+        views = [self.nodes.observe(folder) for folder in folders]
         main = views[0]
-        ran_s = 0.0  # the time-out is that of the attempt: it runs from the start of the main node on
+        ran_s = 0.0  # the time-out of the attempt counts from the start of the main node
         if main.started_at is not None:
             if record.state is JobState.STARTING:
                 record = job_states.running_record(record, main.started_at)
                 self._update({task.name: record})
-            # The wall clock tells how long it ran before this engine first saw it.
+            # The wall clock gives the time that it ran before this engine first observed it.
             ran_s = self._waited_s(folders[0] / "run", max(0.0, self.clock() - main.started_at))
         is_stopping = main.phase is Phase.ENDED or bool(cancelled) or self.stop.is_set()
         by: Signal = "SIGINT" if self.stop.is_set() and not cancelled else "SIGTERM"
@@ -248,7 +249,7 @@ class LocalEngine:
                     attempt,
                     node,
                     _address(),
-                    submission=self.known.submissions[task.name],
+                    submission=self.latest.submissions[task.name],
                 )
                 command, left_s = local_command(task.spec.command), max(0.0, task.spec.timeout_s - ran_s)
                 self.nodes.start(folder, command, environment, left_s)
@@ -266,49 +267,50 @@ class LocalEngine:
             at = self.clock() if main.end.at is None else main.end.at
             self._update({task.name: job_states.record_after_attempt(record, task.spec.retry, end, at)})
 
-    def _waited_s(self, what: Path, before_s: float = 0.0) -> float:
-        """Return the time since the first call for `what`, and `before_s` of that call."""
+    def _waited_s(self, key: Path, before_s: float = 0.0) -> float:
+        """Return the seconds since the first call with this key, plus the `before_s` of that call."""
         now = self.monotonic()
-        return now - self._since.setdefault(what, now - before_s)
+        return now - self._since.setdefault(key, now - before_s)
 
     def _active(self) -> list[Task]:
-        return [task for task in self.known.tasks if self.known.records[task.name].state.is_active]
+        return [task for task in self.latest.tasks if self.latest.records[task.name].state.is_active]
 
     def _update(self, changed: Mapping[str, JobRecord]) -> None:
         for name, record in changed.items():
-            if record.state is not self.known.records[name].state:
+            if record.state is not self.latest.records[name].state:
                 stream = log_stream(record, len(record.attempts), 0)
                 log = display_path(str(self.files.log_path(stream))) if stream else ""
                 self.say(job_states.change_line(record, log))
-            self.known.records[name] = record
-            self._unsaved.add(self.known.submissions[name])
+            self.latest.records[name] = record
+            self._unsaved.add(self.latest.submissions[name])
 
     def _save(self) -> None:
         for submission in sorted(self._unsaved):
-            mine = (record for name, record in self.known.records.items() if self.known.submissions[name] == submission)
-            self.files.save_state(submission, tuple(mine))
+            names = [name for name, number in self.latest.submissions.items() if number == submission]
+            self.files.save_state(submission, tuple(self.latest.records[name] for name in names))
             self._unsaved.remove(submission)
 
 
 @cache
 def _address() -> str:
-    """Return the address of this machine; all nodes are here."""
+    """Return the address of this machine, on which all nodes run."""
     try:
         return own_address()
-    except ConfigError:  # no network but the loopback
+    except ConfigError:  # only the loopback network
         return LOOPBACK
 
 
 def this_machine() -> Slots:
-    """Return all its resources, for one node group at a time."""
+    """Return all resources of this machine, for one node group at a time."""
     return Slots(vcpus=psutil.cpu_count() or 1, memory_mib=psutil.virtual_memory().total // 2**20, groups=1)
 
 
 @dataclass(frozen=True)
 class LocalTarget(Target):
-    """`machine`: what the jobs may use at once. `scratch`: for a workspace elsewhere.
+    """The jobs of one cycle on this machine.
 
-    When `stop` is set it ends what runs, for which this process must live `grace_s` and a moment longer.
+    `machine`: resources that the jobs may use at once. `scratch`: folder for the files of a remote workspace. When
+    `stop` is set, running jobs are ended, so this process must live a moment longer than `grace_s`.
     """
 
     name = "local"
@@ -325,19 +327,19 @@ class LocalTarget(Target):
         return local_files(self.store.storage, self.scratch, self.store.cycle)
 
     def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
-        """Raises ConfigError before anything starts when a job cannot fit or still runs, Preempted when stopped."""
+        """Run the jobs. Raises ConfigError before the first start if a job cannot fit or still runs, or Preempted."""
         with self._only_engine():
-            known = latest_records(plan, self.store, self._saved())
-            unfinished = [task.spec for task in known.tasks if not known.records[task.name].state.is_final]
+            latest = latest_records(plan, self.store, self._saved())
+            unfinished = [task.spec for task in latest.tasks if not latest.records[task.name].state.is_final]
             check_fits([*map(plan.job, jobs), *unfinished], self.machine)
             done = self.store.submitted(submission)
             new = [job.name for job in plan.jobs if job.name in jobs and job.name not in done]
-            for name, record in known.records.items():  # what may still run must not run twice
+            for name, record in latest.records.items():  # a job that may still run must not run twice
                 if name.partition(":")[0] in new and not record.state.is_final:
                     raise ConfigError(
-                        f"{name} is {record.state} in round {known.submissions[name]}",
+                        f"{name} is {record.state} in submission {latest.submissions[name]}",
                         expected="a job that has ended",
-                        next_command="trnjobs submit --target local (to finish that round), or trnjobs cancel",
+                        next_command="trnjobs submit --target local (to finish it), or trnjobs cancel",
                     )
             for name in new:
                 submitted_job = SubmittedJob(job=name, id=str(uuid.uuid4()), submitted_at=self.store.clock())
@@ -345,33 +347,34 @@ class LocalTarget(Target):
             self._run(plan)
 
     def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
-        known = latest_records(plan, self.store, self._saved())
-        return known.by_job(plan, known.records)
+        latest = latest_records(plan, self.store, self._saved())
+        return latest.by_job(plan, latest.records)
 
     def busy_reason(self, records: Sequence[JobRecord]) -> str:
-        """Return why not; jobs of an interrupted submission, which no process runs, can be ended here."""
+        """Return why the jobs cannot be replaced. Those of an interrupted submission can, because no process runs."""
         if is_locked(self.files.engine_lock):
             return "another process runs its jobs"
-        unseen = self.files.workspace is None and self.store.submissions() and not self._saved()
-        return "its jobs may run on another machine" if unseen and super().busy_reason(records) else ""
+        is_remote = self.files.workspace is None and self.store.submissions() and not self._saved()
+        return "its jobs may run on another machine" if is_remote and super().busy_reason(records) else ""
 
     def check(self, plan: JobPlan) -> None:
         check_fits(plan.jobs, self.machine)
         for job in plan.jobs:
             if (script := script_of(job)) and not Path(script).is_file():
                 raise ConfigError(
-                    f"{job.name}: {script}: no such file in {Path.cwd()}",
+                    f"{job.name}: no such file: {script} (in {Path.cwd()})",
                     expected="a script on this machine",
-                    next_command="run the same command in the folder of the script, or name it by its whole path",
+                    next_command="run the same command in the folder of the script, or use its absolute path",
                 )
-            if any(len(word.encode()) >= MAX_WORD_BYTES for word in job.command):  # no process can be started with it
-                seen = f"{job.name}: a command argument is {max(map(len, job.command)):,} characters long"
+            if any(len(argument.encode()) >= MAX_ARGUMENT_BYTES for argument in job.command):  # a limit of the kernel
                 raise ConfigError(
-                    seen, expected=f"less than {MAX_WORD_BYTES:,} bytes", next_command="put it into a file"
+                    f"{job.name}: a command argument is {max(map(len, job.command)):,} characters long",
+                    expected=f"less than {MAX_ARGUMENT_BYTES:,} bytes",
+                    next_command="put it into a file",
                 )
 
     def interrupted_at(self) -> float | None:
-        """Return the time of the engine's lock, if the kernel has freed it: the engine has died."""
+        """Return the last touch of the engine's lock if the lock is free, which means that the engine has died."""
         lock = self.files.engine_lock
         return lock.stat().st_mtime if lock.exists() and not is_locked(lock) else None
 
@@ -380,18 +383,18 @@ class LocalTarget(Target):
         path = self.files.log_path(stream)
         if not stream or not path.is_file():
             raise no_log_error(record, attempt, node)
-        held = ""  # a line that is being written
+        line = ""  # the last line may be incomplete
         with path.open(encoding="utf-8", errors="replace") as log:
             while True:
-                for piece in iter(log.readline, ""):
-                    held += piece
-                    if held.endswith("\n"):
-                        yield held[:-1]
-                        held = ""
+                for text in iter(log.readline, ""):
+                    line += text
+                    if line.endswith("\n"):
+                        yield line[:-1]
+                        line = ""
                 if not more():
                     break
-        if held:
-            yield held
+        if line:
+            yield line
 
     def newest_line(self, record: JobRecord) -> str:
         stream = log_stream(record, len(record.attempts), 0)
@@ -404,7 +407,7 @@ class LocalTarget(Target):
         return next((line for line in reversed(re.split("[\r\n]", text)) if line.strip()), "")
 
     def cancel(self, plan: JobPlan, reason: str) -> None:
-        """Return when all is final: the running engine ends the jobs, or this process in its place."""
+        """End the jobs and wait until all have ended: by the running engine, or by this process if there is none."""
         if ids := [record.id for record in self.records(plan) if not record.state.is_final]:
             make_dirs(self.files.folder)
             with os_errors("writing", str(self.files.folder)):
@@ -413,9 +416,9 @@ class LocalTarget(Target):
                 self._run(plan)
 
     def _run(self, plan: JobPlan) -> None:
-        # What lives on of attempts that are over, with keeper and engine dead, must not be beside the next ones.
+        # Processes of ended attempts may survive their keeper and engine. They must not run next to new attempts.
         saved = self._saved()
-        if number := end_leftovers({one.id: len(one.attempts) - one.state.is_active for one in saved}):
+        if number := end_leftovers({task.id: len(task.attempts) - task.state.is_active for task in saved}):
             self.say(f"ended {number} processes left over from earlier attempts")
         LocalEngine(
             plan,
@@ -431,12 +434,12 @@ class LocalTarget(Target):
         ).run()
 
     def _saved(self) -> list[JobRecord]:
-        """Return the records of all leaves in all rounds."""
+        """Return the records of all tasks of all submissions."""
         return [record for submission in self.store.submissions() for record in self.files.state(submission)]
 
     @contextmanager
     def _only_engine(self) -> Iterator[None]:
-        """Hold the lock of the cycle's engine, once any other engine has ended."""
+        """Wait for any other engine of the cycle to end, then hold its lock."""
         lock = self.files.engine_lock
         make_dirs(lock.parent)
         if is_locked(lock):

@@ -1,6 +1,6 @@
-"""SageMaker as a target of cycles: training jobs that a process looks after until the last has ended.
+"""SageMaker as a target of cycles: training jobs that a process starts and follows until the last has ended.
 
-Nothing but names holds a cycle together: whoever comes next describes the training jobs that should exist and goes on.
+The names of training jobs are deterministic, so any process can look up the jobs of a cycle and continue.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,9 +35,9 @@ LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
 @dataclass(frozen=True)
 class SageMakerTarget(Target):
-    """`stop`: this process is to end; the training jobs go on.
+    """The jobs of one cycle on SageMaker. `stop` ends this process, while the training jobs continue.
 
-    Each job takes the route of its plan, whatever the settings of the process that follows it.
+    The plan decides the route of each job, not the settings of the process that follows it.
     """
 
     name = "sagemaker"
@@ -50,7 +50,10 @@ class SageMakerTarget(Target):
     poll_s: float = 30.0
 
     def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
-        """Raises Preempted when stopped, TransientError when nobody answers for 15 min; the same command goes on."""
+        """Submit the jobs and follow them to the end. The same command continues after an error.
+
+        Raises Preempted when stopped, TransientError if AWS or the workspace is unreachable for 15 min.
+        """
         self.record_submissions(plan, submission, jobs)
         answered_at = self.store.clock()
         while True:
@@ -59,54 +62,53 @@ class SageMakerTarget(Target):
                     return
                 answered_at = self.store.clock()
             except TransientError as error:
-                self.say(f"not reached: {error.seen}")
+                self.say(f"unreachable: {error.seen}")
                 if self.store.clock() - answered_at > PATIENCE_S:
                     raise
             self.stop.wait(self.poll_s)
-            self.stop.raise_if_set("following training jobs, which run on; trnjobs submit follows them again")
+            self.stop.raise_if_set("following training jobs, which continue; trnjobs submit follows them again")
 
     def record_submissions(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
-        """Put the jobs on record; from then on any process can follow them."""
-        done, cycle = self.store.submitted(submission), self._cycle(plan)
+        """Record the jobs, after which any process can follow them."""
+        existing, cycle = self.store.submitted(submission), self._cycle(plan)
         for job in plan.jobs:
-            if job.name in jobs and job.name not in done:
-                one = SubmittedJob(
-                    job=job.name, id=cycle.task_id(Task(job), submission), submitted_at=self.store.clock()
-                )
-                self.store.save_submitted(submission, one)
+            if job.name in jobs and job.name not in existing:
+                job_id = cycle.task_id(Task(job), submission)
+                submitted_job = SubmittedJob(job=job.name, id=job_id, submitted_at=self.store.clock())
+                self.store.save_submitted(submission, submitted_job)
 
     def advance(self, plan: JobPlan) -> tuple[JobRecord, ...]:
-        """Make what may start now and end what is to end; return and save the records after it."""
-        known, cycle = self._known(plan), self._cycle(plan)
-        first = self._look(cycle, known)
-        made = dict(first.records)
+        """Start the tasks that may start and end those to be ended. Save and return the records."""
+        latest, cycle = self._latest(plan), self._cycle(plan)
+        first = self._decide(cycle, latest)
+        started = dict(first.records)
         for task in first.starts:
-            record, attempt = made[task.name], attempt_of(made[task.name]) or 1
-            one = self._route(plan, task).start(cycle, task, known.submissions[task.name], attempt)
-            made[task.name] = observed_record(task, record, one, None, self.store.clock())
-        now = self._look(cycle, replace(known, records=made)) if first.starts else first
-        for name, record in now.records.items():
-            if record.state is not known.records[name].state:
+            record, attempt = started[task.name], attempt_of(started[task.name]) or 1
+            observed = self._route(plan, task).start(cycle, task, latest.submissions[task.name], attempt)
+            started[task.name] = observed_record(task, record, observed, None, self.store.clock())
+        actions = self._decide(cycle, replace(latest, records=started)) if first.starts else first
+        for name, record in actions.records.items():
+            if record.state is not latest.records[name].state:
                 self.say(job_states.change_line(record, log_stream(record, len(record.attempts), 0)))
-        # A reason to cancel that came meanwhile is read by that second look: what was made before it is ended.
-        for task, reason in now.stops:
-            attempt = len(now.records[task.name].attempts)
-            self._route(plan, task).stop(cycle, task, known.submissions[task.name], attempt, reason)
-        records = known.by_job(plan, now.records)
+        # The second decision reads cancellations again, so a job that was cancelled while it was started is ended.
+        for task, reason in actions.stops:
+            attempt = len(actions.records[task.name].attempts)
+            self._route(plan, task).stop(cycle, task, latest.submissions[task.name], attempt, reason)
+        records = latest.by_job(plan, actions.records)
         self.store.save_records(records)
         return records
 
     def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
-        known = self._known(plan)
-        return known.by_job(plan, self._look(self._cycle(plan), known).records)
+        latest = self._latest(plan)
+        return latest.by_job(plan, self._decide(self._cycle(plan), latest).records)
 
     def check(self, plan: JobPlan) -> None:
-        """Check the plan. Without a queue the account is not asked: SageMaker refuses what does not fit it."""
+        """Check the plan. The account is only checked for jobs with a queue. SageMaker itself refuses the others."""
         check_plan(plan)
         self.queue.check(plan)
 
     def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
-        """Return lines about quotas and capacity. Both may come, so no job is ended for them."""
+        """Return lines about missing quota and capacity. Either may become available, so no job is ended."""
         lines = []
         for task in (task for record in records for task in record.tasks()):
             if task.state is JobState.RUNNABLE and task.status_reason.startswith(QUOTA):
@@ -121,7 +123,7 @@ class SageMakerTarget(Target):
         return tuple(lines)
 
     def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
-        """Yield the lines; where SageMaker started an attempt again in place, of all its starts."""
+        """Yield the lines of an attempt, of all its starts if SageMaker restarted it in place."""
         prefix = log_stream(record, attempt, node)
         streams = self.logs_client.streams(LOG_GROUP, prefix) if prefix else ()
         if not streams:
@@ -130,29 +132,32 @@ class SageMakerTarget(Target):
             yield from self.logs_client.lines(LOG_GROUP, stream, more if stream == streams[-1] else lambda: False)
 
     def cancel(self, plan: JobPlan, reason: str) -> None:
-        """Ask every training job to end, from the sinks backwards. What has not been made never will be."""
+        """Stop every training job, the last in the plan first. Tasks that have not started never will."""
         ids = [record.id for record in self.records(plan) if not record.state.is_final]
         if ids:
             save_cancels(self.store, dict.fromkeys(ids, Cancel(reason=reason, at=self.store.clock())))
             self.advance(plan)
 
-    def _look(self, cycle: CycleRun, known: LatestRecords) -> "CycleActions":
-        asked = read_cancels(self.store)
-        cancelled = {name: asked[job_id_of(one)] for name, one in known.records.items() if job_id_of(one) in asked}
-        seen = dict[tuple[str, int], ObservedAttempt | None]()
+    def _decide(self, cycle: CycleRun, latest: LatestRecords) -> "CycleActions":
+        cancels = read_cancels(self.store)
+        job_ids = {name: job_id_of(record) for name, record in latest.records.items()}
+        cancelled = {name: cancels[job_id] for name, job_id in job_ids.items() if job_id in cancels}
+        observed = dict[tuple[str, int], ObservedAttempt | None]()
 
-        def look(task: Task, attempt: int) -> ObservedAttempt | None:
+        def observe(task: Task, attempt: int) -> ObservedAttempt | None:
             key = task.name, attempt
-            if key not in seen:
-                seen[key] = self._route(cycle.plan, task).look(cycle, task, known.submissions[task.name], attempt)
-            return seen[key]
+            if key not in observed:
+                observed[key] = self._route(cycle.plan, task).observe(
+                    cycle, task, latest.submissions[task.name], attempt
+                )
+            return observed[key]
 
-        return decide_actions(known.tasks, known.records, look, cancelled=cancelled, at=self.store.clock())
+        return decide_actions(latest.tasks, latest.records, observe, cancelled=cancelled, at=self.store.clock())
 
     def _route(self, plan: JobPlan, task: Task) -> DirectRoute | QueueRoute:
         return self.queue if sagemaker_placement_of(plan, task.spec).queue else self.direct
 
-    def _known(self, plan: JobPlan) -> LatestRecords:
+    def _latest(self, plan: JobPlan) -> LatestRecords:
         return latest_records(plan, self.store, (task for record in self.store.records() for task in record.tasks()))
 
     def _cycle(self, plan: JobPlan) -> CycleRun:
@@ -160,18 +165,18 @@ class SageMakerTarget(Target):
         return CycleRun(plan, claim.claimed_at if claim else 0.0)
 
 
-# SageMaker knows no dependencies and no second attempt: both are decided here, by the rules of jobs/cycle/job_states.py
-# that the local engine has. Whoever asks, and as often as they like, gets the same answer for the same knowledge.
+# SageMaker has no dependencies and no retries. Both are decided here, by the rules of jobs/cycle/job_states.py that the
+# local engine also uses. The decision is a pure function of the records and observations.
 
 LAG_S = 600.0
-"""A training job that was made and is not described for so long is there no more."""
+"""A created training job that is not described for this long no longer exists."""
 
 
 @dataclass(frozen=True)
 class CycleActions:
-    """The records of all leaves by name; which may be made, and which are to end, and why.
+    """The records of all tasks by name, the tasks to start, and the tasks to stop with the reason.
 
-    An active leaf that may be made is one whose last attempt has vanished.
+    An active task is started if its last attempt has disappeared.
     """
 
     records: Mapping[str, JobRecord]
@@ -182,35 +187,36 @@ class CycleActions:
 def decide_actions(
     tasks: Sequence[Task],
     records: Mapping[str, JobRecord],
-    look: Callable[[Task, int], ObservedAttempt | None],
+    observe: Callable[[Task, int], ObservedAttempt | None],
     *,
     cancelled: Mapping[str, Cancel],
     at: float,
 ) -> CycleActions:
-    """Look at every attempt that may exist, until nothing new comes of it.
+    """Observe every attempt that may exist until no record changes, and decide what to start and stop.
 
-    `look` returns None for an attempt that does not exist. `cancelled`: by users, by name of leaf.
+    `observe` returns None for an attempt that does not exist. `cancelled`: cancellations by users, by task name.
     """
     now, ends = dict(records), dict(cancelled)
     while True:
         before = dict(now)
-        ended_at = min((one.stopped_at or at for one in now.values() if one.state.is_failure), default=at)
+        failures = [record for record in now.values() if record.state.is_failure]
+        ended_at = min((record.stopped_at or at for record in failures), default=at)
         for name, reason in job_states.unneeded_jobs(tasks, now).items():
             ends.setdefault(name, Cancel(reason=reason, at=ended_at))
         for task in tasks:
             record, cancel = now[task.name], ends.get(task.name)
             number = attempt_of(record)
-            if number and (one := look(task, number)):
-                now[task.name] = observed_record(task, record, one, cancel, at)
+            if number and (observed := observe(task, number)):
+                now[task.name] = observed_record(task, record, observed, cancel, at)
             elif number and cancel:
-                # Never made; or made and deleted. What was handed over to a queue may be listed late.
+                # Never created, or created and deleted. A job that was submitted to a queue may be listed late.
                 is_new = record.state is JobState.RUNNABLE and not record.status_reason.startswith(QUEUED)
                 if is_new or at - cancel.at > LAG_S:
                     now[task.name] = job_states.failed_record(record, cancel.reason, at)
         failed = {task.spec.name for task in tasks if now[task.name].state.is_failure}
         waiting = [task for task in tasks if task.name in ends and now[task.name].state is JobState.PENDING]
         for task in waiting:
-            if not failed.isdisjoint(task.waits_for()):  # it has not failed for what is cancelled with it
+            if not failed.isdisjoint(task.waits_for()):  # it counts as cancelled, not as failed by its dependency
                 now[task.name] = job_states.failed_record(now[task.name], ends[task.name].reason, at)
                 failed.add(task.spec.name)
         now |= job_states.advance_waiting_jobs(tasks, now, at)
@@ -220,43 +226,44 @@ def decide_actions(
             break
         now |= {task.name: job_states.failed_record(now[task.name], ends[task.name].reason, at) for task in waiting}
     active = [task for task in tasks if now[task.name].state.is_active]
-    found = {task.name: look(task, number) for task in tasks if (number := attempt_of(now[task.name]))}
-    order = [task for task in (*job_states.queue(tasks, now), *active) if found[task.name] is None]
-    made = {name for name, one in found.items() if one is not None or now[name].state.is_active}
+    attempts = {task.name: observe(task, number) for task in tasks if (number := attempt_of(now[task.name]))}
+    order = [task for task in (*job_states.queue(tasks, now), *active) if attempts[task.name] is None]
+    started = {name for name, attempt in attempts.items() if attempt is not None or now[name].state.is_active}
     return CycleActions(
         records=now,
         starts=tuple(task for task in order if task.name not in ends),
-        stops=tuple((task, ends[task.name].reason) for task in reversed(tasks) if task.name in made & ends.keys()),
+        stops=tuple((task, ends[task.name].reason) for task in reversed(tasks) if task.name in started & ends.keys()),
     )
 
 
 def attempt_of(record: JobRecord) -> int | None:
-    """Return the attempt that is under way or may be made; None for a leaf that waits for others or has ended."""
+    """Return the number of the current or next attempt, None for a task that waits for others or has ended."""
     if record.state.is_active:
         return len(record.attempts)
     return len(record.attempts) + 1 if record.state is JobState.RUNNABLE else None
 
 
 def observed_record(
-    task: Task, record: JobRecord, one: ObservedAttempt, cancelled: Cancel | None, at: float
+    task: Task, record: JobRecord, observed: ObservedAttempt, cancelled: Cancel | None, at: float
 ) -> JobRecord:
-    """Return the record with what was seen of the attempt that is under way, or may be made."""
+    """Update a record with the observed state of its current or next attempt."""
     is_runnable = record.state is JobState.RUNNABLE
-    if one.is_queued and is_runnable and one.end is not None:
-        reason = cancelled.reason if cancelled else one.end.status_reason
-        return job_states.failed_record(record, reason, one.ended_at or at)
-    if one.is_queued and one.end is None:
-        return record.model_copy(update={"status_reason": one.note})
+    if observed.is_queued and is_runnable and observed.end is not None:
+        reason = cancelled.reason if cancelled else observed.end.status_reason
+        return job_states.failed_record(record, reason, observed.ended_at or at)
+    if observed.is_queued and observed.end is None:
+        return record.model_copy(update={"status_reason": observed.note})
     if is_runnable:
-        record = job_states.starting_record(record, one.streams)
-    if record.state is JobState.STARTING and (one.started_at is not None or (one.end and one.end.exit_code == 0)):
-        record = job_states.running_record(record, one.started_at or one.ended_at or at)
-    record = job_states.with_last_attempt(record, log_streams=one.streams or record.attempts[-1].log_streams)
-    if one.end is None:
-        return record.model_copy(update={"status_reason": one.note})
-    end = one.end
-    is_ours = cancelled is not None and (one.ended_at or at) >= cancelled.at
-    if cancelled and is_ours and not job_states.has_succeeded(end):
+        record = job_states.starting_record(record, observed.streams)
+    end = observed.end
+    if record.state is JobState.STARTING and (observed.started_at is not None or (end and end.exit_code == 0)):
+        record = job_states.running_record(record, observed.started_at or observed.ended_at or at)
+    record = job_states.with_last_attempt(record, log_streams=observed.streams or record.attempts[-1].log_streams)
+    if end is None:
+        return record.model_copy(update={"status_reason": observed.note})
+    is_cancelled = cancelled is not None and (observed.ended_at or at) >= cancelled.at
+    if cancelled and is_cancelled and not job_states.has_succeeded(end):
         end = AttemptEnd(end.exit_code, cancelled.reason, end.reason)
-    record = job_states.record_after_attempt(record, task.spec.retry, end, one.ended_at or at, again=one.again)
-    return job_states.with_last_attempt(record, billable_s=one.billable_s)
+    ended_at, will_retry = observed.ended_at or at, observed.will_retry
+    record = job_states.record_after_attempt(record, task.spec.retry, end, ended_at, will_retry=will_retry)
+    return job_states.with_last_attempt(record, billable_s=observed.billable_s)

@@ -1,1 +1,1 @@
-"""Whether a candidate may replace the model in production."""
+"""The promotion gate: may a candidate replace the production model?"""

@@ -1,4 +1,4 @@
-"""Comparisons with the incumbent or a baseline: from two measurements and the bootstrap to a check with its reason."""
+"""Comparisons of the candidate with the production model or a baseline, by paired bootstrap."""
 
 import math
 from collections import Counter
@@ -19,21 +19,19 @@ from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.metrics.measure import Measured, RowMetrics, measure_retrieval
 from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows, Statistic, value_of
 
-# Paired bootstrap over queries: how far the difference of two models could be chance.
+# Paired bootstrap over queries, to separate a difference of two models from chance.
 # Queries are drawn with replacement, each with all its rows, the same draw for both models (Efron and Tibshirani, "An
-# Introduction to the Bootstrap", 1993). Rows of a query depend on each other; queries do not.
+# Introduction to the Bootstrap", 1993). Rows of one query are dependent, queries are independent.
 
 SEED = 1
-_BLOCK_CELLS = 4_000_000  # weights held at a time: 32 MB
-_LEAST_DEFINED = 0.95
-"""Share of the draws in which both metrics must be defined."""
-_ROUNDING = 1e-12
-"""A standard error below this is rounding: every query changed by the same."""
+_BLOCK_CELLS = 4_000_000  # weights in memory at a time: 32 MB
+_MIN_DEFINED = 0.95  # share of the draws in which both metrics must be defined
+_ROUNDING = 1e-12  # a standard error below this is rounding error: every query changed by the same amount
 
 
 @dataclass(frozen=True, eq=False)
 class PairedDifference:
-    """Candidate minus incumbent, and the same of each draw, [R]; NaN in a draw where a metric is not defined."""
+    """Candidate minus reference, measured and in each draw [R]. NaN in a draw with an undefined metric."""
 
     difference: float
     draws: Float64s
@@ -41,19 +39,19 @@ class PairedDifference:
 
     @property
     def standard_error(self) -> float:
-        """Of the draws; NaN when fewer than 95 % of them are defined."""
+        """Bootstrap standard error. NaN if fewer than 95 % of the draws are defined."""
         defined = self.draws[~np.isnan(self.draws)]
-        if len(defined) < max(2, _LEAST_DEFINED * len(self.draws)) or self.num_queries < 2:
+        if len(defined) < max(2, _MIN_DEFINED * len(self.draws)) or self.num_queries < 2:
             return math.nan
         return float(defined.std(ddof=1)) * math.sqrt(self.num_queries / (self.num_queries - 1))
 
     def interval(self, confidence: float) -> tuple[float, float]:
-        """Lower and upper end; each holds alone with the one-sided `confidence`. NaN without a standard error.
+        """Return the lower and upper bound, each with the one-sided `confidence`. NaN without a standard error.
 
-        Each end is the farther of two: difference -+ t * standard error, and Hall's correction of it for skewness
-        ("On the Removal of Skewness by Transformation", JRSS B 1992). When a few queries lose a lot the first is
-        too sure (with 100 queries of which 3 % lose 0.5, wrong in 17 % of cases instead of 5 %); when the spread is
-        even and queries are few, the second is (8 %). The farther one is right or careful in both.
+        Each bound is the wider of two: difference -+ t * standard error, and Hall's correction of it for skewness
+        ("On the Removal of Skewness by Transformation", JRSS B 1992). If a few queries lose a lot, the first is too
+        narrow (with 100 queries of which 3 % lose 0.5, wrong in 17 % of cases instead of 5 %). With few queries and a
+        symmetric spread, the second is (8 %). The wider one is correct or conservative in both cases.
         """
         error = self.standard_error
         if not error > _ROUNDING:
@@ -69,9 +67,9 @@ class PairedDifference:
 def paired_bootstrap(
     pairs: Mapping[str, tuple[Statistic, Statistic]], *, resamples: int, seed: int, purpose: str
 ) -> dict[str, PairedDifference]:
-    """Differences of pairs (candidate, incumbent) by name, over the same Q queries in the same order.
+    """Bootstrap the differences of pairs (candidate, reference) by name, over the same Q queries in the same order.
 
-    All are from the same draws; the same `seed` and `purpose`, such as the slice that is judged, give the same ones.
+    All pairs share the draws, which are a function of `seed` and `purpose` (such as the judged slice).
     """
     if not pairs:
         return {}
@@ -81,24 +79,24 @@ def paired_bootstrap(
     block = max(1, _BLOCK_CELLS // num_queries)
     for start in range(0, resamples, block):
         size = min(block, resamples - start)
-        taken = stream.integers(0, num_queries, (size, num_queries))
-        taken += np.arange(size)[:, None] * num_queries
-        # [size, Q]: how often each query was taken in Q takes with replacement.
-        weights = np.bincount(taken.ravel(), minlength=size * num_queries).reshape(size, -1).astype(np.float64)
-        for name, (candidate, incumbent) in pairs.items():
-            draws[name][start : start + size] = candidate.at(weights) - incumbent.at(weights)
+        drawn = stream.integers(0, num_queries, (size, num_queries))
+        drawn += np.arange(size)[:, None] * num_queries
+        # [size, Q]: how often each query was drawn in Q draws with replacement.
+        weights = np.bincount(drawn.ravel(), minlength=size * num_queries).reshape(size, -1).astype(np.float64)
+        for name, (candidate, reference) in pairs.items():
+            draws[name][start : start + size] = candidate.at(weights) - reference.at(weights)
     return {
         name: PairedDifference(
-            value_of(candidate) - value_of(incumbent), draws[name], int((candidate.counted | incumbent.counted).sum())
+            value_of(candidate) - value_of(reference), draws[name], int((candidate.counted | reference.counted).sum())
         )
-        for name, (candidate, incumbent) in pairs.items()
+        for name, (candidate, reference) in pairs.items()
     }
 
 
 def t_quantile(confidence: float, freedom: int) -> float:
-    """Student's t by the expansion around the normal (Abramowitz and Stegun 26.7.5).
+    """Compute the quantile of Student's t by expansion around the normal (Abramowitz and Stegun 26.7.5).
 
-    Within 0.06 % from 10 degrees of freedom on, for confidences up to 0.9999.
+    The error is below 0.06 % for at least 10 degrees of freedom and confidences up to 0.9999.
     """
     z = NormalDist().inv_cdf(confidence)
     terms = (
@@ -113,43 +111,43 @@ def t_quantile(confidence: float, freedom: int) -> float:
 
 
 def _corrected(quantile: float, skewness: float) -> float:
-    """Invert Hall's cubic transformation: return the quantile of a studentised value of this skewness."""
+    """Invert Hall's cubic transformation for a studentised value of this skewness."""
     if abs(skewness) < 1e-6:
         return quantile
     return 3 / skewness * (float(np.cbrt(1 + skewness * (quantile - skewness / 6))) - 1)
 
 
-# What the gate says, in records that go into results and in lines for people.
+# Checks and verdict of the gate, as records and as lines for the console.
 
 Outcome = Literal["fail", "warn", "skipped", "pass"]
 CheckKind = Literal["scores", "holdout", "incumbent", "comparison", "floor", "delta", "slice", "baseline", "golden"]
 
 _SLICES_SHOWN: dict[Outcome, int] = {"fail": 1000, "warn": 1000, "skipped": 5, "pass": 0}
-"""In lines for people, in this order; the others are counted."""
+"""Slice checks listed on the console by outcome, in this order. The rest are counted."""
 
 
 class GateCheck(Record):
-    """One thing that was looked at. Figures that do not exist are null."""
+    """One check of the gate. Values that do not apply are null."""
 
-    name: str = Field(description="Kind, metric and slice in one, unique within a verdict")
+    name: str = Field(description="Kind, metric and slice, unique within a verdict")
     kind: CheckKind
-    outcome: Outcome = Field(description="fail refuses; warn is to be known; skipped is not applicable")
-    reason: str = Field(description="One plain sentence")
+    outcome: Outcome = Field(description="fail refuses promotion, skipped means not applicable")
+    reason: str = Field(description="One sentence")
     metric: str = ""
-    slice: str = Field("", description="column=value, or the column when all its slices are meant; empty: all rows")
+    slice: str = Field("", description="column=value, or a column for all its slices. Empty: all rows")
     candidate: float | None = None
     incumbent: float | None = None
-    baseline: str = Field("", description="The tool it was compared with")
+    baseline: str = Field("", description="Name of the baseline, if compared with one")
     baseline_value: float | None = None
-    bound: float | None = Field(None, description="The floor, or the allowed drop")
-    low: float | None = Field(None, description="Lower end of candidate minus incumbent or baseline")
-    high: float | None = Field(None, description="Upper end; each end holds alone with the one-sided confidence")
-    num_queries: int | None = Field(None, description="Queries that bear on the metric")
-    needed_queries: int | None = Field(None, description="Queries it takes, where there are fewer")
+    bound: float | None = Field(None, description="The floor or the allowed drop")
+    low: float | None = Field(None, description="Lower bound of the candidate minus the other model")
+    high: float | None = Field(None, description="Upper bound, like the lower one at the one-sided confidence")
+    num_queries: int | None = Field(None, description="Queries that contribute to the metric")
+    needed_queries: int | None = Field(None, description="Queries required, if there are fewer")
 
     @property
     def judges(self) -> bool:
-        """True if the candidate was held against something: a floor, or another model or tool with an interval."""
+        """True if the check compared the candidate with a floor or, with an interval, with another model."""
         return self.outcome == "pass" if self.kind == "floor" else self.low is not None
 
 
@@ -157,71 +155,71 @@ class Verdict(Record):
     """Promote or refuse, with every check."""
 
     promote: bool
-    without_comparison: bool = Field(False, description="Promote although no check held the candidate against anything")
-    advice: str = Field("", description="Which test split would give enough queries, where that is why it is refused")
+    without_comparison: bool = Field(False, description="Promote although the candidate was compared with nothing")
+    advice: str = Field("", description="How to get enough test queries, if too few are the reason for the refusal")
     checks: tuple[GateCheck, ...]
     num_rows: int = Field(ge=0)
     num_queries: int = Field(ge=0)
     confidence: float = Field(description="One-sided confidence of each comparison over all rows")
-    slice_confidence: float = Field(description="The same of each slice, so that all of them together have the former")
-    baseline_confidence: float | None = Field(None, description="The same of each comparison with a baseline")
+    slice_confidence: float = Field(description="Confidence of each slice, corrected for the number of comparisons")
+    baseline_confidence: float | None = Field(None, description="Confidence of each baseline comparison, corrected too")
     resamples: int
     seed: int
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it was refused; of a promotion, what was shown over all rows and what was not."""
+        """Reasons of the failed checks or, if promoted, of the checks over all rows and of warnings."""
         if not self.promote:
             return tuple(check.reason for check in self.checks if check.outcome == "fail")
-        kept = ("warn", "pass") if self.without_comparison else ("warn", "pass", "skipped")
+        outcomes = ("warn", "pass") if self.without_comparison else ("warn", "pass", "skipped")
         return tuple(
             check.reason
             for check in self.checks
-            if check.outcome in kept and (check.kind != "slice" or check.outcome == "warn")
+            if check.outcome in outcomes and (check.kind != "slice" or check.outcome == "warn")
         )
 
     def lines(self) -> list[str]:
-        """For a terminal: the verdict, then what refuses, what to know and what passed; good slices are counted."""
+        """Format the verdict for a terminal: summary, then checks by outcome. Slices that passed are only counted."""
         head = (
             "refuse" if not self.promote else "promote WITHOUT a comparison" if self.without_comparison else "promote"
         )
         lines = [f"{head}: {self.counts} ({self.num_queries:,} queries, {self.num_rows:,} rows)"]
         for outcome, shown in _SLICES_SHOWN.items():
-            found = [check for check in self.checks if check.outcome == outcome]
-            hidden = [check for check in found if check.kind == "slice"][shown:]
-            lines += [f"  {outcome:<7} {check.reason}" for check in found if check not in hidden]
-            lines += [f"  {outcome:<7} {len(hidden):,} comparisons of slices"] if hidden else []
+            checks = [check for check in self.checks if check.outcome == outcome]
+            hidden = [check for check in checks if check.kind == "slice"][shown:]
+            lines += [f"  {outcome:<7} {check.reason}" for check in checks if check not in hidden]
+            lines += [f"  {outcome:<7} {len(hidden):,} slice comparisons"] if hidden else []
         return [*lines, f"  {self.advice}"] if self.advice else lines
 
     @property
     def counts(self) -> str:
-        """`3 checks passed, 1 warning, 1 not applicable`."""
-        number = Counter(check.outcome for check in self.checks)
-        said = [f"{number['fail']} failed"] if number["fail"] else []
-        said += [f"{number['pass']} {'check' if number['pass'] == 1 else 'checks'} passed"]
-        said += [f"{number['warn']} {'warning' if number['warn'] == 1 else 'warnings'}"] if number["warn"] else []
-        said += [f"{number['skipped']} not applicable"] if number["skipped"] else []
-        return ", ".join(said)
+        """Summary by outcome, such as `3 checks passed, 1 warning, 1 not applicable`."""
+        counts = Counter(check.outcome for check in self.checks)
+        parts = [f"{counts['fail']} failed"] if counts["fail"] else []
+        parts += [f"{counts['pass']} {'check' if counts['pass'] == 1 else 'checks'} passed"]
+        parts += [f"{counts['warn']} {'warning' if counts['warn'] == 1 else 'warnings'}"] if counts["warn"] else []
+        parts += [f"{counts['skipped']} not applicable"] if counts["skipped"] else []
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric of both models, over all rows or those of one slice (`column=value`).
+    """One metric of the candidate and of a reference, over all rows or one slice (`column=value`).
 
-    `baseline`: the name of the tool that stands in the place of the incumbent.
+    The reference is the production model, or the baseline that `baseline` names.
     """
 
     metric: MetricName
     allowed: float
     candidate: Measured | Missing
-    incumbent: Measured | Missing
+    reference: Measured | Missing
     slice: str = ""
     baseline: str = ""
 
     @property
     def name(self) -> str:
-        """Unique within a verdict."""
-        return " ".join(word for word in (self.kind, self.baseline, self.metric.text, self.slice) if word)
+        """Name of the check, unique within a verdict."""
+        return " ".join(part for part in (self.kind, self.baseline, self.metric.text, self.slice) if part)
 
     @property
     def kind(self) -> CheckKind:
@@ -229,15 +227,15 @@ class Comparison:
 
     @property
     def num_queries(self) -> int:
-        """Queries that bear on it with both models; 0 where it cannot be computed."""
-        return min(self.candidate.num_queries, self.incumbent.num_queries)
+        """Queries that contribute to the metric of both models, 0 if it cannot be computed."""
+        return min(self.candidate.num_queries, self.reference.num_queries)
 
     @property
     def statistics(self) -> tuple[Statistic, Statistic]:
-        """Of candidate and incumbent. Raises ValueError for a comparison that `not_comparable` names."""
-        if isinstance(self.candidate, Missing) or isinstance(self.incumbent, Missing):
+        """Statistics of candidate and reference. Raises ValueError if one is missing, see `not_comparable`."""
+        if isinstance(self.candidate, Missing) or isinstance(self.reference, Missing):
             raise ValueError(f"{self.name} was not measured for both models")
-        return self.candidate.statistic, self.incumbent.statistic
+        return self.candidate.statistic, self.reference.statistic
 
     def check(
         self,
@@ -247,22 +245,21 @@ class Comparison:
         title: str = "",
         min_queries: int = 0,
     ) -> GateCheck:
-        """`min_queries`: how many must bear on it, where it could be measured and that is why it is not judged."""
-        measured = isinstance(self.candidate, Measured) and isinstance(self.incumbent, Measured)
+        """Build the check of this comparison. `min_queries`: the required number, if it has too few queries."""
+        measured = isinstance(self.candidate, Measured) and isinstance(self.reference, Measured)
         low, high = interval or (math.nan, math.nan)
-        other = self.incumbent.value
-        other_side = f" against {self.baseline}" if self.baseline else f" of {self.slice}" if self.slice else ""
+        scope = f" vs {self.baseline}" if self.baseline else f" of {self.slice}" if self.slice else ""
         return GateCheck(
             name=self.name,
             kind=self.kind,
             outcome=outcome,
-            reason=f"{title or self.metric.text + other_side}: {reason}",
+            reason=f"{title or self.metric.text + scope}: {reason}",
             metric=self.metric.text,
             slice=self.slice,
             candidate=self.candidate.value,
-            incumbent=None if self.baseline else other,
+            incumbent=None if self.baseline else self.reference.value,
             baseline=self.baseline,
-            baseline_value=other if self.baseline else None,
+            baseline_value=self.reference.value if self.baseline else None,
             bound=self.allowed,
             low=None if math.isnan(low) else low,
             high=None if math.isnan(high) else high,
@@ -272,90 +269,79 @@ class Comparison:
 
 
 def not_comparable(comparison: Comparison, min_queries: int) -> str:
-    """Return why a comparison is impossible, or nothing."""
-    other = comparison.baseline or "the incumbent"
-    for role, side in (("the candidate", comparison.candidate), (other, comparison.incumbent)):
-        if isinstance(side, Missing):
-            return f"cannot be computed for {role}: {side.reason}"
+    """Return the reason why a comparison is impossible, or an empty string."""
+    reference = comparison.baseline or "the production model"
+    for model, result in (("the candidate", comparison.candidate), (reference, comparison.reference)):
+        if isinstance(result, Missing):
+            return f"cannot be computed for {model}: {result.reason}"
     if comparison.num_queries < min_queries:
         return f"not enough test queries: {comparison.num_queries:,}, at least {min_queries:,} needed"
     return ""
 
 
 def judge_overall(comparison: Comparison, difference: PairedDifference, confidence: float) -> GateCheck:
-    """Require the candidate to be shown not to be worse by more than allowed (non-inferiority)."""
-    interval, seen, change, worst, best = _losses(comparison, difference, confidence)
+    """Pass only if the candidate is worse by at most the allowed drop with this confidence (non-inferiority)."""
+    interval, values, drop, worst, best = _losses(comparison, difference, confidence)
     if math.isnan(worst):
-        return comparison.check("fail", f"{seen}; not defined in enough bootstrap draws to say how sure that is")
-    allowed, sure = comparison.allowed, f"with {confidence:.1%} confidence"
+        return comparison.check("fail", f"{values}, but undefined in too many bootstrap draws for an interval")
+    allowed = comparison.allowed
     if worst <= allowed:
-        shown = "better" if worst < 0 else "not worse" if worst == 0 else f"at most {worst:.4f} worse"
-        return comparison.check("pass", f"{seen}; {sure} {shown} ({allowed:g} is allowed)", interval)
+        bound = "better" if worst < 0 else "not worse" if worst == 0 else f"at most {worst:.4f} worse"
+        return comparison.check("pass", f"{values}, {bound} with {confidence:.1%} confidence", interval)
     if best > allowed:
-        reason = f"{seen}; {sure} at least {best:.4f} worse, {allowed:g} is allowed"
+        reason = f"{values}, at least {best:.4f} worse with {confidence:.1%} confidence"
         return comparison.check("fail", reason, interval)
-    reason, takes = f"{seen}; not shown to be at most {allowed:g} worse: {sure} it is at most {worst:.4f} worse", 0
-    room, num_queries = allowed - change, comparison.num_queries
-    if room > 0:  # so many queries would show a difference like this one to be allowed
+    reason = f"{values}, up to {worst:.4f} worse with {confidence:.1%} confidence"
+    room, num_queries, min_queries = allowed - drop, comparison.num_queries, 0
+    if room > 0:  # with this many queries the same difference would pass
         spread = t_quantile(confidence, num_queries - 1) * difference.standard_error
         needed = math.ceil(num_queries * (spread / room) ** 2)
-        if needed > num_queries:  # else skewness decided, not the spread
-            takes = needed
-            reason += (
-                f"; it takes about {needed:,} queries to show a difference like this one, there are {num_queries:,}"
-            )
-    return comparison.check("fail", reason, interval, min_queries=takes)
+        if needed > num_queries:  # otherwise skewness decided, not the spread
+            min_queries = needed
+            reason += f", which takes about {needed:,} queries to rule out and there are {num_queries:,}"
+    return comparison.check("fail", reason, interval, min_queries=min_queries)
 
 
 def judge_refusal(
     comparison: Comparison, difference: PairedDifference, confidence: float, worse: Outcome = "fail"
 ) -> GateCheck:
-    """Refuse only if a slice is shown to be worse by more than allowed, or a baseline to be better.
+    """Return `worse` only if the candidate is worse by more than the allowed drop with this confidence.
 
-    Few queries show little. `worse`: the outcome where that is shown.
+    Used for slices and baselines, where few queries must not refuse a candidate.
     """
-    interval, seen, change, _, best = _losses(comparison, difference, confidence)
-    allowed, tool, on = comparison.allowed, comparison.baseline, f" on {comparison.metric.text}"
-    limit = f", {allowed:g} is allowed" if allowed else ""
+    interval, values, drop, _, best = _losses(comparison, difference, confidence)
+    allowed, tool, metric = comparison.allowed, comparison.baseline, comparison.metric.text
     if math.isnan(best):
-        reason = f"{seen}; not defined in enough bootstrap draws to say how sure that is"
-        return comparison.check("skipped", reason, interval, title=tool and f"{tool}{on}")
+        reason = f"{values}, but undefined in too many bootstrap draws for an interval"
+        return comparison.check("skipped", reason, interval, title=tool and f"{tool} on {metric}")
     if best > allowed:
-        reason = f"{seen}; with {confidence:.2%} confidence at least {best:.4f} worse{limit}"
-        return comparison.check(worse, reason, interval, title=tool and f"{tool} is better{on}")
-    if change > allowed:
-        reason = f"{seen}{limit}; {comparison.num_queries:,} queries do not tell it from chance"
-        return comparison.check("warn", reason, interval, title=tool and f"{tool} may be better{on}")
-    if not tool:
-        return comparison.check("pass", f"{seen}, {allowed:g} worse is allowed", interval)
-    title = f"beats {tool}{on}" if change < 0 else f"{tool} is not better{on}"
-    return comparison.check("pass", f"{seen}{limit}", interval, title=title)
+        reason = f"{values}, at least {best:.4f} worse with {confidence:.2%} confidence"
+        return comparison.check(worse, reason, interval, title=tool and f"{tool} is better on {metric}")
+    if drop > allowed:
+        reason = f"{values}, not statistically significant with {comparison.num_queries:,} queries"
+        return comparison.check("warn", reason, interval, title=tool and f"{tool} may be better on {metric}")
+    title = f"beats {tool} on {metric}" if drop < 0 else f"{tool} is not better on {metric}"
+    return comparison.check("pass", values, interval, title=tool and title)
 
 
 def _losses(
     comparison: Comparison, difference: PairedDifference, confidence: float
 ) -> tuple[tuple[float, float], str, float, float, float]:
-    """Return the interval, the values in words, and by how much the candidate is worse: measured, at worst, at best."""
+    """Return the interval, the formatted values, and the drop of the candidate: measured, at worst, at best."""
     low, high = interval = difference.interval(confidence)
-    change, worst, best = -difference.difference, -low, -high
+    drop, worst, best = -difference.difference, -low, -high
     if comparison.metric.lower_is_better:
-        change, worst, best = difference.difference, high, low
-    text = "the same" if change == 0 else f"{abs(change):.4f} {'worse' if change > 0 else 'better'}"
-    return (
-        interval,
-        f"{comparison.candidate.value:.4f} against {comparison.incumbent.value:.4f}, {text}",
-        change,
-        worst,
-        best,
-    )
-
-
-# One of the two models that are compared: its scores and what belongs to them.
+        drop, worst, best = difference.difference, high, low
+    change = "equal" if drop == 0 else f"{abs(drop):.4f} {'worse' if drop > 0 else 'better'}"
+    if comparison.allowed or not comparison.baseline:
+        change += f", {comparison.allowed:g} worse is allowed"
+    values = f"{comparison.candidate.value:.4f} vs {comparison.reference.value:.4f} ({change})"
+    return interval, values, drop, worst, best
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
-    """Scored rows of a model, its threshold (of two labels, chosen on valid), and figures of retrieval by query."""
+class GateInput:
+    """Results of one model for the gate: scored rows, threshold (two labels only), and retrieval metrics per query."""
 
     rows: ScoredRows
     config: MetricsConfig
@@ -367,26 +353,25 @@ class Side:
         return RowMetrics(self.rows, self.config, self.threshold)
 
     def measure(self, name: MetricName) -> Measured | Missing:
-        return measure_retrieval(self.retrieval, name) if name.of_retrieval else self.metrics.measure(name)
+        return measure_retrieval(self.retrieval, name) if name.is_retrieval else self.metrics.measure(name)
 
-    def select(self, mask: Bools) -> "Side":
-        """Return the rows where `mask` [N] is true; retrieval is not known by row."""
+    def select(self, mask: Bools) -> "GateInput":
+        """Select the rows where `mask` [N] is true. Drops retrieval, which is not per row."""
         return replace(self, rows=self.rows.select(mask), retrieval=None)
 
 
-def check_same_holdout(candidate: Side, incumbent: Side) -> None:
-    """Raise DataError unless both are scores of the same rows in the same order, and of the same queries."""
-    ours, theirs = candidate.rows, incumbent.rows
+def check_same_holdout(candidate: GateInput, reference: GateInput) -> None:
+    """Raise DataError unless both were scored on the same rows in the same order, and on the same queries."""
     names = ("labels", "query_id", "label", "gain")
-    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in names]
-    if candidate.retrieval is not None and incumbent.retrieval is not None:
-        pairs.append(("queries of retrieval", candidate.retrieval.query_id, incumbent.retrieval.query_id))
-    for name, one, other in pairs:
-        if not np.array_equal(one, other):
+    pairs = [(name, getattr(candidate.rows, name), getattr(reference.rows, name)) for name in names]
+    if candidate.retrieval is not None and reference.retrieval is not None:
+        pairs.append(("retrieval queries", candidate.retrieval.query_id, reference.retrieval.query_id))
+    for name, first, second in pairs:
+        if not np.array_equal(first, second):
             raise DataError(
-                f"candidate and incumbent were not scored on the same holdout: the {name}, {len(one):,} and"
-                f" {len(other):,}, differ",
-                expected="the same labels, rows and queries of both",
-                next_command="run trnpipe evaluate again; for other labels set data.labels to those of the incumbent"
-                " and train again, or --evaluate.incumbent none",
+                f"candidate and production model were not scored on the same test split: the {name} differ"
+                f" ({len(first):,} and {len(second):,})",
+                expected="the same labels, rows and queries for both",
+                next_command="run trnpipe evaluate again; for other labels set data.labels to those of the production"
+                " model and train again, or use --evaluate.incumbent none",
             )

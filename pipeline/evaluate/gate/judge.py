@@ -1,24 +1,23 @@
-"""The gate: may this candidate replace the model in production?
+"""The gate: decide whether the candidate may replace the production model.
 
-Four rules, each with its burden of proof; how often each errs is measured by bench/gate_rates.py.
+There are four rules. Their error rates are measured by bench/gate_rates.py.
 
-1. Floors are met by the measured value.
-2. Over all rows the candidate must be shown, with the confidence, not to be worse than the incumbent by more than is
-   allowed, in every metric compared. One that is worse by more in any of them is promoted with a chance of at most
-   1 - confidence, however many metrics there are. A holdout too small to show anything refuses.
-3. A slice refuses when it is shown to be worse by more than is allowed. Bonferroni shares 1 - confidence among all
-   comparisons of slices: a candidate that is worse nowhere is refused with at most that chance, however many slices
-   there are. Slices with few queries are named, not judged.
-4. A simple tool (BM25, boosting) that is shown to be better refuses a first model, and by default only warns of a later
-   one. Bonferroni shares 1 - confidence among all these comparisons: a candidate that is worse than no baseline is
-   refused with at most that chance.
+1. The measured values must reach the floors.
+2. Over all rows and in every compared metric, the candidate must be at most the allowed drop worse than production, at
+   the given confidence. A candidate that is worse by more in any metric is promoted with a probability of at most
+   1 - confidence, regardless of the number of metrics. A test split that is too small to decide refuses.
+3. A slice refuses if it is significantly worse than allowed. The Bonferroni correction spreads 1 - confidence over all
+   slice comparisons, so a candidate that is worse nowhere is refused with at most that probability, regardless of the
+   number of slices. Slices with few queries are listed, but not judged.
+4. A baseline (BM25, boosting) that is significantly better refuses a first model and, by default, only warns about a
+   later one. The Bonferroni correction applies to these comparisons as well.
 
-Golden queries are judged beside these rules (evaluate/golden.py).
+Golden queries are checked separately (evaluate/golden.py).
 
-A first model that no floor and no baseline could judge is refused too, unless `gate.first_without_comparison` is set:
-then the verdict says that it is promoted without a comparison.
+A first model that no floor and no baseline could judge is refused, unless `gate.first_without_comparison` is set. Then
+the verdict states that it is promoted without a comparison.
 
-A drop that is allowed each time adds up over many promotions; floors stop that.
+Allowed drops add up over many promotions. Floors limit that.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,9 +33,9 @@ from pipeline.evaluate.gate.compare import (
     SEED,
     Comparison,
     GateCheck,
+    GateInput,
     Outcome,
     PairedDifference,
-    Side,
     Verdict,
     check_same_holdout,
     judge_overall,
@@ -47,23 +46,24 @@ from pipeline.evaluate.gate.compare import (
 from pipeline.evaluate.metrics.measure import Measured
 from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows
 
-# Floors: values the candidate must reach whatever the incumbent does.
+# Floors: values that the candidate must reach regardless of the production model.
 
 
-def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
+def floor_checks(candidate: GateInput, config: GateConfig) -> list[GateCheck]:
+    """Check that each metric with a floor reaches it on enough queries."""
     checks = []
     for text, bound in config.floors.items():
         name, is_met, needed = MetricName.parse(text), False, None
-        found = candidate.measure(name)
-        if isinstance(found, Missing):
-            reason = f"cannot be computed: {found.reason}"
-        elif found.num_queries < config.min_queries:
+        result = candidate.measure(name)
+        if isinstance(result, Missing):
+            reason = f"cannot be computed: {result.reason}"
+        elif result.num_queries < config.min_queries:
             needed = config.min_queries
-            reason = f"not enough test queries: {found.num_queries:,}, at least {needed:,} needed"
+            reason = f"not enough test queries: {result.num_queries:,}, at least {needed:,} needed"
         else:
-            is_met = found.value <= bound if name.lower_is_better else found.value >= bound
+            is_met = result.value <= bound if name.lower_is_better else result.value >= bound
             side = "at most" if name.lower_is_better else "at least"
-            reason = f"{found.value:.4f}, {side} {bound:g} is {'asked' if is_met else 'needed'}"
+            reason = f"{result.value:.4f}, {side} {bound:g} required"
         checks.append(
             GateCheck(
                 name=f"floor {name.text}",
@@ -71,27 +71,28 @@ def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
                 outcome="pass" if is_met else "fail",
                 reason=f"{name.text}: {reason}",
                 metric=name.text,
-                candidate=found.value,
+                candidate=result.value,
                 bound=bound,
-                num_queries=found.num_queries or None,
+                num_queries=result.num_queries or None,
                 needed_queries=needed,
             )
         )
     return checks
 
 
-# Comparisons slice by slice. Which slices are large enough is decided before anything is measured.
+# Comparisons by slice. The slices are selected by size before anything is measured.
 
-_SHOWN = 3
-"""Small slices that are named."""
+_SHOWN = 3  # small slices that are listed by name
 
 
-def slice_checks(candidate: Side, incumbent: Side, config: GateConfig, seed: int) -> tuple[list[GateCheck], float]:
-    """Every comparison of every slice, and the confidence of each that gives all together `config.confidence`."""
+def slice_checks(
+    candidate: GateInput, production: GateInput, config: GateConfig, seed: int
+) -> tuple[list[GateCheck], float]:
+    """Compare every slice. Returns the checks and the Bonferroni-corrected confidence of each comparison."""
     if not config.slice_drops:
         return [], config.confidence
     checks: list[GateCheck] = []
-    open_slices: dict[str, list[Comparison]] = {}
+    pending: dict[str, list[Comparison]] = {}
     for column, values in candidate.rows.slices.items():
         codes, names = values.codes, values.names
         queries = np.unique(np.stack([codes, candidate.rows.query_id])[:, codes >= 0], axis=1)[0]
@@ -99,49 +100,49 @@ def slice_checks(candidate: Side, incumbent: Side, config: GateConfig, seed: int
         if small := [names[code] for code in present[count < config.min_slice_queries]]:
             shown = ", ".join(small[:_SHOWN]) + (", ..." if len(small) > _SHOWN else "")
             slices = "1 slice has" if len(small) == 1 else f"{len(small):,} slices have"
-            few = f"{slices} fewer than {config.min_slice_queries:,} queries and neither refuse nor promote ({shown})"
-            name, reason = f"slice {column}", f"{column}: {few}"
-            checks.append(GateCheck(name=name, kind="slice", outcome="skipped", reason=reason, slice=column))
+            reason = f"{column}: {slices} fewer than {config.min_slice_queries:,} queries, not judged ({shown})"
+            check = GateCheck(name=f"slice {column}", kind="slice", outcome="skipped", reason=reason, slice=column)
+            checks.append(check)
         for code in present[count >= config.min_slice_queries]:
-            one_slice, mask = f"{column}={names[code]}", codes == code
-            ours, theirs = candidate.select(mask), incumbent.select(mask)
-            open_slices[one_slice] = []
+            slice_name, mask = f"{column}={names[code]}", codes == code
+            candidate_slice, production_slice = candidate.select(mask), production.select(mask)
+            pending[slice_name] = []
             for text, allowed in config.slice_drops.items():
                 metric = MetricName.parse(text)
-                comparison = Comparison(metric, allowed, ours.measure(metric), theirs.measure(metric), one_slice)
+                results = candidate_slice.measure(metric), production_slice.measure(metric)
+                comparison = Comparison(metric, allowed, *results, slice_name)
                 if reason := not_comparable(comparison, config.min_slice_queries):
-                    # To know, when it is the candidate that leaves a metric without a value the incumbent has.
-                    only_ours = isinstance(comparison.candidate, Missing) and isinstance(comparison.incumbent, Measured)
-                    checks.append(comparison.check("warn" if only_ours else "skipped", reason))
+                    # Warn if only the candidate has no value for the metric.
+                    only_missing = isinstance(results[0], Missing) and isinstance(results[1], Measured)
+                    checks.append(comparison.check("warn" if only_missing else "skipped", reason))
                 else:
-                    open_slices[one_slice].append(comparison)
-    confidence = 1 - (1 - config.confidence) / max(1, sum(map(len, open_slices.values())))
-    for one_slice, comparisons in open_slices.items():
-        found = _differences(comparisons, config, seed, f"slice {one_slice}")
-        checks += [judge_refusal(one, found[one.name], confidence) for one in comparisons]
+                    pending[slice_name].append(comparison)
+    confidence = 1 - (1 - config.confidence) / max(1, sum(map(len, pending.values())))
+    for slice_name, comparisons in pending.items():
+        differences = _differences(comparisons, config, seed, f"slice {slice_name}")
+        checks += [judge_refusal(comparison, differences[comparison.name], confidence) for comparison in comparisons]
     return checks, confidence
 
 
 def _differences(
-    comparisons: list[Comparison], config: GateConfig, seed: int, of_rows: str, of_retrieval: str = ""
+    comparisons: list[Comparison], config: GateConfig, seed: int, rows_purpose: str, retrieval_purpose: str = ""
 ) -> dict[str, PairedDifference]:
-    """By name of the comparison. Metrics of rows share their draws, and so do those of retrieval: these have queries of
-    their own. `of_rows`, `of_retrieval`: the purposes of both streams."""
-    found: dict[str, PairedDifference] = {}
-    for searched, purpose in ((False, of_rows), (True, of_retrieval)):
-        pairs = {one.name: one.statistics for one in comparisons if one.metric.of_retrieval is searched}
-        found |= paired_bootstrap(pairs, resamples=config.resamples, seed=seed, purpose=purpose)
-    return found
+    """Bootstrap comparisons, by name. Row and retrieval metrics have different queries, so also different draws."""
+    differences: dict[str, PairedDifference] = {}
+    for searched, purpose in ((False, rows_purpose), (True, retrieval_purpose)):
+        pairs = {each.name: each.statistics for each in comparisons if each.metric.is_retrieval is searched}
+        differences |= paired_bootstrap(pairs, resamples=config.resamples, seed=seed, purpose=purpose)
+    return differences
 
 
-# Comparisons with simple tools: is one of them shown to be better than the candidate?
+# Comparisons with baselines: is one of them significantly better than the candidate?
 
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A simple tool on the same holdout: what it says of rows, what it finds, or why it was not scored.
+    """Results of a baseline on the same test split: scored rows, retrieval metrics, or the reason for having neither.
 
-    `weak`: why it is no proof to beat it, such as a search by words that finds nothing for most queries; else empty.
+    `weak`: the reason why beating it proves nothing, such as BM25 without results for most queries. Otherwise empty.
     """
 
     name: str
@@ -153,57 +154,58 @@ class Baseline:
 
 
 def baseline_checks(
-    candidate: Side, baselines: Sequence[Baseline], config: GateConfig, *, first: bool, seed: int
+    candidate: GateInput, baselines: Sequence[Baseline], config: GateConfig, *, first: bool, seed: int
 ) -> tuple[list[GateCheck], float]:
-    """Every comparison with every baseline, and the confidence of each that gives all together `config.confidence`.
+    """Compare with every baseline. Returns the checks and the Bonferroni-corrected confidence of each comparison.
 
-    `first`: there is no incumbent. f1 is of two labels, and left out where there are more. A weak baseline refuses as
-    any other does, but passes nothing.
+    `first`: there is no production model. f1 is skipped unless there are two labels. A weak baseline can refuse, but
+    does not count as a comparison.
     """
     action = config.first_baselines if first else config.baselines
     if action == "off":
         return [], config.confidence
     worse: Outcome = "fail" if action == "refuse" else "warn"
     checks: list[GateCheck] = []
-    for one in (one for one in baselines if one.missing):
-        name, reason = f"baseline {one.name}", f"{one.name} was not scored: {one.missing}"
-        checks.append(GateCheck(name=name, kind="baseline", outcome="skipped", reason=reason, baseline=one.name))
-    open_ones: list[Comparison] = []
-    for one in baselines:
-        rows = candidate.rows if one.rows is None else one.rows
-        other = Side(rows, candidate.config, one.threshold, one.retrieval)
-        check_same_holdout(candidate, other)
+    for baseline in (baseline for baseline in baselines if baseline.missing):
+        name, reason = f"baseline {baseline.name}", f"{baseline.name} was not scored: {baseline.missing}"
+        checks.append(GateCheck(name=name, kind="baseline", outcome="skipped", reason=reason, baseline=baseline.name))
+    pending: list[Comparison] = []
+    for baseline in baselines:
+        rows = candidate.rows if baseline.rows is None else baseline.rows
+        reference = GateInput(rows, candidate.config, baseline.threshold, baseline.retrieval)
+        check_same_holdout(candidate, reference)
         for text, allowed in config.baseline_drops.items():
             metric = MetricName.parse(text)
-            if (one.retrieval if metric.of_retrieval else one.rows) is None:
+            if (baseline.retrieval if metric.is_retrieval else baseline.rows) is None:
                 continue
-            ours, theirs = candidate.measure(metric), other.measure(metric)
-            comparison = Comparison(metric, allowed, ours, theirs, baseline=one.name)
-            if isinstance(ours, Missing) and isinstance(theirs, Measured):
-                reason = f"the candidate has none ({ours.reason}), {one.name} has {theirs.value:.4f}"
+            result, other = candidate.measure(metric), reference.measure(metric)
+            comparison = Comparison(metric, allowed, result, other, baseline=baseline.name)
+            if isinstance(result, Missing) and isinstance(other, Measured):
+                reason = f"{baseline.name} has {other.value:.4f}, the candidate has no value: {result.reason}"
                 checks.append(comparison.check(worse, reason))
             elif metric.text == "f1" and len(candidate.rows.labels) != 2:
                 continue
             elif reason := not_comparable(comparison, config.min_queries):
                 checks.append(comparison.check("skipped", reason, min_queries=config.min_queries))
             else:
-                open_ones.append(comparison)
-    confidence = 1 - (1 - config.confidence) / max(1, len(open_ones))
-    open_ones.sort(key=lambda each: each.metric.of_retrieval)
-    found = _differences(open_ones, config, seed, "baselines of rows", "baselines of retrieval")
-    weak = {one.name: one.weak for one in baselines}
-    for each in open_ones:
-        check = judge_refusal(each, found[each.name], confidence, worse)
-        if check.outcome == "pass" and (why := weak.get(each.baseline)):
-            # Without its interval: nothing was shown, so it does not count as a comparison.
-            check = each.check("warn", why, title=f"{each.baseline} is no comparison on {each.metric.text}")
+                pending.append(comparison)
+    confidence = 1 - (1 - config.confidence) / max(1, len(pending))
+    pending.sort(key=lambda comparison: comparison.metric.is_retrieval)
+    differences = _differences(pending, config, seed, "baselines of rows", "baselines of retrieval")
+    weak = {baseline.name: baseline.weak for baseline in baselines}
+    for comparison in pending:
+        check = judge_refusal(comparison, differences[comparison.name], confidence, worse)
+        if check.outcome == "pass" and (why := weak.get(comparison.baseline)):
+            # Without an interval it does not count as a comparison.
+            title = f"{comparison.baseline} is too weak to compare with on {comparison.metric.text}"
+            check = comparison.check("warn", why, title=title)
         checks.append(check)
     return checks, confidence
 
 
 def judge(
-    ours: Side,
-    theirs: Side | None,
+    candidate: GateInput,
+    production: GateInput | None,
     config: GateConfig,
     *,
     searched: bool = True,
@@ -212,36 +214,38 @@ def judge(
     golden: GateCheck | None = None,
     seed: int = SEED,
 ) -> Verdict:
-    """Judge a candidate against the incumbent, if there is one. The same input gives the same verdict.
+    """Judge a candidate against the production model, if any, and the baselines. Deterministic.
 
-    Slices are those of the candidate. `searched`: whether retrieval is evaluated at all. Baselines are of the same rows
-    and queries. `warnings`: what makes figures of this holdout doubtful, to be repeated in the verdict. `golden`: the
-    check of golden queries. Raises DataError for scores of another holdout.
+    Slices are those of the candidate. `searched`: whether retrieval is evaluated. `warnings`: doubts about the test
+    split, which become checks. `golden`: the check of the golden queries. Raises DataError if the scores are not from
+    the same rows and queries.
     """
-    if theirs is not None:
-        check_same_holdout(ours, theirs)
-    unusable = []  # a failed check for each model with NaN or infinite scores: nothing can be said of it
-    for role, side in (("candidate", ours), ("incumbent", theirs)):
+    if production is not None:
+        check_same_holdout(candidate, production)
+    unusable = []  # a failed check for each model with NaN or infinite scores, which cannot be judged
+    for role, side in (("candidate", candidate), ("incumbent", production)):
         if side is not None and (bad := int(side.rows.unusable.sum())):
             reason = f"{bad:,} of {side.rows.num_rows:,} rows have NaN or infinite scores of the {role}"
             unusable.append(GateCheck(name=f"scores {role}", kind="scores", outcome="fail", reason=reason))
     slice_confidence, baseline_confidence, without_comparison = config.confidence, None, False
     checks: list[GateCheck] = unusable
     if not unusable:
-        checks = floor_checks(ours, config)
-        if theirs is None:
-            reason = "no production model: the first one is held against floors and baselines"
+        checks = floor_checks(candidate, config)
+        if production is None:
+            reason = "no production model: the first one is compared with floors and baselines"
             checks.append(GateCheck(name="incumbent", kind="incumbent", outcome="skipped", reason=reason))
         else:
-            checks += _over_all_rows(ours, theirs, config.drops_for(searched=searched), config, seed)
-            checks += _without_search(config, searched=searched)
-            slices, slice_confidence = slice_checks(ours, theirs, config, seed)
+            checks += _overall_checks(candidate, production, config.drops_for(searched=searched), config, seed)
+            checks += _search_checks(config, searched=searched)
+            slices, slice_confidence = slice_checks(candidate, production, config, seed)
             checks += slices
-        against, baseline_confidence = baseline_checks(ours, baselines, config, first=theirs is None, seed=seed)
-        checks += against
+        baseline_results, baseline_confidence = baseline_checks(
+            candidate, baselines, config, first=production is None, seed=seed
+        )
+        checks += baseline_results
         without_comparison = not any(check.judges or check.outcome == "fail" for check in checks)
         if without_comparison:
-            checks.append(nothing_compared(against, config, first=theirs is None))
+            checks.append(nothing_compared(baseline_results, config, first=production is None))
     checks += [golden] if golden else []
     checks += [
         GateCheck(name=f"holdout {number}", kind="holdout", outcome="warn", reason=text)
@@ -252,8 +256,8 @@ def judge(
         promote=promote,
         without_comparison=promote and without_comparison,
         checks=tuple(checks),
-        num_rows=ours.rows.num_rows,
-        num_queries=ours.rows.num_queries,
+        num_rows=candidate.rows.num_rows,
+        num_queries=candidate.rows.num_queries,
         confidence=config.confidence,
         slice_confidence=slice_confidence,
         baseline_confidence=baseline_confidence,
@@ -262,57 +266,61 @@ def judge(
     )
 
 
-def _over_all_rows(
-    ours: Side, theirs: Side, drops: Mapping[str, float], config: GateConfig, seed: int
+def _overall_checks(
+    candidate: GateInput, production: GateInput, drops: Mapping[str, float], config: GateConfig, seed: int
 ) -> list[GateCheck]:
-    """Rule 2."""
+    """Compare both models over all rows (rule 2)."""
     if not drops:
-        reason = "gate.drops is empty: the candidate is not compared with the incumbent over all rows"
+        reason = "gate.drops is empty: the candidate is not compared with the production model over all rows"
         return [GateCheck(name="incumbent", kind="incumbent", outcome="warn", reason=reason)]
-    names = sorted(map(MetricName.parse, drops), key=lambda name: name.of_retrieval)
-    comparisons = [Comparison(name, drops[name.text], ours.measure(name), theirs.measure(name)) for name in names]
-    reasons = {one.name: not_comparable(one, config.min_queries) for one in comparisons}
-    found = _differences([one for one in comparisons if not reasons[one.name]], config, seed, "rows", "retrieval")
+    names = sorted(map(MetricName.parse, drops), key=lambda name: name.is_retrieval)
+    comparisons = [
+        Comparison(name, drops[name.text], candidate.measure(name), production.measure(name)) for name in names
+    ]
+    reasons = {each.name: not_comparable(each, config.min_queries) for each in comparisons}
+    comparable = [each for each in comparisons if not reasons[each.name]]
+    differences = _differences(comparable, config, seed, "rows", "retrieval")
     checks = []
-    for one in comparisons:
-        if reason := reasons[one.name]:
-            checks.append(one.check("fail", reason, min_queries=config.min_queries))
+    for each in comparisons:
+        if reason := reasons[each.name]:
+            checks.append(each.check("fail", reason, min_queries=config.min_queries))
         else:
-            checks.append(judge_overall(one, found[one.name], config.confidence))
+            checks.append(judge_overall(each, differences[each.name], config.confidence))
     return checks
 
 
-def _without_search(config: GateConfig, *, searched: bool) -> list[GateCheck]:
-    """Note that search, which the vectors serve, is not compared with the incumbent's."""
-    if any(MetricName.parse(text).of_retrieval for text in config.drops_for(searched=searched)) or not config.drops:
+def _search_checks(config: GateConfig, *, searched: bool) -> list[GateCheck]:
+    """Return a check if search, which serves the vectors, is not compared with that of production."""
+    if any(MetricName.parse(text).is_retrieval for text in config.drops_for(searched=searched)) or not config.drops:
         return []
     outcome: Outcome = "skipped"
     reason = "evaluate.retrieval.enabled is false"
     if searched:
-        outcome, reason = "warn", "gate.drops names no metric of retrieval"
-    text = f"search with the vectors is not compared with that of the incumbent: {reason}"
+        outcome, reason = "warn", "gate.drops has no retrieval metric"
+    text = f"vector search is not compared with the production model: {reason}"
     return [GateCheck(name="search", kind="comparison", outcome=outcome, reason=text)]
 
 
-def nothing_compared(against: Sequence[GateCheck], config: GateConfig, *, first: bool) -> GateCheck:
-    """Check a candidate that nothing judged: a first one is refused unless the settings promote it.
+def nothing_compared(baseline_results: Sequence[GateCheck], config: GateConfig, *, first: bool) -> GateCheck:
+    """Return the check of a candidate that was compared with nothing.
 
-    A later one comes here only with empty `gate.drops`: whoever sets that wants no comparison.
+    A first model is refused unless the settings allow it. A later one passes, because its `gate.drops` is empty.
     """
     if not first:
         reason = "promoted WITHOUT a comparison: gate.drops is empty"
         return GateCheck(name="comparison", kind="comparison", outcome="warn", reason=reason)
-    few = [check for check in against if check.needed_queries is not None]
-    reasons = [check.reason for check in against if check.needed_queries is None]
+    few = [check for check in baseline_results if check.needed_queries is not None]
+    reasons = [check.reason for check in baseline_results if check.needed_queries is None]
     num_queries = max((check.num_queries or 0 for check in few), default=None)
     if few:
         tools = " and ".join(dict.fromkeys(check.baseline for check in few))
-        seen = f"{num_queries}, at least {config.min_queries} needed"
-        reasons.append(f"not enough test queries to compare with {tools}: {seen}")
-    if not against:
+        reasons.append(
+            f"not enough test queries to compare with {tools}: {num_queries}, at least {config.min_queries} needed"
+        )
+    if not baseline_results:
         off = config.first_baselines == "off"
         reasons = ["gate.first_baselines is off" if off else "no baseline was scored (evaluate.baselines)"]
-    why = "; ".join(["no production model", *([] if config.floors else ["no gate.floors"]), *reasons])
+    why = ", ".join(["no production model", *([] if config.floors else ["no gate.floors"]), *reasons])
     allowed = config.first_without_comparison
     head = "promoted WITHOUT a comparison (gate.first_without_comparison)" if allowed else "nothing to compare with"
     return GateCheck(
@@ -325,50 +333,49 @@ def nothing_compared(against: Sequence[GateCheck], config: GateConfig, *, first:
     )
 
 
-# What to do about a refusal: which test split would give enough queries, and what may help else.
+# Advice after a refusal: how to get enough test queries, and other remedies.
 
 FRACTIONS = tuple(step / 20 for step in range(1, 9))
-"""Offered as `data.test_fraction` or `data.valid_fraction`: 0.05 to 0.4, which leaves most queries for training."""
+"""Suggested values of `data.test_fraction` and `data.valid_fraction`. 0.4 leaves most queries for training."""
 MIN_QUERIES = "lower --gate.min-queries"
 _LATER = (
-    "production was trained on queries that move into it: add --train.start scratch and --evaluate.leak warn, or"
-    " promote on record with --evaluate.force-reason TEXT"
+    "production was trained on the queries that would move into it, so add --train.start scratch and"
+    " --evaluate.leak warn, or promote with --evaluate.force-reason TEXT"
 )
 
 
 def count_queries(infos: Iterable[TokenSetInfo]) -> dict[Split, int]:
-    """Count the queries of each split, once in each partition; empty if an earlier version did not count them."""
-    judged = [info.judged for info in infos]
+    """Count the queries of each split, per partition. Empty if prepared by a version that did not count them."""
+    judgements = [info.judged for info in infos]
     counts: dict[Split, int] = {
-        split: sum(sum(one[split].query_best.values()) for one in judged if split in one) for split in SPLITS
+        split: sum(sum(by_split[split].query_best.values()) for by_split in judgements if split in by_split)
+        for split in SPLITS
     }
-    return counts if any(judged) else {}
+    return counts if any(judgements) else {}
 
 
 def fraction_for(total: int, needed: int) -> float | None:
-    """Return the smallest share of `total` queries that holds `needed` of them, with room for the spread of a hash."""
-    enough = (share for share in FRACTIONS if share * total - 2 * sqrt(share * (1 - share) * total) >= needed)
-    return next(enough, None)
+    """Return the smallest fraction of `total` queries with at least `needed`, with a margin for the hash split."""
+    return next((p for p in FRACTIONS if p * total - 2 * sqrt(p * (1 - p) * total) >= needed), None)
 
 
 def size_advice(split: Split, queries: int, needed: int, counts: Mapping[Split, int], remedy: str = MIN_QUERIES) -> str:
-    """Say what to do about a `split` of which too few `queries` bear on a metric.
+    """Advise on a `split` in which only `queries` contribute to a metric.
 
-    `counts`: queries of each split. Those of the others are taken to bear on the metric as often as those of `split`.
-    `remedy`: what helps as well as more queries.
+    `counts`: queries by split, which are assumed to contribute equally often. `remedy`: alternative to more queries.
     """
-    few = f"split {split} has {queries:,} queries to judge by, about {needed:,} are needed"
+    few = f"split {split} has {queries:,} queries that count, about {needed:,} are needed"
     total = sum(counts.values())
     if counts.get(split):
         total = round(total * min(1.0, queries / counts[split]))
-    share = fraction_for(total, needed)
-    if share is not None:
+    fraction = fraction_for(total, needed)
+    if fraction is not None:
         return (
-            f"{few}: where no split column decides, --data.{split}-fraction {share:g} gives about"
-            f" {round(share * total):,} of {total:,} (prepare and train again with it); or {remedy}"
+            f"{few}: without a split column, --data.{split}-fraction {fraction:g} gives about"
+            f" {round(fraction * total):,} of {total:,} (prepare and train again), or {remedy}"
         )
     if total:
-        few += f": all splits together have about {total:,}, so no {split} split is large enough"
+        few += f", and all splits together have about {total:,}"
     return f"{few}: judge more queries, or {remedy}"
 
 
@@ -383,10 +390,10 @@ def verdict_advice(
     all_partitions: bool,
     later: bool,
 ) -> str:
-    """Say how a candidate can be judged that is refused because of too few queries; nothing for any other verdict.
+    """Advise how to judge a candidate that was refused because of too few queries. Empty for other verdicts.
 
-    `rows`, `rows_in_split`: scored, and before evaluate.max_rows. `all_partitions`: the holdout is that of all
-    partitions. `later`: there is an incumbent, which has seen the queries that another split would judge by.
+    `rows`, `rows_in_split`: rows scored, and rows before evaluate.max_rows. `all_partitions`: the holdout covers all
+    partitions. `later`: a production model exists, which was trained on queries that a larger split would contain.
     """
     few = [
         (check.needed_queries, check.num_queries or 0, check)
@@ -395,33 +402,35 @@ def verdict_advice(
     ]
     if not few:
         return ""
-    needed, queries, check = max(few, key=lambda one: one[0] / max(1, one[1]))
+    needed, queries, check = max(few, key=lambda item: item[0] / max(1, item[1]))
     remedy = MIN_QUERIES if check.kind != "delta" or check.low is None else "allow a larger drop (--gate.drops)"
     if check.kind == "comparison":
-        remedy += ", or promote it unjudged (--gate.first-without-comparison)"
+        remedy += ", or promote without a comparison (--gate.first-without-comparison)"
     if rows < rows_in_split:
-        return f"evaluate.max_rows takes {rows:,} of {rows_in_split:,} rows of split {split}: raise it; or {remedy}"
-    if not all_partitions:
-        return f"only new partitions are judged: --evaluate.partitions all takes the others too; or {remedy}"
-    if config.retrieval.catalogue and check.metric and MetricName.parse(check.metric).of_retrieval:
         return (
-            f"the catalogue asks {queries:,} queries, about {needed:,} are needed: add items with other queries to"
-            f" {config.retrieval.catalogue}, or raise --evaluate.retrieval.max-queries; or {remedy}"
+            f"only {rows:,} of {rows_in_split:,} rows of split {split} are scored: raise evaluate.max_rows, or {remedy}"
+        )
+    if not all_partitions:
+        return f"only new partitions are scored: add --evaluate.partitions all, or {remedy}"
+    if config.retrieval.catalogue and check.metric and MetricName.parse(check.metric).is_retrieval:
+        return (
+            f"the catalogue has {queries:,} queries, about {needed:,} are needed: add items with other queries to"
+            f" {config.retrieval.catalogue}, raise --evaluate.retrieval.max-queries, or {remedy}"
         )
     advice = size_advice(split, queries, needed, count_queries(infos), remedy)
-    return f"{advice}; {_LATER}" if later and f"--data.{split}-fraction" in advice else advice
+    return f"{advice}. {_LATER}" if later and f"--data.{split}-fraction" in advice else advice
 
 
-def way_out(verdict: Verdict) -> str:
-    """Say what may help a refused candidate."""
+def refusal_advice(verdict: Verdict) -> str:
+    """Advise what to do about a refused candidate."""
     failed = [check for check in verdict.checks if check.outcome == "fail"]
     if verdict.advice:
         return verdict.advice
     if any(check.kind == "comparison" for check in failed):
         return (
-            f"let a baseline judge it (evaluate.baselines; boosting needs {install_command('sklearn')}), set a floor"
-            " (--gate.floors ndcg@10=0.6), or --gate.first-without-comparison"
+            f"enable a baseline (evaluate.baselines, boosting requires {install_command('sklearn')}), set a floor"
+            " (--gate.floors ndcg@10=0.6), or add --gate.first-without-comparison"
         )
     if any(check.name == "scores incumbent" or (check.kind == "delta" and check.incumbent is None) for check in failed):
-        return "trnpipe registry rollback --reason TEXT, or on record --evaluate.force-reason TEXT"
-    return "train again, or on record --evaluate.force-reason TEXT"
+        return "trnpipe registry rollback --reason TEXT, or promote with --evaluate.force-reason TEXT"
+    return "train again, or promote with --evaluate.force-reason TEXT"

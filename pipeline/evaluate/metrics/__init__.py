@@ -1,1 +1,1 @@
-"""Metrics over host arrays. What cannot be computed never becomes a 0: it is an error, or is named with its reason."""
+"""Metrics over host arrays. A metric that cannot be computed is reported with the reason, never as 0."""

@@ -1,4 +1,4 @@
-"""Metrics of labels: of two (AUC, F1 at a threshold), of the most probable one, and calibration."""
+"""Classification metrics: binary (AUC, F1 at a threshold), multi-class, and calibration."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,61 +9,61 @@ from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.metrics.scored_rows import QueryGroups, ScoredRows, Sums, divided, ratio
 
-_BLOCK = 8
-"""Resamples at a time, one cache line of a row: 3 times faster than 64 with 75,000 rows."""
+_BLOCK = 8  # Resamples per block. 8 doubles are one cache line, 3 times faster than 64 with 75,000 rows.
 
 
 def best_threshold(rows: ScoredRows) -> float:
-    """Choose the probability from which a row is called a match, with the best F1 on `rows` (the valid split).
+    """Choose the probability threshold for a match that maximises F1 on `rows` (the valid split).
 
-    It lies half way to the next lower score that occurs (or 0), so that rounding on another device does not move rows
-    across it. Of equal F1 the highest is taken: fewest rows are called a match.
+    The threshold is half way to the next lower score (or 0), so that rounding on another device does not move rows
+    across it. Of several with the same F1, return the highest, which predicts the fewest matches.
 
     Raises:
-        DataError: not two labels, NaN or infinite scores, or no row with the more relevant label.
+        DataError: If there are not two labels, a score is NaN or infinite, or no row has the more relevant label.
     """
     if len(rows.labels) != 2:
-        raise DataError(f"a threshold is for two labels, there are {len(rows.labels)}", expected="two labels")
+        raise DataError(f"a threshold requires two labels, but there are {len(rows.labels)}", expected="two labels")
     if rows.unusable.any():
         raise DataError(f"{rows.unusable.sum()} of {rows.num_rows} rows have NaN or infinite scores")
     labelled = rows.label >= 0
     score, match = rows.probabilities[labelled, 1], rows.label[labelled] == 1
     if not match.any():
         raise DataError(
-            f"no row of {labelled.sum()} is labelled {rows.labels[1]!r}: a threshold cannot be chosen",
-            expected="matching and other rows in the valid split",
+            f"cannot choose a threshold: none of {labelled.sum()} rows is labelled {rows.labels[1]!r}",
+            expected="rows with both labels in the valid split",
         )
-    scores, place = np.unique(score, return_inverse=True)  # ascending
-    hits = np.cumsum(np.bincount(place, match)[::-1])[::-1]  # called a match from each score on
-    called = np.cumsum(np.bincount(place)[::-1])[::-1]
-    f1 = 2 * hits / (called + match.sum())
+    scores, position = np.unique(score, return_inverse=True)  # ascending
+    hits = np.cumsum(np.bincount(position, match)[::-1])[::-1]  # matches at or above each score
+    predicted = np.cumsum(np.bincount(position)[::-1])[::-1]
+    f1 = 2 * hits / (predicted + match.sum())
     best = int(len(f1) - 1 - f1[::-1].argmax())
     lower = scores[best - 1] if best else 0.0
     middle = (lower + scores[best]) / 2
-    return float(middle if middle > lower else scores[best])  # neighbouring floats have no middle
+    return float(middle if middle > lower else scores[best])  # adjacent floats have no midpoint
 
 
 def at_threshold(queries: QueryGroups, label: Int64s, score: Float64s, threshold: float, metric: str) -> Sums:
-    """Precision, recall or F1 (`metric`) of calling rows [N] a match whose score is `threshold` or more."""
+    """Compute precision, recall or F1 (`metric`) when rows [N] with a score of at least `threshold` are matches."""
     labelled = label >= 0
-    called, match = labelled & (score >= threshold), label == 1
+    predicted, match = labelled & (score >= threshold), label == 1
 
     def combine(sums: Float64s) -> Float64s:
-        hits, called, matches = sums.T
+        hits, predicted, matches = sums.T
         if metric == "f1":
-            return divided(2 * hits, called + matches)
-        return divided(hits, called if metric == "precision" else matches)  # not defined where nothing is called one
+            return divided(2 * hits, predicted + matches)
+        return divided(hits, predicted if metric == "precision" else matches)
 
-    parts = [queries.sums(called & match), queries.sums(called), queries.sums(match)]
+    parts = [queries.sums(predicted & match), queries.sums(predicted), queries.sums(match)]
     return Sums(np.stack(parts, axis=1), combine, queries.sums(labelled) > 0)
 
 
 @dataclass(frozen=True, eq=False)
 class ThresholdCurve:
-    """`area` (roc_auc or average_precision) over all thresholds: rows by falling score, matches and others apart.
+    """Area under the ROC or precision-recall curve (`area`: roc_auc or average_precision).
 
-    `at_or_above` and `above`: how many of the other rows (sorted the same way) score as high as each match or higher,
-    and higher; `matches_with`: how many matches score as high or higher. So equal scores are passed together.
+    Matches and other rows are sorted separately by descending score. For each match, `above` is the number of other
+    rows with a higher score, `at_or_above` also counts ties, and `matches_with` is the number of matches with at least
+    its score. Tied rows therefore cross a threshold together.
     """
 
     counted: Bools
@@ -90,11 +90,11 @@ class ThresholdCurve:
 
     @cached_property
     def tied(self) -> bool:
-        """Whether a match has the score of another row."""
+        """True if a match and another row have the same score."""
         return not np.array_equal(self.above, self.at_or_above)
 
     def at(self, weights: Float64s) -> Float64s:
-        """See Statistic. Rows count as often as their queries."""
+        """Evaluate R resamples, see `Statistic.at`. Each row is weighted like its query."""
         parts = [self._area(weights[start : start + _BLOCK]) for start in range(0, len(weights), _BLOCK)]
         return np.concatenate(parts)
 
@@ -102,64 +102,61 @@ class ThresholdCurve:
         by_query = np.ascontiguousarray(weights.T)
         match, others = by_query[self.match_query], _running(by_query[self.other_query])
         total = match.sum(axis=0)
-        if self.area == "roc_auc":  # a match beats the others below it, and half of those beside it (Mann and Whitney)
+        if self.area == "roc_auc":  # a match wins against other rows below it and half of its ties (Mann and Whitney)
             before = others[self.above]
             if self.tied:
                 before = (before + others[self.at_or_above]) / 2
             return divided(others[-1] * total - np.einsum("nr,nr->r", match, before), total * others[-1])
-        found = _running(match)[self.matches_with]
-        called = np.maximum(found + others[self.at_or_above], 1.0)  # 0 where no row of a score is drawn
-        return divided(np.einsum("nr,nr->r", match, found / called), total)
+        hits = _running(match)[self.matches_with]
+        predicted = np.maximum(hits + others[self.at_or_above], 1.0)  # 0 if no row with such a score is drawn
+        return divided(np.einsum("nr,nr->r", match, hits / predicted), total)
 
 
 def _running(weights: Float64s) -> Float64s:
-    """[rows, R] to the sums of the first 0, 1, ... rows."""
+    """Sum the first 0, 1, ... rows of [rows, R]."""
     total = np.zeros((len(weights) + 1, weights.shape[1]))
     np.cumsum(weights, axis=0, out=total[1:])
     return total
 
 
-# Metrics of the most probable label of each row. Of equal probabilities the least relevant label is taken.
+# Metrics of the most probable label of each row. Ties are resolved to the less relevant label.
 
 
 def accuracy(queries: QueryGroups, label: Int64s, predicted: Int64s) -> Sums:
-    """Share of labelled rows [N] whose predicted label is right. Micro F1 is the same: each row has one label."""
+    """Compute accuracy over labelled rows [N]. It equals micro F1, because each row has one label."""
     labelled = label >= 0
     counts = queries.sums(labelled)
     hits = queries.sums(labelled & (label == predicted))
     return Sums(np.stack([hits, counts], axis=1), ratio, counts > 0)
 
 
-def label_f1(
-    queries: QueryGroups, label: Int64s, predicted: Int64s, num_classes: int, wanted: int | None = None
-) -> Sums:
-    """F1 of one label, not defined where it neither occurs nor is predicted; or the mean over all that do."""
+def label_f1(queries: QueryGroups, label: Int64s, predicted: Int64s, num_classes: int, only: int | None = None) -> Sums:
+    """Compute the F1 of the label `only`, or macro F1. A label that neither occurs nor is predicted is undefined."""
     labelled = label >= 0
     guess = np.where(labelled, predicted, -1)
     ones = np.ones(len(label))
     hits = queries.table(np.where(label == guess, label, -1), num_classes, ones)
-    seen = queries.table(label, num_classes, ones) + queries.table(guess, num_classes, ones)
+    support = queries.table(label, num_classes, ones) + queries.table(guess, num_classes, ones)
 
     def combine(sums: Float64s) -> Float64s:
-        hits, seen = np.split(sums, 2, axis=1)
-        f1 = divided(2 * hits, seen)
-        if wanted is not None:
-            return f1[:, wanted]
+        hits, support = np.split(sums, 2, axis=1)
+        f1 = divided(2 * hits, support)
+        if only is not None:
+            return f1[:, only]
         return divided(np.nansum(f1, axis=1), (~np.isnan(f1)).sum(axis=1).astype(np.float64))
 
-    return Sums(np.concatenate([hits, seen], axis=1), combine, queries.sums(labelled) > 0)
+    return Sums(np.concatenate([hits, support], axis=1), combine, queries.sums(labelled) > 0)
 
 
-# How far the probabilities can be believed: calibration error and log loss, over labelled rows.
+# Quality of the probabilities over labelled rows: log loss and calibration error.
 
-NUM_BINS = 15
-"""Of confidence, equal (Guo et al., "On Calibration", ICML 2017)."""
+NUM_BINS = 15  # bins of equal width (Guo et al., "On Calibration", ICML 2017)
 SMALLEST = float(np.finfo(np.float64).eps)
-"""A probability below this counts as this, as in scikit-learn: a sure and wrong row costs at most 36.04 nats."""
+"""Probabilities are clipped here, as in scikit-learn. A confidently wrong row costs at most 36.04 nats."""
 
 
 def log_loss(queries: QueryGroups, label: Int64s, probabilities: Float64s) -> Sums:
-    """Mean of -log(probability of the true label), nats; probabilities [N, K], label [N], -1 for none."""
+    """Compute the mean of -log(probability of the true label) in nats. `label` [N] is -1 if unlabelled."""
     labelled = label >= 0
     chosen = np.where(labelled, probabilities[np.arange(len(label)), label], 1.0)
     counts = queries.sums(labelled)
@@ -169,18 +166,17 @@ def log_loss(queries: QueryGroups, label: Int64s, probabilities: Float64s) -> Su
 def calibration_error(queries: QueryGroups, label: Int64s, probabilities: Float64s, num_bins: int = NUM_BINS) -> Sums:
     """Compute the expected calibration error of the most probable label.
 
-    Confidence falls into equal bins (0, 1/n], (1/n, 2/n], ...: one at an edge belongs to the lower bin. Each bin adds
-    |share of right rows - mean confidence| by its share of the rows.
+    Bins are (0, 1/n], (1/n, 2/n], ... of equal width. Each adds |accuracy - mean confidence|, weighted by its rows.
     """
     labelled = label >= 0
     confidence = probabilities.max(axis=1)
-    right = probabilities.argmax(axis=1) == label
+    correct = probabilities.argmax(axis=1) == label
     edges = np.linspace(0.0, 1.0, num_bins + 1)[1:-1]
-    place = np.where(labelled, np.searchsorted(edges, confidence), -1)
-    gap = queries.table(place, num_bins, right - confidence)
+    bins = np.where(labelled, np.searchsorted(edges, confidence), -1)
+    gap = queries.table(bins, num_bins, correct - confidence)
     counts = queries.sums(labelled)
 
-    def combine(sums: Float64s) -> Float64s:  # the rows of a bin cancel, |right - confidence| / rows is left
+    def combine(sums: Float64s) -> Float64s:  # the row count of a bin cancels
         return divided(np.abs(sums[:, :num_bins]).sum(axis=1), sums[:, num_bins])
 
     return Sums(np.concatenate([gap, counts[:, None]], axis=1), combine, counts > 0)

@@ -1,4 +1,4 @@
-"""From the name of a metric and scored rows to its value, or to the reason why there is none."""
+"""Measure metrics by name: return the value, or the reason why it cannot be computed."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -39,14 +39,14 @@ from pipeline.evaluate.metrics.scored_rows import (
     value_of,
 )
 
-_NOTHING_OF_TWO = {
-    "precision": "no row is called a match at the threshold",
+_BINARY_METRICS = {
+    "precision": "no row is predicted to match at the threshold",
     "recall": "no row is a match",
-    "f1": "no row is a match or called one",
-    "roc_auc": "labelled rows of both labels are needed",
+    "f1": "no row is a match or predicted to be one",
+    "roc_auc": "rows of both labels are needed",
     "average_precision": "no row is a match",
 }
-"""Metrics of two labels, and why there may be none."""
+"""Metrics for two labels, with the reason if one is undefined."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class RowMetrics:
-    """The metrics of scored rows by name, but those of retrieval. What several of them need is computed once."""
+    """Metrics of scored rows by name (all but retrieval). Intermediate results are cached."""
 
     rows: ScoredRows
     config: MetricsConfig
@@ -82,13 +82,13 @@ class RowMetrics:
 
     @cached_property
     def relevant(self) -> Bools:
-        """[N]: the rows that MRR, recall@k and precision@k look for."""
+        """Mask [N] of the rows that are relevant to MRR, recall@k and precision@k."""
         if self.config.relevant_gain is None:
             return np.equal(self.rows.label, len(self.rows.labels) - 1)
         return np.greater_equal(self.rows.gain, self.config.relevant_gain - GAIN_TOLERANCE)
 
     def measure(self, name: MetricName) -> Measured | Missing:
-        """Measure one metric, or return why that is impossible."""
+        """Measure one metric, or return the reason why it cannot be computed."""
         if reason := self._obstacle(name):
             return Missing(reason)
         return _measured(*self._statistic(name))
@@ -99,71 +99,71 @@ class RowMetrics:
             return rows.meaningless
         if rows.unusable.any():
             return f"{int(rows.unusable.sum()):,} of {rows.num_rows:,} rows have NaN or infinite scores"
-        if name.rank is not None or name.word == "mrr":
-            same = "all labels have the same gain; set data.labels, from least to most relevant"
-            return same if len(set(rows.label_gains)) < 2 else ""
+        if name.rank is not None or name.family == "mrr":
+            same_gains = "all labels have the same gain, set data.labels from least to most relevant"
+            return same_gains if len(set(rows.label_gains)) < 2 else ""
         if not (rows.label >= 0).any():
             return "no row has a label"
         if name.label is not None:
-            known = f"there is no label {name.label!r}; there are {', '.join(rows.labels)}"
-            return known if name.label not in rows.labels else ""
-        if name.word in _NOTHING_OF_TWO and num_labels != 2:
-            return f"it is for two labels, there are {num_labels}"
-        if name.word in ("precision", "recall", "f1") and self.threshold is None:
+            unknown_label = f"no label is called {name.label!r}, the labels are {', '.join(rows.labels)}"
+            return unknown_label if name.label not in rows.labels else ""
+        if name.family in _BINARY_METRICS and num_labels != 2:
+            return f"it requires two labels, but there are {num_labels}"
+        if name.family in ("precision", "recall", "f1") and self.threshold is None:
             return "no threshold was chosen on the valid split"
         return ""
 
     def _statistic(self, name: MetricName) -> tuple[Statistic, str]:
-        """Return the statistic of a metric, and the reason if it turns out to be undefined."""
-        rows, queries, k, word = self.rows, self.queries, name.rank or 0, name.word
+        """Return the statistic of a metric, and the reason to report if its value is undefined."""
+        rows, queries, k, family = self.rows, self.queries, name.rank or 0, name.family
         label, probabilities, num_labels = rows.label, rows.probabilities, len(rows.labels)
-        nothing = _NOTHING_OF_TWO.get(word, "no row has a label")
-        if word == "ndcg":
+        reason = _BINARY_METRICS.get(family, "no row has a label")
+        if family == "ndcg":
             return mean_over_queries(ndcg_by_query(self.ranking, rows.gain, k)), "no query has a row with a gain"
-        if word == "mrr" or name.rank is not None:
-            if word == "mrr":
+        if family == "mrr" or name.rank is not None:
+            if family == "mrr":
                 by_query = reciprocal_rank_by_query(self.ranking, self.relevant)
             else:
-                measure = recall_by_query if word == "recall" else precision_by_query
+                measure = recall_by_query if family == "recall" else precision_by_query
                 by_query = measure(self.ranking, self.relevant, k)
             return mean_over_queries(by_query), "no query has a relevant row"
         if name.label is not None:
-            wanted, nothing = rows.labels.index(name.label), f"no row is labelled or predicted {name.label}"
-            return label_f1(queries, label, self.predicted, num_labels, wanted), nothing
-        if word in ("roc_auc", "average_precision"):
-            return ThresholdCurve.of(queries, label, probabilities[:, -1], word), nothing
-        if word in _NOTHING_OF_TWO:
-            return at_threshold(queries, label, probabilities[:, -1], self.threshold or 0.0, word), nothing
-        if word == "macro_f1":
-            return label_f1(queries, label, self.predicted, num_labels), nothing
-        if word in ("ece", "loss"):
-            return (calibration_error if word == "ece" else log_loss)(queries, label, probabilities), nothing
-        return accuracy(queries, label, self.predicted), nothing  # micro F1 is the same
+            index, reason = rows.labels.index(name.label), f"no row is labelled or predicted {name.label}"
+            return label_f1(queries, label, self.predicted, num_labels, index), reason
+        if family in ("roc_auc", "average_precision"):
+            return ThresholdCurve.of(queries, label, probabilities[:, -1], family), reason
+        if family in _BINARY_METRICS:
+            return at_threshold(queries, label, probabilities[:, -1], self.threshold or 0.0, family), reason
+        if family == "macro_f1":
+            return label_f1(queries, label, self.predicted, num_labels), reason
+        if family in ("ece", "loss"):
+            return (calibration_error if family == "ece" else log_loss)(queries, label, probabilities), reason
+        return accuracy(queries, label, self.predicted), reason  # also micro F1
 
 
-def measure_retrieval(found: PerQuery | None, name: MetricName) -> Measured | Missing:
-    """Measure one metric of retrieval, from its value for each query."""
-    if found is None:
+def measure_retrieval(per_query: PerQuery | None, name: MetricName) -> Measured | Missing:
+    """Average a retrieval metric over queries."""
+    if per_query is None:
         return Missing("retrieval was not evaluated")
-    if name.text not in found.values:
-        return Missing(f"it was not evaluated; there are {', '.join(found.values)}")
-    return _measured(mean_over_queries(found.values[name.text]), "no query has a relevant item in the catalogue")
+    if name.text not in per_query.values:
+        return Missing(f"it was not evaluated, available are {', '.join(per_query.values)}")
+    return _measured(mean_over_queries(per_query.values[name.text]), "no query has a relevant item in the catalogue")
 
 
-def _measured(statistic: Statistic, nothing: str) -> Measured | Missing:
+def _measured(statistic: Statistic, undefined: str) -> Measured | Missing:
     value = value_of(statistic)
-    return Missing(nothing) if math.isnan(value) else Measured(value, statistic)
+    return Missing(undefined) if math.isnan(value) else Measured(value, statistic)
 
 
-# All metrics of a holdout, and of its slices, as records that go into results.
+# All metrics of a holdout and of its slices, as records.
 
 
 class MetricReport(Record):
-    """Metrics by name; one that could not be computed stands in `missing` with the reason, never as 0 or NaN."""
+    """Metrics by name. A metric that could not be computed is in `missing` with the reason, never 0 or NaN."""
 
     values: dict[str, float]
     missing: dict[str, str]
-    num_rows: int = Field(ge=0, description="Rows scored; of retrieval, items looked at")
+    num_rows: int = Field(ge=0, description="Rows scored, or items returned by retrieval")
     num_queries: int = Field(ge=0)
 
 
@@ -176,22 +176,22 @@ class SliceReport(Record):
 
 
 def metric_report(rows: ScoredRows, config: MetricsConfig, threshold: float | None = None) -> MetricReport:
-    """Measure every metric of `metric_names`; `threshold` as of `best_threshold`."""
+    """Measure every metric of `metric_names`. `threshold` is from `best_threshold`."""
     metrics = RowMetrics(rows, config, threshold)
     return _report(metric_names(rows.labels, config), metrics.measure, rows.num_rows, rows.num_queries)
 
 
 def metric_names(labels: tuple[str, ...], config: MetricsConfig) -> list[str]:
-    """Name the metrics of a report, in the order people read them."""
+    """Return the metrics of a report in display order."""
     ranked = [f"ndcg@{k}" for k in config.ndcg_at] + ["mrr"] + [f"recall@{k}" for k in RECALL_AT]
     ranked += [f"precision@{k}" for k in PRECISION_AT]
     classes = ["accuracy", "macro_f1", "micro_f1", *(f"f1:{label}" for label in labels)]
-    two = _NOTHING_OF_TWO if len(labels) == 2 else ()
+    two = _BINARY_METRICS if len(labels) == 2 else ()
     return [*ranked, *classes, *two, "ece", "loss"]
 
 
 def slice_reports(rows: ScoredRows, config: MetricsConfig, threshold: float | None = None) -> tuple[SliceReport, ...]:
-    """Measure each slice of each column. Rows without a value belong to none."""
+    """Measure each slice of each column. Rows without a value are in no slice."""
     return tuple(
         SliceReport(
             column=name,
@@ -206,22 +206,21 @@ def slice_reports(rows: ScoredRows, config: MetricsConfig, threshold: float | No
 def retrieval_report(
     query_id: Int64s, ranked: Int64s, judged: Judgements, config: MetricsConfig
 ) -> tuple[PerQuery, MetricReport]:
-    """See `retrieval_by_query`; the report also names the ranks that lists of K items cannot answer."""
-    found = retrieval_by_query(query_id, ranked, judged, config)
-    words = ("recall", "ndcg", "success")
-    wanted = [f"retrieval_{word}@{k}" for k in config.retrieval_at for word in words]
-    short = {name: f"the lists hold {ranked.shape[1]} items" for name in wanted if name not in found.values}
-    report = _report(found.values, lambda name: measure_retrieval(found, name), ranked.size, len(query_id))
-    return found, report.model_copy(update={"missing": {**report.missing, **short}})
+    """Compute the metrics of `retrieval_by_query`. The report also lists ranks beyond the K retrieved items."""
+    per_query = retrieval_by_query(query_id, ranked, judged, config)
+    names = [f"retrieval_{metric}@{k}" for k in config.retrieval_at for metric in ("recall", "ndcg", "success")]
+    beyond = {name: f"only {ranked.shape[1]} items were retrieved" for name in names if name not in per_query.values}
+    report = _report(per_query.values, lambda name: measure_retrieval(per_query, name), ranked.size, len(query_id))
+    return per_query, report.model_copy(update={"missing": {**report.missing, **beyond}})
 
 
 def _report(
     names: Iterable[str], measure: Callable[[MetricName], Measured | Missing], num_rows: int, num_queries: int
 ) -> MetricReport:
-    found = {name: measure(MetricName.parse(name)) for name in names}
+    results = {name: measure(MetricName.parse(name)) for name in names}
     return MetricReport(
-        values={name: one.value for name, one in found.items() if isinstance(one, Measured)},
-        missing={name: one.reason for name, one in found.items() if isinstance(one, Missing)},
+        values={name: result.value for name, result in results.items() if isinstance(result, Measured)},
+        missing={name: result.reason for name, result in results.items() if isinstance(result, Missing)},
         num_rows=num_rows,
         num_queries=num_queries,
     )

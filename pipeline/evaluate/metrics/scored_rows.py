@@ -1,4 +1,4 @@
-"""What metrics work on: scored rows as host arrays, and a metric as a function of how often each query counts."""
+"""Inputs and building blocks of metrics: scored rows as host arrays, and statistics over weighted queries."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ import numpy as np
 from pipeline.core.arrays import Bools, Float64s, Int64s
 
 GAIN_TOLERANCE = 1e-6
-"""Gains are stored as float32: 0.7 comes back as 0.69999999, and is meant to reach 0.7."""
+"""Gains are stored as float32, so 0.7 is read back as 0.69999999 and must still reach a threshold of 0.7."""
 
 
 @dataclass(frozen=True, eq=False)
 class SliceColumn:
-    """A column by which rows are told apart: codes [N] into `names`, -1 where a row has no value."""
+    """A categorical column: codes [N] into `names`, -1 for a row without a value."""
 
     codes: Int64s
     names: tuple[str, ...]
@@ -23,17 +23,17 @@ class SliceColumn:
 
 @dataclass(frozen=True, eq=False)
 class ScoredRows:
-    """N rows with what is known about them and what a model says of them, in an order that does not depend on either.
+    """N rows with their labels and the probabilities of a model, in an order that depends on neither.
 
     Attributes:
-        query_id: [N]; rows of a query need not be neighbours.
-        label: [N], index into `labels`; -1 where a row has none.
+        query_id: [N]. Rows of a query need not be adjacent.
+        label: [N], index into `labels`, -1 for an unlabelled row.
         gain: [N], graded relevance, 0 or more.
-        probabilities: [N, K], of each label; NaN and infinity may occur and are found by `unusable`.
+        probabilities: [N, K], one per label. May contain NaN and infinity, see `unusable`.
         labels: K names, least to most relevant.
-        label_gains: K gains; the expected gain under them is the score that ranks the rows of a query.
+        label_gains: K gains. The expected gain is the score that ranks the rows of a query.
         slices: columns by name.
-        meaningless: why the probabilities say nothing, of a model whose scores were not trained; else empty.
+        meaningless: reason why the probabilities cannot be judged (an untrained head), or empty.
     """
 
     query_id: Int64s
@@ -55,13 +55,13 @@ class ScoredRows:
 
     @cached_property
     def unusable(self) -> Bools:
-        """[N]: rows with a NaN or infinite probability."""
+        """Mask [N] of rows with a NaN or infinite probability."""
         unusable: Bools = np.logical_or.reduce(~np.isfinite(self.probabilities), axis=1)
         return unusable
 
     @cached_property
     def relevance(self) -> Float64s:
-        """[N]: the expected gain, by which the rows of a query are ranked."""
+        """Expected gain [N], by which the rows of a query are ranked."""
         gains = np.array(self.label_gains, dtype=np.float64)
         relevance: Float64s = (self.probabilities * gains).sum(axis=1)  # not @: there equal rows may differ by rounding
         return relevance
@@ -82,15 +82,14 @@ class ScoredRows:
 
 @dataclass(frozen=True, eq=False)
 class PerQuery:
-    """Figures that exist for each of Q queries, ids ascending; NaN where one is not defined for a query."""
+    """Metric values of each of Q queries by name, ids ascending. NaN if undefined for a query."""
 
     query_id: Int64s
     values: Mapping[str, Float64s]
 
 
-# A metric as a function of how often each query counts. With every query once it is the metric itself; with drawn
-# multiplicities it is one resample of the bootstrap. Both come from one definition, so that the gate cannot judge
-# another quantity than the report shows.
+# A statistic is a metric as a function of query weights. With all weights 1 it is the metric itself, with drawn
+# multiplicities it is one bootstrap resample. One definition serves both, so the gate judges the reported quantity.
 
 
 class Statistic(Protocol):
@@ -98,15 +97,15 @@ class Statistic(Protocol):
 
     @property
     def counted(self) -> Bools:
-        """[Q]: the queries that bear on it."""
+        """Mask [Q] of the queries that contribute to the metric."""
 
     def at(self, weights: Float64s) -> Float64s:
-        """[R, Q] whole numbers, how often each query counts, to [R] values; NaN where it is not defined."""
+        """Evaluate R resamples: query counts [R, Q] (whole numbers) to values [R], NaN if undefined."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Why a metric cannot be computed."""
+    """A metric that cannot be computed, with the reason."""
 
     reason: str
     value: ClassVar[None] = None
@@ -115,7 +114,7 @@ class Missing:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """A function of C sums over queries: parts [Q, C]; `combine` turns sums [R, C] into values [R]."""
+    """A function of C sums over queries. `parts` is [Q, C]. `combine` maps sums [R, C] to values [R]."""
 
     parts: Float64s
     combine: Callable[[Float64s], Float64s]
@@ -126,31 +125,31 @@ class Sums:
 
 
 def mean_over_queries(values: Float64s) -> Sums:
-    """Average values [Q]; a query with NaN is left out."""
+    """Average values [Q], ignoring NaN."""
     defined = ~np.isnan(values)
     return Sums(np.stack([np.where(defined, values, 0.0), defined], axis=1), ratio, defined)
 
 
 def ratio(sums: Float64s) -> Float64s:
-    """[R, 2] to first / second, NaN for 0 / 0."""
+    """Divide the first column of [R, 2] by the second. NaN for 0 / 0."""
     return divided(sums[:, 0], sums[:, 1])
 
 
 def divided(over: Float64s, under: Float64s) -> Float64s:
-    """Element by element; NaN where `under` is 0."""
+    """Divide element by element. NaN if `under` is 0."""
     out = np.full(np.broadcast(over, under).shape, np.nan)
     np.divide(over, under, out=out, where=under != 0)
     return out
 
 
 def value_of(statistic: Statistic) -> float:
-    """Return the metric itself: every query counts once."""
+    """Return the metric itself, with every query counted once."""
     return float(statistic.at(np.ones((1, len(statistic.counted))))[0])
 
 
 @dataclass(frozen=True, eq=False)
 class QueryGroups:
-    """Which of Q queries each of N rows belongs to: ids [Q] ascending, index [N]."""
+    """Assignment of N rows to Q queries: ids [Q] ascending, index [N] into them."""
 
     ids: Int64s
     index: Int64s
@@ -161,12 +160,12 @@ class QueryGroups:
         return cls(ids, index)
 
     def sums(self, values: Float64s | Bools) -> Float64s:
-        """[N] to the sum of each query, [Q]."""
+        """Sum values [N] by query, [Q]."""
         return np.bincount(self.index, values, minlength=len(self.ids)).astype(np.float64)
 
     def table(self, column: Int64s, num_columns: int, values: Float64s | Bools) -> Float64s:
-        """[N] columns and values to [Q, C]: the sum of each query and column; rows with column -1 are left out."""
+        """Sum values [N] by query and column, [Q, C]. Rows with column -1 are ignored."""
         kept = column >= 0
-        places = self.index[kept] * num_columns + column[kept]
+        cells = self.index[kept] * num_columns + column[kept]
         size = len(self.ids) * num_columns
-        return np.bincount(places, values[kept], minlength=size).astype(np.float64).reshape(-1, num_columns)
+        return np.bincount(cells, values[kept], minlength=size).astype(np.float64).reshape(-1, num_columns)

@@ -41,14 +41,14 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
 
     def stay_away() -> None:
         """Until the verdict of rank 0 is there."""
-        sound, verdict = device.expected_of, Path(os.environ["TRN_HEALTH_DIR"]) / "rank-0.json"
+        sound, verdict = device.expected_result, Path(os.environ["TRN_HEALTH_DIR"]) / "rank-0.json"
 
         def expected(*given: Any) -> Tensor:
             while not verdict.exists():
                 time.sleep(0.05)
             return sound(*given)
 
-        vars(device)["expected_of"] = expected
+        vars(device)["expected_result"] = expected
 
     def swap_gathered() -> None:
         sound = CpuBackend.all_gather

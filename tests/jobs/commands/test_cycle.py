@@ -138,7 +138,7 @@ def test_a_whole_cycle(trnjobs: Trnjobs) -> None:
     assert trnjobs.status()["closed"]["outcome"] == "succeeded"
     text = trnjobs.expect(0, "succeeded", "history")
     assert text.splitlines()[1].split()[:2] == ["2026-11-20", "local"] and "4/4" in text
-    trnjobs.expect(0, "5 of 5 jobs in 5 tries", "cost")
+    trnjobs.expect(0, "5 of 5 jobs in 5 attempts", "cost")
     assert json.loads(trnjobs("cost", "--json")[1])["cycles"][0]["outcome"] == "succeeded"
     assert "expected" in trnjobs("plan", "--cycle=2026-11-21", "--jobs.vcpu-usd-per-hour=1")[1]  # of the next one
     assert trnjobs.ran() == []
@@ -177,7 +177,7 @@ def test_a_gate_that_refuses_after_a_try_that_was_repeated(trnjobs: Trnjobs) -> 
     trnjobs.ends_with("train", 80)
     text = trnjobs.expect(80, "  train: exit code 80 (GateRefused)", "submit")
     assert "cycle 2026-11-20: refused in " in text
-    assert "prepare      RUNNABLE   attempt 1 ended with exit code 75; tried again" in text
+    assert "prepare      RUNNABLE   attempt 1 ended with exit code 75; retrying" in text
     assert trnjobs.ran() == ["prepare 1", "prepare 2", "train 1"]
     assert trnjobs("logs", "prepare", "--attempt=1")[0] == 0
 

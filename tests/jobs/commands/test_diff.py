@@ -19,7 +19,7 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A workspace with two submitted cycles, whose one job writes nothing."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("jobs.plan.cycle.AFTER", {"prepare": ()})
-    monkeypatch.setattr("jobs.plan.cycle._WORDS", {"prepare": ("true",)})
+    monkeypatch.setattr("jobs.plan.cycle._COMMANDS", {"prepare": ("true",)})
     flags = [f"--workspace={tmp_path}/workspace", *RUN]
     for name, epochs in (("b", "2"), ("a", "3")):
         assert cli.main(["submit", *flags, f"--cycle={name}", f"--train.epochs={epochs}"]) == 0

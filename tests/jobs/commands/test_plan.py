@@ -45,7 +45,7 @@ def test_no_job_is_ended_before_its_stage_would_end_itself(capsys: pytest.Captur
     assert limits["health"] > 10 * 5 * 600 and limits["compile"] > 100_000
     assert cli.main(["plan", *TRN1, *WHERE, IMAGE, "--jobs.compile.timeout-s=7200"]) == 78
     error = capsys.readouterr().err
-    assert "jobs.compile.timeout_s is 7,200; the stage itself may take 16,200 s" in error and "no timeout_s" in error
+    assert "jobs.compile.timeout_s is 7,200, but the stage may take 16,200 s" in error and "no timeout_s" in error
     on_cpu = ["--jobs.health.instance=", "--jobs.compile.instance=", "--backend=cpu"]
     assert cli.main(["plan", *TRN1, *WHERE, IMAGE, *on_cpu, "--jobs.health.timeout-s=1200", "--cycle=c"]) == 0
 
@@ -135,11 +135,11 @@ def test_the_expected_durations_are_those_of_the_newest_cycles(
     [
         ([IMAGE, "--jobs.share-identifier=prod-1"], "every job: share identifier 'prod-1'"),
         ([IMAGE, "--jobs.queue="], "every job: no queue"),
-        ([], "every job: an image of 0 characters"),
+        ([], "every job: image name has 0 characters"),
         ([IMAGE, "--cycle=2026.11.20"], "expected letters, digits, - and _"),
-        ([IMAGE, "--jobs.train.memory-mib=600000"], "trn1.32xlarge can give 128 and 490,000: it would never start"),
+        ([IMAGE, "--jobs.train.memory-mib=600000"], "trn1.32xlarge has 128 and 490,000: it would never start"),
         ([IMAGE, "--jobs.train.attempts=11"], "jobs.train.attempts = '11'"),
-        ([IMAGE, "--jobs.environment=" + "X=" + "y" * 25_000], "a job definition of"),
+        ([IMAGE, "--jobs.environment=" + "X=" + "y" * 25_000], "job definition has"),
         ([IMAGE, "--jobs.schedule.expression=cron(0 2 31 2 *)"], "jobs.schedule"),
         ([IMAGE, "--train.mined-per-query=2"], "train.mined_per_query is 2, and no job of the cycle mines negatives"),
         ([IMAGE, "--jobs.trian.nodes=2"], "unknown setting jobs.trian.nodes"),
@@ -210,10 +210,14 @@ def test_the_preset_fits_what_infra_makes(
     ("changes", "flag", "seen"),
     [
         ({"schedule": {"timezone": "Mars/Base"}}, "", "Mars/Base"),
-        ({}, "--jobs.health.nodes=5", "health: 640 vCPU at once; the compute environments of trainium go up to 512"),
+        (
+            {},
+            "--jobs.health.nodes=5",
+            "health: needs 640 vCPU at once, the compute environments of trainium have at most 512",
+        ),
         ({}, "--jobs.train.instance=trn1n.32xlarge", "instance type trn1n.32xlarge"),
         ({"share_identifier": "prod-1"}, "", "share identifier 'prod-1'"),
-        ({"health": {"queue": "cpu"}}, "", "4 nodes; they need a managed on-demand EC2 compute environment"),
+        ({"health": {"queue": "cpu"}}, "", "4 nodes need a managed on-demand EC2 compute environment"),
         ({"report": {"queue": "nobody"}}, "", "queue nobody: does not exist"),
         ({}, "--train.global-batch-size=1000", "a global batch of 1000 over 128 ranks"),
         ({"files": ["none.toml"]}, "", "none.toml: No such file"),

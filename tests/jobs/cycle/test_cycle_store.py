@@ -76,10 +76,10 @@ def test_a_claim_holds_the_plan_and_is_free_afterwards(store: CycleStore, clock:
 
 
 def test_one_submits_at_a_time_until_the_lease_runs_out(store: CycleStore, clock: Clock) -> None:
-    with pytest.raises(TransientError, match="took the cycle over"), store.submitting(cycle(), "batch", "a") as renew:
+    with pytest.raises(TransientError, match="taken over the cycle"), store.submitting(cycle(), "batch", "a") as renew:
         for _ in range(2):
             clock.now += LEASE_S - 1
-            with pytest.raises(TransientError, match=r"being submitted by a\n.*runs out in 1 s"):
+            with pytest.raises(TransientError, match=r"being submitted by a\n.*expires in 1 s"):
                 claim(store, cycle(), "b")
             renew()
         clock.now += LEASE_S + 1
@@ -94,10 +94,10 @@ def test_the_same_owner_may_come_back_at_once(store: CycleStore) -> None:
     """Another attempt of the driver's job."""
     with store.submitting(cycle(), "batch", "a") as renew:
         claim(store, cycle(), "a")
-        with pytest.raises(TransientError, match="took the cycle over"):
+        with pytest.raises(TransientError, match="taken over the cycle"):
             renew()
         store.storage.delete([store.key("claim.json")])
-        with pytest.raises(DataError, match=r"claim\.json is gone"):
+        with pytest.raises(DataError, match=r"claim\.json does not exist"):
             renew()
 
 
@@ -181,7 +181,7 @@ def test_who_comes_back_to_find_another_plan_has_lost_the_cycle(
         return write(key, data)
 
     monkeypatch.setattr(storage, "write_if_absent", write_if_absent)
-    with pytest.raises(TransientError, match="took the cycle over"):
+    with pytest.raises(TransientError, match="taken over the cycle"):
         claim(store, cycle())
     assert (claimed(store).plan_id, store.plan()) == (other.plan_id, other)
 

@@ -128,9 +128,9 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
         "search nDCG@10: 9,000 queries in 1,000,000 products",
         "BM25 0.600",
         "cycle first",
-        "went on at step 20",
+        "resumed at step 20",
         "0.93 to 1.00",
-        "120 rows right with production and wrong now, 180 the other way",
+        "120 rows correct with production and wrong now, 180 the other way",
         "10 better, 80 equal, 9 worse",
         "long battery life and a case : 0.200 → 0.900",
         "900 groups of new partitions and 100 of earlier ones (10% replayed)",
@@ -138,7 +138,7 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
         "reason 3",
         "12 of 12",
         "checkpoints/second/step-1 ← checkpoints/first/step-100 ← published weights /mini (sha256 0a1b)",
-        "1 setting unlike cycle first",
+        "1 setting changed from cycle first",
         "train.seed",
         "train-1-node0.json",
     ):
@@ -241,7 +241,7 @@ def ends(storage: Storage) -> dict[str, tuple[CycleStore, JobPlan, tuple[JobReco
 
 
 def test_every_end_has_a_page_and_made_again_it_is_the_same(storage: Storage) -> None:
-    words = {"cancelled": "Cancelled: no.", "refused": "Production stays as it is.", "succeeded": "Succeeded."}
+    words = {"cancelled": "Cancelled: no.", "refused": "Production is unchanged.", "succeeded": "Succeeded."}
     words["cancelled-before-any-job"] = "Cancelled"
     all_ends = ends(storage)
     for store, plan, records, closed in all_ends.values():

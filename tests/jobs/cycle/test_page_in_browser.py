@@ -133,7 +133,7 @@ def test_nothing_is_asked_for_said_or_too_wide_and_the_verdict_can_be_read(
         if one["name"] in VERDICTS:
             assert one["verdict"] == VERDICTS[one["name"]]
     heads = {one["name"]: one["reads"] for one in found}
-    assert "nDCG@10" in heads["refused"] and "Production stays as it is." in heads["refused"]
+    assert "nDCG@10" in heads["refused"] and "Production is unchanged." in heads["refused"]
     assert "--data.columns.query search_term" in heads["failed"] and "trnjobs logs prepare" in heads["failed"]
     assert "Cancelled: a reason." in heads["cancelled"]
 

@@ -22,7 +22,7 @@ def cells(line: str) -> list[str]:
 def test_a_plan_of_which_nobody_knows_how_long_it_takes() -> None:
     head, columns, *rows, last = plan_lines(cycle(), {}, PRICES, 3600)
     assert head == f"cycle 2026-11-20 in s3://bucket/relevance, plan {cycle().plan_id[:12]}"
-    assert cells(columns) == ["job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost"]
+    assert cells(columns) == ["job", "after", "shape", "vCPU", "MiB", "attempts", "limit", "expected", "cost"]
     assert [cells(row) for row in rows] == [
         ["train", "-", "2 nodes x 32 ranks", "128", "480,000", "3", "1h00m", "-", "-"],
         ["embed", "train", "array of 8", "2", "4,096", "3", "1h00m", "-", "-"],
@@ -59,7 +59,7 @@ def test_shapes(made: JobSpec, shape: str) -> None:
 
 def rows(*records: JobRecord) -> list[list[str]]:
     columns, *lines = status_lines(records)
-    assert cells(columns) == ["job", "state", "tries", "ran", "exit", "why"]
+    assert cells(columns) == ["job", "state", "attempts", "ran", "exit", "why"]
     return [cells(line) for line in lines]
 
 
@@ -124,7 +124,7 @@ def words(lines: list[str], first: str) -> list[str]:
 def test_a_row_a_stage_and_one_for_the_cycle() -> None:
     lines = cost_lines(GOOD)
     assert lines[0] == (
-        "cycle 2026-11-20: succeeded in 13m20s, deadline met | 2 of 2 jobs in 3 tries | goodput 84% |"
+        "cycle 2026-11-20: succeeded in 13m20s, deadline met | 2 of 2 jobs in 3 attempts | goodput 84% |"
         " $8.96, $1.43 of it wasted"
     )
     assert words(lines, "prepare")[1:3] == ["1", "10s"]
@@ -133,7 +133,7 @@ def test_a_row_a_stage_and_one_for_the_cycle() -> None:
     lines = cost_lines(ledger(plan(job("prepare")), [record("prepare", attempt(0, 60))]))
     assert "cost unknown" in lines[0] and words(lines, "prepare")[-1] == "-"
     begun = ledger(SHAPE, [record("prepare", state=JobState.RUNNABLE)], outcome=None, deadline_at=20_000.0)
-    assert ": under way, deadline ahead | 0 of 1 jobs in 0 tries | goodput - | $0.00" in cost_lines(begun)[0]
+    assert ": under way, deadline ahead | 0 of 1 jobs in 0 attempts | goodput - | $0.00" in cost_lines(begun)[0]
 
 
 def test_several_cycles() -> None:

@@ -119,7 +119,7 @@ def test_without_new_data_it_is_said_that_nothing_changed() -> None:
     lines = verdict_lines(ledger(), None, figures, kept, "local")
     assert lines == [
         "cycle second: nothing new since cycle first in 24m06s, local: no charge",
-        "  production and vectors stay; to train again: --train.start scratch",
+        "  production and vectors are unchanged; to train again: --train.start scratch",
     ]
     grown = kept.model_copy(update={"counts": VectorCounts(embedded=2, carried=7, new=2, gone=0)})
     lines = verdict_lines(ledger(), None, figures | {"since": None}, grown, "local")

@@ -154,7 +154,7 @@ def test_a_single_host_is_no_group_and_another_machine_no_training_job(tmp_path:
 def test_a_broken_resourceconfig_is_one_clear_line(tmp_path: Path, text: str) -> None:
     env = ml_root(tmp_path, "algo-1", ["algo-1"])
     (tmp_path / "input" / "config" / "resourceconfig.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"resourceconfig\.json does not say which host"):
+    with pytest.raises(ConfigError, match=r"resourceconfig\.json does not identify this host"):
         sagemaker_variables(env, gather_s=1.0)
 
 
@@ -184,4 +184,4 @@ def test_the_failure_file_begins_with_the_code_and_can_stand_in_a_json_string(
 def test_a_failure_that_cannot_be_written_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "output").touch()
     write_failure({"TRAINING_JOB_NAME": "x", "TRNJOBS_ML_ROOT": str(tmp_path)}, 75, "a peer is lost")
-    assert "SageMaker is not told: exit 75 TransientError: a peer is lost" in capsys.readouterr().err
+    assert "Not reported to SageMaker: exit 75 TransientError: a peer is lost" in capsys.readouterr().err

@@ -22,14 +22,14 @@ class Group(NodeGroup):
         super().__init__(place, Timing(lost_after_s=30.0), lambda line: None, lambda: self.now)
         self.close(0.0)
         self._listener = None
-        self._tried_at = float("inf")
+        self._connect_at = float("inf")
         for node in range(1, num_nodes) if here is None else here:
             self._nodes[node].heard = 0.0
 
     def at(self, now: float) -> str:
         self.now = now
-        self.tick()
-        return self.trouble
+        self.poll()
+        return self.failure
 
     def code(self) -> int:
         return self.exit_code(0, stopped=False)
@@ -49,7 +49,7 @@ def test_all_well() -> None:
 @pytest.mark.parametrize("node", [0, 1, 2])
 def test_a_code_that_must_not_be_retried_goes_before_all(node: int, code: int) -> None:
     one = Group()
-    one.lose(1 if node == 2 else 2, "gone")
+    one.mark_lost(1 if node == 2 else 2, "gone")
     for other in range(3):
         one.report(code if other == node else RETRY, other)
     assert one.code() == code
@@ -59,8 +59,8 @@ def test_a_bug_counts_when_it_came_first_and_after_trouble_latecomers_are_not_wa
     first, after, late = Group(2), Group(2), Group(3, (1,))
     first.report(1, 1)
     first.report(RETRY, 0)
-    assert (first.trouble, first.code()) == ("node 1 exited with 1", 1)
-    after.lose(1, "gone")
+    assert (first.failure, first.code()) == ("node 1 exited with 1", 1)
+    after.mark_lost(1, "gone")
     after.report(1, 0)  # it fails because its peer has vanished
     assert after.code() == RETRY
     late.report(78, 1)
@@ -76,7 +76,7 @@ def test_zero_means_that_every_node_reported_zero(history: list[tuple[bool, int,
             one.report(code, node)
             last[node] = code
         elif node:
-            one.lose(node, "gone")
+            one.mark_lost(node, "gone")
     assert (one.code() == 0) == (len(last) == 4 and not any(last.values()))
 
 
@@ -128,6 +128,6 @@ def test_other_languages_are_refused(pair: tuple[Connection, socket.socket], wor
 
 def test_a_node_that_reads_nothing_is_given_up(pair: tuple[Connection, socket.socket]) -> None:
     near, _ = pair
-    with pytest.raises(NodeGone, match="reads nothing"):
+    with pytest.raises(NodeGone, match="does not read"):
         for _ in range(100_000):
             near.send(NodeMessage(kind="stop", text="x" * 1000))

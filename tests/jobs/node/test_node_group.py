@@ -159,7 +159,7 @@ def test_nodes_that_never_come(tmp_path: Path) -> None:
         group.start(1, python(WAIT))
         out, err = group.nodes[0].finish()
         assert (out, group.codes()) == ("", [75, 75])  # neither has started its command
-        assert re.search(r"node (1, )?2 of 3 has not come within 1s", err)  # node 1 may be late as well
+        assert re.search(r"node (1, )?2 of 3 has not connected within 1s", err)  # node 1 may be late as well
 
 
 def test_a_node_of_an_earlier_try_is_turned_away(tmp_path: Path) -> None:

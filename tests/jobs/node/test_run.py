@@ -97,14 +97,14 @@ sys.exit(143)
 def test_one_that_does_not_stop_shows_its_stacks_and_is_killed_with_all_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask_stacks = Command.ask_stacks
+    request_stacks = Command.request_stacks
 
     def ask_and_wait(command: Command) -> None:
         """A busy machine may need longer than the second before the kill."""
-        ask_stacks(command)
+        request_stacks(command)
         until(lambda: any("hangs_here" in text for text in command.stacks().values()), "its stacks")
 
-    monkeypatch.setattr(Command, "ask_stacks", ask_and_wait)  # the entry is a fork of this process
+    monkeypatch.setattr(Command, "request_stacks", ask_and_wait)  # the entry is a fork of this process
     grandchild = "import time; time.sleep(100)"
     code = f"""
 import signal, subprocess, sys, time
@@ -124,7 +124,7 @@ hangs_here()
     process.send_signal(signal.SIGTERM)
     _, err = process.finish()
     assert process.returncode == 143
-    assert "has not stopped within 1.5 s" in err
+    assert "not stopped within 1.5 s" in err
     until(lambda: not any(is_alive(one.pid) for one in family), "the end of all it started")
     found = post_mortem(tmp_path)
     assert found["killed"]

@@ -28,7 +28,7 @@ def test_each_id_is_a_try_and_each_start_of_it_has_a_name(tmp_path: Path) -> Non
     made = [counted(tmp_path, name) for name in ("a", "a", "b", "b", "b", "c")]
     expected = [("a", 1), ("a-start2", 1), ("b", 2), ("b-start2", 2), ("b-start3", 2), ("c", 3)]
     assert [(start.job_id, start.attempt) for start in made] == expected
-    assert len({attempt_name(start.words) for start in made}) == len(made)
+    assert len({attempt_name(start.variables) for start in made}) == len(made)
 
 
 def test_no_two_starts_share_a_name_though_they_count_at_once_or_die_of_it(tmp_path: Path) -> None:

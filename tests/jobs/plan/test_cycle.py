@@ -136,7 +136,7 @@ def test_a_job_lasts_longer_than_its_stage_allows_itself() -> None:
     assert [made.job(name).timeout_s for name in ("prepare", "health", "compile", "train", "embed")] == [
         *(3600, 6541, 43_200, 7200, 43_200)  # 5640.2 s and 900 to gather and start; train as it was set
     ]
-    with pytest.raises(ConfigError, match=r"jobs\.train\.timeout_s is 7,200; the stage itself may take 100,000 s"):
+    with pytest.raises(ConfigError, match=r"jobs\.train\.timeout_s is 7,200, but the stage may take 100,000 s"):
         plan_cycle(config, cycle="c", workspace="s3://bucket/relevance", stage_limits_s=limits)
 
 
@@ -243,16 +243,16 @@ def test_steps_among_the_stages() -> None:
 @pytest.mark.parametrize(
     ("steps", "seen"),
     [
-        ((step("a", after=("b",)), step("b", after=("a",))), "a, b wait for each other"),
-        ((step("a", after=("nothing",)),), "after or before nothing, which is no job"),
+        ((step("a", after=("b",)), step("b", after=("a",))), "a, b depend on each other"),
+        ((step("a", after=("nothing",)),), "refers to nothing, which is not a job"),
         ((step("train"),), "train is the name of two jobs"),
-        ((step("a", environment={"RANK": "1"}),), "sets RANK"),
+        ((step("a", environment={"RANK": "1"}),), "sets the reserved variable RANK"),
         ((step("a", instance="m9.huge"),), "unknown instance"),
         ((step("a", "python"),), "python without a script"),
         ((step("a", "python", "--version"),), "python with option --version"),
-        ((step("a", "./notify.sh", nodes=2),), "2 nodes of 1 processes"),
+        ((step("a", "./notify.sh", nodes=2),), "on 2 nodes with 1 processes"),
         ((step("a", "train.py", "a\0b"),), "zero byte"),
-        ((step("a", environment={"A": "a\0b"}),), "'environment A' holds a zero byte"),
+        ((step("a", environment={"A": "a\0b"}),), "'environment A' contains a zero byte"),
     ],
 )
 def test_what_cannot_be_planned(steps: tuple[Step, ...], seen: str) -> None:

@@ -89,8 +89,8 @@ def test_of_the_round_in_which_the_job_was_submitted(store: CycleStore) -> None:
     ("fields", "expected"),
     [
         ({"returncode": None, "reason": "ConfigError: 'x' cannot\n  next: y"}, "ConfigError: 'x' cannot\n  next: y"),
-        ({"returncode": -9, "log": ("step 5",)}, "step 5\n(ended by SIGKILL)"),
-        ({"returncode": -9, "out_of_memory_kills": 1}, "(ended by SIGKILL, for want of memory)"),
+        ({"returncode": -9, "log": ("step 5",)}, "step 5\n(killed by SIGKILL)"),
+        ({"returncode": -9, "out_of_memory_kills": 1}, "(killed by SIGKILL, out of memory)"),
         ({"returncode": 1}, NO_OUTPUT),
     ],
 )

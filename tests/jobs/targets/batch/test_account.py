@@ -46,16 +46,20 @@ def test_a_sound_account_has_nothing_to_say(of: JobPlan, resources: dict[str, An
     ("changes", "spec", "problem"),
     [
         ({"queue": {"jobQueueName": "other"}}, GROUP, "queue relevance: does not exist"),
-        ({"queue": {"state": "DISABLED"}}, GROUP, "queue relevance: DISABLED, it takes no jobs"),
+        ({"queue": {"state": "DISABLED"}}, GROUP, "queue relevance: DISABLED, it accepts no jobs"),
         ({"queue": {"status": "INVALID", "statusReason": "role"}}, GROUP, "queue relevance: INVALID (role)"),
         ({"queue": {"schedulingPolicyArn": None}}, GROUP, "has no scheduling policy"),
         ({"environment": {"state": "DISABLED"}}, GROUP, "no enabled compute environment"),
         ({"environment": {"status": "INVALID"}}, GROUP, "no enabled compute environment"),
-        ({"resources": {"maxvCpus": 1279}}, GROUP, "train: 1,280 vCPU at once; the compute environments of relevance"),
-        ({"resources": {"maxvCpus": 1}}, job("train"), "train: 2 vCPU at once"),
-        ({"resources": {"type": "SPOT"}}, GROUP, "10 nodes; they need a managed on-demand EC2"),
-        ({"environment": {"type": "UNMANAGED"}}, GROUP, "they need a managed on-demand EC2"),
-        ({}, WIDE, "instance type p4d.24xlarge; the compute environments offer trn1.32xlarge"),
+        (
+            {"resources": {"maxvCpus": 1279}},
+            GROUP,
+            "train: needs 1,280 vCPU at once, the compute environments of relevance",
+        ),
+        ({"resources": {"maxvCpus": 1}}, job("train"), "train: needs 2 vCPU at once"),
+        ({"resources": {"type": "SPOT"}}, GROUP, "10 nodes need a managed on-demand EC2"),
+        ({"environment": {"type": "UNMANAGED"}}, GROUP, "need a managed on-demand EC2"),
+        ({}, WIDE, "needs p4d.24xlarge, the compute environments offer trn1.32xlarge"),
     ],
 )
 def test_what_the_account_would_not_run(changes: dict[str, Any], spec: JobSpec, problem: str) -> None:
@@ -82,7 +86,7 @@ def test_the_tenth_revision_is_newer_than_the_ninth(revisions: tuple[int, int]) 
     fake.definitions = [request | {"revision": one} for one in revisions]
     client = BatchClient(fake, policy=FAST)
     assert ensure_definition(client, request) == f"{request['jobDefinitionName']}:10"
-    assert next(change_lines(client, plan(job("train", timeout_s=7200)))).endswith("against revision 10:")
+    assert next(change_lines(client, plan(job("train", timeout_s=7200)))).endswith("changes to revision 10:")
 
 
 @pytest.mark.parametrize(
@@ -97,5 +101,5 @@ def test_what_is_described_equals_what_was_registered_but_for_what_changed(field
     client = BatchClient(FakeBatch(Clock()), policy=FAST)
     ensure_definition(client, definition_request(plan(job("train")), job("train")))
     first, changed = change_lines(client, plan(job("train", **fields)))
-    assert first.endswith("would be registered anew; against revision 1:")
+    assert first.endswith("would be registered again; changes to revision 1:")
     assert changed.strip().partition(": ")[0] == place

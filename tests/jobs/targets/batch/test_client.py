@@ -23,7 +23,7 @@ ONCE = RetryPolicy(first_wait_s=1e-5, max_wait_s=1e-4, total_deadline_s=0)
         (client_error("", status=503), TransientError, "HTTP 503"),
         (boto.ReadTimeoutError(endpoint_url="http://user:hunter2@batch"), TransientError, "ReadTimeoutError"),
         (boto.EndpointConnectionError(endpoint_url="http://u:hunter2@x"), TransientError, "EndpointConnectionError"),
-        (client_error("AccessDeniedException", "no batch:X", status=403), ConfigError, "AWS: no right"),
+        (client_error("AccessDeniedException", "no batch:X", status=403), ConfigError, "AWS: access denied"),
         (client_error("ExpiredTokenException", status=403), ConfigError, "no usable AWS credentials"),
         (boto.NoCredentialsError(), ConfigError, "no usable AWS credentials"),
         (client_error("ClientException", "JobQueue q not found."), ConfigError, "JobQueue q not found."),

@@ -149,7 +149,7 @@ def test_a_changed_definition_is_a_new_revision_and_the_old_one_is_found_again(s
     [
         # It has found no job of that name, sleeps, and submits; another driver has done the work meanwhile.
         *(("SubmitJob", number, "another process submitted this job", 4) for number in (1, 2, 3)),
-        ("RegisterJobDefinition", 2, "another process took the cycle over", 3),
+        ("RegisterJobDefinition", 2, "another process has taken over the cycle", 3),
     ],
 )
 def test_a_driver_that_slept_through_its_lease_leaves_no_job_of_its_own(

@@ -76,7 +76,7 @@ class FakeNodes:
     kills: list[tuple[tuple[str, int, int], StoppedBy]] = field(default_factory=list)
     timeouts: dict[tuple[str, int, int], float] = field(default_factory=dict)
 
-    def look(self, folder: Path) -> NodeView:
+    def observe(self, folder: Path) -> NodeView:
         node = self.nodes.get(self.key(folder))
         if node is None:
             return NodeView(Phase.ABSENT)

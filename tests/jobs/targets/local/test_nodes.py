@@ -63,8 +63,8 @@ def start(nodes: Processes, folder: Path, code: str, *, timeout_s: float = 600.0
 
 
 def ended(nodes: Processes, folder: Path) -> NodeEnd:
-    until(lambda: nodes.look(folder).phase is Phase.ENDED, "the end of a node")
-    end = nodes.look(folder).end
+    until(lambda: nodes.observe(folder).phase is Phase.ENDED, "the end of a node")
+    end = nodes.observe(folder).end
     assert end is not None
     return end
 
@@ -76,7 +76,7 @@ def test_a_command_has_its_environment_a_session_and_a_log(folder: Path) -> None
     end = ended(nodes, folder)
     assert (end.exit_code, end.stopped_by, end.lost, end.error) == (1, "", False, "")
     assert (folder / "log.txt").read_text() == "blue True\nbye\n"
-    view = nodes.look(folder)
+    view = nodes.observe(folder)
     assert view.started_at is not None
     assert end.at is not None
     assert end.at >= view.started_at
@@ -118,7 +118,7 @@ def test_a_dead_or_suspended_keeper_takes_all_it_keeps_with_it_and_the_reason_st
     else:
         suspend(pid)
         nodes.stop(folder, "SIGTERM")
-        assert nodes.look(folder).phase is Phase.RUNNING
+        assert nodes.observe(folder).phase is Phase.RUNNING
         nodes.kill(folder, "timeout")
         nodes.kill(folder, "SIGTERM")  # the first counts
     end = NodeEnd(lost=True, stopped_by="timeout" if how == "suspended" else "")
@@ -176,13 +176,13 @@ def _has_mark(pid: int, mark: str) -> bool:
 
 def test_an_excluded_node_never_starts(folder: Path) -> None:
     nodes = Processes(grace_s=5)
-    assert nodes.look(folder) == NodeView(Phase.ABSENT)
+    assert nodes.observe(folder) == NodeView(Phase.ABSENT)
     nodes.exclude(folder)
     expected = NodeView(Phase.ENDED, None, NodeEnd(error="stopped before it began"))
-    assert nodes.look(folder) == expected
+    assert nodes.observe(folder) == expected
     start(nodes, folder, "open('runs','a').write('x')")
     until(lambda: nodes._own[folder].poll() is not None, "the keeper that finds the node taken")
-    assert nodes.look(folder) == expected
+    assert nodes.observe(folder) == expected
     assert not Path("runs").exists()
 
 
@@ -194,8 +194,8 @@ def test_a_keeper_waits_for_room_on_the_disk() -> None:
             raise OSError(code, os.strerror(code))
         return 5
 
-    assert node_keeper._when_there_is_room(write, []) == 5
-    assert node_keeper._when_there_is_room(write, ["SIGTERM"]) is None
+    assert node_keeper._retry_while_full(write, []) == 5
+    assert node_keeper._retry_while_full(write, ["SIGTERM"]) is None
 
 
 def test_a_workspace_elsewhere_keeps_the_state_of_this_machine_in_the_scratch_folder(tmp_path: Path) -> None:

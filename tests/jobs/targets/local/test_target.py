@@ -225,7 +225,7 @@ def test_a_job_that_may_still_run_is_not_submitted_again(place: Path) -> None:
     until(lambda: number_in(Path("command")), "the command")
     engine.kill()
     engine.join()
-    with pytest.raises(ConfigError, match=r"a is (STARTING|RUNNING) in round 1"):
+    with pytest.raises(ConfigError, match=r"a is (STARTING|RUNNING) in submission 1"):
         submit(target(place), plan, submission=2)
     target(place).cancel(plan, "end of the test")
 

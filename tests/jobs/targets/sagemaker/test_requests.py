@@ -144,17 +144,21 @@ def test_names_are_short_and_differ_for_every_try_round_child_and_life(pipeline:
     ("fields", "placement", "problem"),
     [
         ({}, {"job_role": ""}, "no role"),
-        ({}, {"workspace": "/tmp/here"}, "expected one on S3"),
-        ({"command": ("aws", "x" * 257)}, {}, "the longest of 257 characters"),
-        ({"command": ("aws", *["x"] * 102)}, {}, "a command of 103 words"),
-        ({"environment": {"LONG": "x" * 513}}, {}, "environment variable LONG of 513 characters"),
-        ({"resources": {"vcpus": 4, "memory_mib": 99, "instance_type": "inf2.xlarge"}}, {}, "ml.inf2.xlarge, which"),
+        ({}, {"workspace": "/tmp/here"}, "is not on S3"),
+        ({"command": ("aws", "x" * 257)}, {}, "of up to 257 characters"),
+        ({"command": ("aws", *["x"] * 102)}, {}, "command has 103 arguments"),
+        ({"environment": {"LONG": "x" * 513}}, {}, "environment variable LONG has 513 characters"),
+        (
+            {"resources": {"vcpus": 4, "memory_mib": 99, "instance_type": "inf2.xlarge"}},
+            {},
+            "ml.inf2.xlarge does not exist on SageMaker",
+        ),
         ({}, {"sagemaker": {"subnets": ["subnet-1"]}}, "SecurityGroupIds"),
-        ({}, {"sagemaker": QUEUE, "share_identifier": ""}, "share identifier ''; expected letters"),
+        ({}, {"sagemaker": QUEUE, "share_identifier": ""}, "share identifier '', expected 1 to 255"),
         (
             {"environment": {f"VARIABLE_{number}": "x" * 500 for number in range(30)}},
             {"sagemaker": QUEUE},
-            r"a payload of 1\d,\d{3} bytes; expected at most 10,240",
+            r"payload has 1\d,\d{3} bytes, expected at most 10,240",
         ),
     ],
 )

@@ -145,7 +145,7 @@ def test_a_driver_that_is_told_to_stop_leaves_the_jobs_alone(one: Setting) -> No
     one.claim()
     stop = StopSignal()
     one.ml.on_create = lambda request: stop.set("SIGTERM")
-    with pytest.raises(Preempted, match="which run on"):
+    with pytest.raises(Preempted, match="which continue"):
         one.target(stop=stop).submit(one.plan, 1, ["train"])
     assert (len(one.ml.live()), one.ml.stopped) == (1, [])
 
@@ -161,7 +161,7 @@ def test_an_outage_is_waited_out_for_a_quarter_of_an_hour(one: Setting, monkeypa
     monkeypatch.setattr(one.ml, "_describe_training_job", outage)
     with pytest.raises(TransientError, match="nobody answers"):
         one.drive(meanwhile)
-    assert one.said.count("not reached: nobody answers") == 3
+    assert one.said.count("unreachable: nobody answers") == 3
 
 
 def test_the_log_of_a_node_is_that_of_all_starts_of_its_host(tmp_path: Path) -> None:
@@ -199,8 +199,8 @@ def test_cost_is_that_of_billable_seconds_of_whole_machines(tmp_path: Path) -> N
     ("change", "problem"),
     [
         ({"schedulingPolicyArn": ""}, "queue ml: has no scheduling policy, so it refuses share identifiers"),
-        ({"jobQueueType": "ECS"}, "queue ml: of type ECS; expected SAGEMAKER_TRAINING"),
-        ({"state": "DISABLED"}, "queue ml: DISABLED, it takes no jobs"),
+        ({"jobQueueType": "ECS"}, "queue ml: has type ECS, expected SAGEMAKER_TRAINING"),
+        ({"state": "DISABLED"}, "queue ml: DISABLED, it accepts no jobs"),
         ({"jobQueueName": "other"}, "queue ml: does not exist"),
     ],
 )
