@@ -8,8 +8,8 @@ from pathlib import Path
 from pipeline.command_line import COMPLETION, CommandParser, Usage, completion, run_program, show
 from pipeline.core.errors import EXIT_OK
 
-# A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names. It finds the
-# settings of the cycle in `arguments.settings`.
+# A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names.
+# `arguments.settings` holds the settings of the cycle.
 COMMANDS: dict[str, str] = {
     "submit": "run a cycle here, on AWS Batch or on SageMaker; safe to repeat, no job is started twice",
     "status": "show the jobs of a cycle",
@@ -71,7 +71,7 @@ USAGE: dict[str, Usage] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. The result is the exit code of pipeline/core/errors.py; only bugs show a traceback."""
+    """Run one command and return its exit code (core/errors.py). Only bugs print a traceback."""
     return run_program("trnjobs", COMMANDS, _run, argv)
 
 
@@ -99,47 +99,57 @@ def _parser(name: str) -> CommandParser:
 
 
 def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
-    """Those of a command; every other flag is a setting."""
+    """Add the flags of a command that are not settings."""
     add = parser.add_argument
     if name in ("plan", "submit", "run", "driver"):
         add("--target", choices=TARGETS, help="overrides jobs.target")
     if name in ("plan", "cost", "status", "config"):
-        add("--json", action="store_true", help="as JSON; of a plan: the requests as the target would get them")
+        add("--json", action="store_true", help="print JSON; of a plan: the requests to the target")
     match name:
         case "plan":
             add("--diff", action="store_true", help="show differences from the registered job definitions")
         case "config":
             add("--markdown", action="store_true", help="the reference of all settings, docs/settings.md")
         case "fit":
-            add("plan", type=Path, metavar="PLAN.json", help="what `terraform show -json` says of a plan")
+            add("plan", type=Path, metavar="PLAN.json", help="output of `terraform show -json` for a plan")
         case "submit":
-            fresh = "start a cycle from the beginning that was submitted before, as long as nothing was trained in it"
+            fresh = "start a submitted cycle from the beginning, if nothing was trained in it"
             add("--fresh", action="store_true", help=fresh)
         case "run":
-            again = "run it once more from the beginning; it finds the checkpoints of the earlier run"
+            again = "run it again from the beginning, with the checkpoints of the earlier run"
             add("--again", action="store_true", help=again)
             add("--name", default="", help="recorded as the cycle run-NAME (default: from the script)")
             add("--nodes", type=int, default=0, metavar="N", help="machines at once (default: 1)")
             add("--processes", type=int, default=0, metavar="P", help="ranks on each machine (default: 1)")
             add("--instance", default="", help="instance type, such as trn1.32xlarge")
-            add("--vcpus", type=int, default=0, metavar="N", help="of a node (default: all of the instance; 1 without)")
-            add("--memory-mib", type=int, default=0, metavar="MIB", help="of a node (default: likewise; 2048)")
+            add("--vcpus", type=int, default=0, metavar="N", help="of a node (default: all of the instance, else 1)")
+            add(
+                "--memory-mib",
+                type=int,
+                default=0,
+                metavar="MIB",
+                help="of a node (default: all of the instance, else 2048)",
+            )
             add("--attempts", type=int, default=0, metavar="A", help="attempts in all (default: 3)")
             add("--timeout-s", type=int, default=0, metavar="S", help="of one attempt (default: 24 h)")
             add("--image", default="", help="overrides jobs.image")
             add("--queue", default="", help="overrides jobs.queue")
             add("--role", default="", help="overrides jobs.role")
             add(
-                "--environment", type=_variable, action="append", metavar="NAME=VALUE", help="of the script; no secrets"
+                "--environment",
+                type=_variable,
+                action="append",
+                metavar="NAME=VALUE",
+                help="variable of the script, no secrets",
             )
         case "logs":
-            add("job", help="as in trnjobs status; a child of an array: embed:3")
+            add("job", help="name in trnjobs status, such as train, or embed:3 for a child of an array")
             add("--attempt", type=int, default=0, help="attempt number, from 1 (default: the last)")
             add("--node", type=int, default=0, help="which node of a multi-node job, from 0 (the main one)")
-            add("-f", "--follow", action="store_true", help="go on with new lines until the attempt has ended")
+            add("-f", "--follow", action="store_true", help="print new lines until the attempt has ended")
             add("--tail", type=_count, metavar="N", help="begin with the last N lines")
         case "notify":
-            add("--test", action="store_true", help="first a test message to every address")
+            add("--test", action="store_true", help="first send a test message to every address")
         case "cancel":
             add("--reason", default="by hand", help="recorded with the cycle")
         case "diff":
@@ -150,8 +160,8 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             several = "the newest N cycles side by side, and their success rate"
             add("--last", type=_count, metavar="N", help=several)
         case "status":
-            add("--watch", action="store_true", help="refresh until the cycle has ended; exits with its exit code")
-            add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between two looks (default: 5)")
+            add("--watch", action="store_true", help="refresh until the cycle has ended, then exit with its exit code")
+            add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between two updates (default: 5)")
         case "driver":
             else_ = "else the variable TRNJOBS_SCHEDULED_TIME; else the newest time that has passed"
             add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z; {else_}")

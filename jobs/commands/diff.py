@@ -16,31 +16,31 @@ from pipeline.core.progress import Say
 from pipeline.evaluate.report import EvaluationReport, load_report
 
 _DATA = ("rows", "rows_bad", "queries_train", "queries_valid", "queries_test", "labels", "partitions_prepared")
-"""Figures of prepare that describe the data."""
+"""Figures of the prepare stage that describe the data."""
 _MAIN_METRICS = ("ndcg@10", "retrieval_ndcg@10", "retrieval_recall@100", "macro_f1", "accuracy", "ece")
 _MOST_CHARACTERS = 30
 _SAME = 5e-5
-"""Metrics this near are equal at four decimals."""
+"""Metrics that differ by less are equal at four decimals."""
 
 
 def run_diff(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the differences of two cycles (default: the newest two). Raises ConfigError if one is not there."""
-    asked = open_newest(arguments.settings, say)
-    names = arguments.cycles or newest_cycles(asked.store)[-2:]
+    """Print the differences of two cycles (default: the newest two). Raises ConfigError if one does not exist."""
+    opened = open_newest(arguments.settings, say)
+    names = arguments.cycles or newest_cycles(opened.store)[-2:]
     if len(names) != 2:
         raise ConfigError(
             f"{len(names)} cycle(s) to compare: {', '.join(names) or 'none'}",
             expected="two cycles",
             next_command="trnjobs history, then: trnjobs diff A B",
         )
-    one, other = (asked.other(name).store for name in names)
-    for store in (one, other):
-        asked.other(store.cycle).plan()  # it was submitted
-    say(f"{one.cycle} -> {other.cycle}")
+    first, second = (opened.other(name).store for name in names)
+    for store in (first, second):
+        opened.other(store.cycle).plan()  # raises ConfigError if it was not submitted
+    say(f"{first.cycle} -> {second.cycle}")
     for title, lines in (
-        ("settings", _changed(_settings(one), _settings(other))),
-        ("data of all prepared days", _changed(_data(one), _data(other))),
-        ("metrics", _metrics(*(load_report(store.storage, store.cycle) for store in (one, other)))),
+        ("settings", _changed(_settings(first), _settings(second))),
+        ("data of all prepared days", _changed(_data(first), _data(second))),
+        ("metrics", _metrics(*(load_report(store.storage, store.cycle) for store in (first, second)))),
     ):
         say(f"{title}:" + ("" if lines else " no difference"))
         for line in lines:
@@ -72,14 +72,14 @@ def _text(name: str, value: Any) -> str:
 
 
 def _metrics(before: EvaluationReport | None, now: EvaluationReport | None) -> list[str]:
-    """Return the main metrics side by side, and whether they are of the same test rows."""
+    """Return the changed main metrics, with a note if the test rows differ."""
     if before is None or now is None:
         return [f"{'the first' if before is None else 'the second'} was not evaluated"]
-    ours, theirs = before.candidate.figures, now.candidate.figures
+    old, new = before.candidate.figures, now.candidate.figures
     rows: list[Sequence[str]] = [
-        (metric_name(name), f"{ours[name]:.4f}", "->", f"{theirs[name]:.4f}", f"{theirs[name] - ours[name]:+.4f}")
+        (metric_name(name), f"{old[name]:.4f}", "->", f"{new[name]:.4f}", f"{new[name] - old[name]:+.4f}")
         for name in _MAIN_METRICS
-        if name in ours and name in theirs and abs(theirs[name] - ours[name]) > _SAME
+        if name in old and name in new and abs(new[name] - old[name]) > _SAME
     ]
     lines = aligned(rows, left=(0, 2)) if rows else []
     sizes = [f"{format_count(report.holdout.queries)} queries" for report in (before, now)]

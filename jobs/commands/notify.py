@@ -1,12 +1,12 @@
-"""Messages to a team through Apprise: `trnjobs notify`, and what everyone who looks at a cycle does for them.
+"""Messages to a team through Apprise: `trnjobs notify`, and what commands that close cycles send.
 
-A message is stored in the workspace until every address has taken it, so that none is lost:
+A message is stored in the workspace until every address has accepted it, so that none is lost:
 
-notify/<cycle>/<name>.json          what is still to be sent, and which addresses have had it; gone when all have
-cycles/<cycle>/jobs/told/<name>     the message was made: nobody makes it again
+notify/<cycle>/<name>.json          a pending message with the addresses that have accepted it
+cycles/<cycle>/jobs/told/<name>     marks a message that was created, so that it is not created again
 
-The first is written before the second, and both before the cycle is closed. A kill between an answer and the note of it
-sends that message again.
+The first is written before the second, and both before the cycle is closed. A kill between sending and recording
+sends a message again.
 """
 
 import argparse
@@ -35,11 +35,11 @@ from pipeline.io.storage import read_record
 
 OUTBOX = "notify"
 MAX_TEXT = 1500
-"""Characters of a line: reasons of jobs and of the gate are texts of others."""
+"""Characters of a line. Reasons of jobs and of the gate may be long."""
 
 
 class Notification(Record):
-    """One thing that a team is told."""
+    """One message to a team."""
 
     title: str
     body: str
@@ -48,9 +48,9 @@ class Notification(Record):
 
 
 def run_notify(arguments: argparse.Namespace, say: Say) -> int:
-    """Send the pending messages; `--test`: first a test message to every address.
+    """Send the pending messages, with --test after a test message to every address.
 
-    Raises ConfigError without an address, TransientError if one did not take everything.
+    Raises ConfigError without an address, TransientError if an address did not accept every message.
     """
     cycle = open_cycle(arguments.settings, say)
     if not cycle.settings.jobs.notify.is_set:
@@ -90,7 +90,7 @@ def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], clo
 
 
 def _put(cycle: OpenCycle, name: str, what: str, lines: Sequence[str] = (), *, at: float | None = None) -> None:
-    """Store a message, unless it was made before. `name`: of the message within its cycle; `at`: None: now."""
+    """Store a message unless it was created before. `name` is unique in the cycle. `at` None: now."""
     store, storage = cycle.store, cycle.store.storage
     if storage.stat(store.key(f"told/{name}")) is not None:
         return
@@ -103,16 +103,16 @@ def _put(cycle: OpenCycle, name: str, what: str, lines: Sequence[str] = (), *, a
 
 def plain(text: str) -> str:
     """Return one line without control, format and bidirectional characters, of at most MAX_TEXT characters."""
-    line = " ".join("".join(" " if unicodedata.category(one)[0] in "CZ" else one for one in text).split())
+    line = " ".join("".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in text).split())
     return shortened(line, MAX_TEXT)
 
 
 def send_messages(
     cycle: OpenCycle, plan: JobPlan | None = None, records: Sequence[JobRecord] = (), closed: Closed | None = None
 ) -> int:
-    """Store what there is to tell of a cycle (if `plan` is given), and send what is pending, of all cycles.
+    """Store the messages about a cycle (if `plan` is given), and send the pending messages of all cycles.
 
-    Return how many messages still are. No failure of this is one of the cycle, which ends as it ends.
+    Return the number of messages that are still pending. A failure does not change the outcome of the cycle.
     """
     if not cycle.settings.jobs.notify.is_set:
         return 0
@@ -122,52 +122,52 @@ def send_messages(
         return _send(cycle)
     except Preempted:
         raise
-    except Exception as error:  # also of a bug. The text of an unknown error may hold an address.
+    except Exception as error:  # even for a bug. The text of an unknown error may contain an address.
         seen = error.seen if isinstance(error, ConfigError) else type(error).__name__
         cycle.say(f"notify: messages were not sent: {seen}")
         return 1
 
 
 def _send(cycle: OpenCycle) -> int:
-    """Send every pending message to each address that has not taken it; an address that fails is left alone then."""
+    """Send each pending message to every address that has not accepted it. An address that fails is not retried."""
     storage, pending = cycle.store.storage, list[tuple[str, Notification]]()
     for stat in storage.list(OUTBOX):
         again = f"delete {storage.uri(stat.key)}"
         try:
-            found = read_record(storage, stat.key, Notification, "a message", "trnjobs", next_command=again)
+            message = read_record(storage, stat.key, Notification, "a message", "trnjobs", next_command=again)
         except DataError as error:
             cycle.say(f"notify: {error.seen}; next: {again}")
             continue
-        if found is not None:  # else another process has sent it meanwhile
-            pending.append((stat.key, found))
+        if message is not None:  # else another process has sent it
+            pending.append((stat.key, message))
     if not pending:
         return 0
     try:
         import apprise
     except ImportError as error:
         raise missing_package("apprise", "jobs.notify", error) from error
-    logging.getLogger("apprise").disabled = True  # it may name an address, which is a secret
+    logging.getLogger("apprise").disabled = True  # it may log an address, which is a secret
     addresses = _addresses(cycle)
     waiting, failed = 0, set[int]()
-    for key, message in sorted(pending, key=lambda one: one[1].at):
+    for key, message in sorted(pending, key=lambda item: item[1].at):
         taken = set(message.taken_by)
-        for place, address in enumerate(addresses):
-            if place in taken or place in failed:
+        for index, address in enumerate(addresses):
+            if index in taken or index in failed:
                 continue
             sender = apprise.Apprise()
             if sender.add(address) and sender.notify(title=message.title, body=message.body, body_format="text"):
-                taken.add(place)
+                taken.add(index)
             else:
-                failed.add(place)
+                failed.add(index)
         if taken >= set(range(len(addresses))):
             storage.delete([key])
             continue
         waiting += 1
         if taken != set(message.taken_by):
-            left = message.model_copy(update={"taken_by": tuple(sorted(taken))})
-            storage.write_bytes(key, left.model_dump_json(indent=1).encode())
-    for place in sorted(failed):
-        cycle.say(f"notify: address {place + 1} of jobs.notify did not take a message; it stays pending")
+            updated = message.model_copy(update={"taken_by": tuple(sorted(taken))})
+            storage.write_bytes(key, updated.model_dump_json(indent=1).encode())
+    for index in sorted(failed):
+        cycle.say(f"notify: address {index + 1} of jobs.notify did not accept a message, which stays pending")
     return waiting
 
 
@@ -184,6 +184,6 @@ def _addresses(cycle: OpenCycle) -> list[str]:
         raise ConfigError(
             f"{config.url_secret or config.url_variable} is empty",
             expected="Apprise URLs, one or several with spaces between them",
-            next_command="set it where cycles are closed: the driver, and whoever submits",
+            next_command="set it for the driver and for all processes that submit cycles",
         )
     return text.split()

@@ -1,6 +1,4 @@
-"""Commands that change no cycle: what one would be (`trnjobs plan`, `fit`), and what became of those there are
-(`status`, `logs`, `history`, `cost`, `report`); and `config`.
-"""
+"""Commands that change no cycle: `trnjobs plan`, `fit`, `status`, `logs`, `history`, `cost`, `report` and `config`."""
 
 import argparse
 import json
@@ -35,11 +33,11 @@ from pipeline.core.progress import Say
 from pipeline.io.paths import temporary_folder
 from pipeline.settings import as_json, reference, resolve, table_text
 
-HISTORY = 10  # cycles that the expected durations are the median of
+HISTORY = 10  # cycles whose median is the expected duration
 
 
 def run_plan(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the jobs of a cycle, what they take and cost. Raises ConfigError for what the target would refuse."""
+    """Print the jobs of a cycle with times and costs. Raises ConfigError if the target would refuse one."""
     settings: CycleSettings = arguments.settings
     target = arguments.target or settings.jobs.target
     plan = make_plan(settings)
@@ -50,7 +48,7 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
     if arguments.json and target == "sagemaker":
         say(json.dumps(sagemaker_requests(plan), indent=1))
     elif arguments.json:
-        # Both requests of every job. What only AWS can tell stands in angle brackets: revisions, ids of jobs.
+        # Both requests of every job. Angle brackets mark values that AWS assigns: revisions and job ids.
         ids = {job.name: f"<id of {job.name}>" for job in plan.jobs}
         shown = []
         for job in plan.jobs:
@@ -73,7 +71,7 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             seconds = expected_seconds(replace(store, cycle=name).records() for name in names)
             prepared = load_result(store.storage, names[-1], "prepare") if names else None
             few = prepared.figures.get("few_queries") if prepared else None
-        except TrnpipeError as error:  # the plan itself needs no workspace
+        except TrnpipeError as error:  # the plan needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
         for line in plan_lines(plan, seconds, prices_of(settings.jobs, target), settings.jobs.sla_s):
             say(line)
@@ -85,16 +83,16 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_fit(arguments: argparse.Namespace, say: Say) -> int:
-    """Would the cycle run on what Terraform is about to make? Asked by `make deploy` before it applies.
+    """Check that a cycle can run on what Terraform will create. `make deploy` runs this before it applies a plan.
 
-    Plans a cycle with what Terraform will say over what its settings files say; asks nobody. The files are read here,
-    at the paths that they have in the image; files and flags of the command come on top. Raises ConfigError.
+    Plans a cycle with the settings files of the image, read at the same paths here, then files and flags of the
+    command, then the planned outputs of Terraform. Needs no network. Raises ConfigError.
     """
     planned = read_planned(arguments.plan)
     with TemporaryDirectory(prefix="trnjobs-", dir=temporary_folder()) as folder:
-        told = Path(folder) / "infra.json"  # as make deploy will write it, but for what is not known yet
-        told.write_text(json.dumps(planned.settings))
-        files = [*planned.files, *arguments.config, told]
+        outputs = Path(folder) / "infra.json"  # as make deploy will write it, without values that are not known yet
+        outputs.write_text(json.dumps(planned.settings))
+        files = [*planned.files, *arguments.config, outputs]
         settings = resolve(files, os.environ, arguments.flags, CycleSettings).settings
     schedule = settings.jobs.schedule.schedule()
     first = cycle_name(schedule, next(schedule.after(datetime.now(UTC))))
@@ -122,7 +120,7 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the jobs as they are now, wherever they run. Raises ConfigError when the cycle has no jobs."""
+    """Print the current state of the jobs. Raises ConfigError if the cycle has no jobs."""
     cycle = open_newest(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
     store = cycle.store
     if arguments.watch:
@@ -144,27 +142,27 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_logs(arguments: argparse.Namespace, say: Say) -> int:
-    """Print one log: of an attempt of a job on one node. Raises ConfigError for what is unknown."""
+    """Print the log of an attempt of a job on one node. Raises ConfigError if there is none."""
     cycle = open_newest(arguments.settings, say)
-    words = {"attempt": arguments.attempt, "node": arguments.node}
-    lines = log_lines(cycle, arguments.job, **words, follow=arguments.follow)
+    options = {"attempt": arguments.attempt, "node": arguments.node}
+    lines = log_lines(cycle, arguments.job, **options, follow=arguments.follow)
     if arguments.tail:
-        known = sum(1 for _ in log_lines(cycle, arguments.job, **words))
-        lines = islice(lines, max(0, known - arguments.tail), None)
+        count = sum(1 for _ in log_lines(cycle, arguments.job, **options))
+        lines = islice(lines, max(0, count - arguments.tail), None)
     for line in lines:
         say(line)
     return EXIT_OK
 
 
 def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bool = False) -> Iterator[str]:
-    """Yield the lines of one attempt (from 1; 0: the last) of a job on one node. Raises ConfigError if it is unknown.
+    """Yield the lines of an attempt (from 1; 0: the last) of a job on one node. Raises ConfigError if it is unknown.
 
-    `follow`: also those that come until the attempt has ended.
+    `follow`: wait for new lines until the attempt has ended.
     """
     plan, target = cycle.plan(), cycle.target()
 
     def find() -> dict[str, JobRecord]:
-        return {one.name: one for record in target.records(plan) for one in (record, *record.children)}
+        return {job.name: job for record in target.records(plan) for job in (record, *record.children)}
 
     every = find()
     record = every.get(job)
@@ -177,14 +175,14 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bo
     number = attempt or len(record.attempts)
     if not 1 <= number <= len(record.attempts):
         raise ConfigError(
-            f"{record.name} has {len(record.attempts)} tries, none is number {attempt or 1}",
-            expected="a job that has started, and one of its tries",
+            f"{record.name} has {len(record.attempts)} attempts, none is number {attempt or 1}",
+            expected="the number of an attempt of a job that has started",
             next_command="trnjobs status",
         )
 
     def has_ended() -> bool:
-        one = find()[job]
-        is_over = one.state.is_final or one.attempts[number - 1].stopped_at is not None
+        record = find()[job]
+        is_over = record.state.is_final or record.attempts[number - 1].stopped_at is not None
         return is_over or cycle.interrupted_s() is not None
 
     more = until_ended(has_ended, lambda: time.sleep(0.5 if target.name == "local" else 5.0))
@@ -192,12 +190,12 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bo
 
 
 def run_history(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the cycles of a workspace, newest last: one line each, from the records."""
-    asked = open_newest(arguments.settings, say)
+    """Print one line for each cycle of a workspace, the newest last."""
+    opened = open_newest(arguments.settings, say)
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "tries", "why")]
     errors = list[str]()
-    for name, claim in list(claims_by_age(asked.store, runs=True).items())[-arguments.last :]:
-        cycle = asked.other(name)
+    for name, claim in list(claims_by_age(opened.store, runs=True).items())[-arguments.last :]:
+        cycle = opened.other(name)
         closed, records = cycle.store.closed(), cycle.with_errors(cycle.store.records())
         errors += [line if line.startswith(" ") else f"cycle {name}: {line}" for line in cycle.failure_lines(records)]
         outcome, why = "under way", ""
@@ -223,17 +221,17 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_cost(arguments: argparse.Namespace, say: Say) -> int:
-    """Print where the time and the money of a cycle, or of the last ones, went. Raises ConfigError without jobs."""
+    """Print time and cost of a cycle, or of the last ones. Raises ConfigError if there are no jobs."""
     warn: Say = (lambda _: None) if arguments.json else say
-    asked = open_newest(arguments.settings, warn)
+    opened = open_newest(arguments.settings, warn)
     if arguments.last:
-        ledgers = list(_newest_ledgers(asked, arguments.last, warn))
+        ledgers = list(_newest_ledgers(opened, arguments.last, warn))
     else:
-        plan, one = asked.plan(), asked.with_stored()
-        ledgers = [one.ledger(plan, one.records(plan))]
+        plan, cycle = opened.plan(), opened.with_stored()
+        ledgers = [cycle.ledger(plan, cycle.records(plan))]
     if not ledgers:
         raise ConfigError(
-            f"no cycle with jobs in {asked.store.storage.root}",
+            f"no cycle with jobs in {opened.store.storage.root}",
             expected="one that was submitted",
             next_command="trnjobs submit",
         )
@@ -247,16 +245,16 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
         say(json.dumps({"cycles": shown}, indent=1))
         return EXIT_OK
     lines = cost_lines(ledgers[0]) if len(ledgers) == 1 else total_lines(ledgers)
-    claims = [asked.other(ledger.cycle).store.claim() for ledger in ledgers]
+    claims = [opened.other(ledger.cycle).store.claim() for ledger in ledgers]
     is_free = all(claim is not None and claim.target == "local" for claim in claims)
     for line in (*lines, GOODPUT, *([LOCAL_COST] if is_free else [])):
         say(line)
     return EXIT_OK
 
 
-def _newest_ledgers(asked: OpenCycle, last: int, warn: Say) -> Iterator[CycleLedger]:
-    for name, claim in list(claims_by_age(asked.store).items())[-last:]:
-        cycle = asked.other(name).with_stored()
+def _newest_ledgers(opened: OpenCycle, last: int, warn: Say) -> Iterator[CycleLedger]:
+    for name, claim in list(claims_by_age(opened.store).items())[-last:]:
+        cycle = opened.other(name).with_stored()
         plan = cycle.store.plan() if claim else None
         if claim is None:
             warn(f"cycle {name}: its claim.json is not a valid record: left out; restore an earlier version of it")
@@ -267,10 +265,7 @@ def _newest_ledgers(asked: OpenCycle, last: int, warn: Say) -> Iterator[CycleLed
 
 
 def run_report(arguments: argparse.Namespace, say: Say) -> int:
-    """Write the page of a cycle (a later one replaces it) and say what it sums up. It is also written at every end.
-
-    Raises ConfigError when there are no jobs.
-    """
+    """Write the page of a cycle and print its verdict. Raises ConfigError if there are no jobs."""
     cycle = open_newest(arguments.settings, say).with_stored()
     plan, store = cycle.plan(), cycle.store
     records = cycle.records(plan)

@@ -1,6 +1,6 @@
 """Commands that change a cycle: `trnjobs submit`, `run`, `retry`, `cancel`, `reconcile` and `driver`.
 
-At the end: a cycle that was submitted before. What differs, and whether it can start from the beginning.
+The last part handles a cycle that was submitted before: what differs, and whether it can start from the beginning.
 """
 
 import argparse
@@ -49,26 +49,26 @@ from pipeline.registry.records import verdict_key
 TIME_VARIABLE = "TRNJOBS_SCHEDULED_TIME"
 MAX_CHANGES = 8
 MAX_CHARACTERS = 60
-"""Of one value."""
+"""Of one value in a message."""
 _NOT_PLANNED = tuple(
     f"jobs.{name}" for name in ("prices", "vcpu_usd", "sla_s", "schedule", "notify", "local_", "target")
 )
-"""Begin the names of settings that make no other plan."""
+"""Prefixes of settings that do not change a plan."""
 
 
 def run_submit(arguments: argparse.Namespace, say: Say) -> int:
-    """Hand the jobs of a cycle over; run again, it goes on where it stopped. `batch` alone returns before its end."""
+    """Submit the jobs of a cycle, or continue it. Only the target `batch` returns before the cycle has ended."""
     settings: CycleSettings = arguments.settings
-    settings = settings.model_copy(update={"cycle": cycle_of(settings)})  # one day for the plan and the workspace
+    settings = settings.model_copy(update={"cycle": cycle_of(settings)})  # the same day for the plan and the workspace
     with stopping_jobs(settings) as stop:
         plan, target = make_plan(settings), arguments.target or settings.jobs.target
         return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.fresh)
 
 
 def run_run(arguments: argparse.Namespace, say: Say) -> int:
-    """Hand one script over as a job, on record as the cycle run-<name>; run again, it goes on where it stopped.
+    """Submit one script as a job of the cycle run-<name>, or continue it.
 
-    Raises ConfigError for a script that cannot be one.
+    Raises ConfigError if the script cannot be a job.
     """
     settings: CycleSettings = arguments.settings
     if not arguments.command:
@@ -80,10 +80,10 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
     jobs, words = settings.jobs, list(arguments.command)
     script, *more = strip_interpreter(words) or words
     stem = more[0].rpartition(".")[2] if script == "-m" and more else Path(script).stem
-    given = {name: getattr(arguments, name) for name in StageJob.model_fields if getattr(arguments, name, None)}
+    options = {name: getattr(arguments, name) for name in StageJob.model_fields if getattr(arguments, name, None)}
     try:
         name = arguments.name or re.sub(r"[^A-Za-z0-9_-]", "-", stem)
-        step = Step(name=name, command=tuple(words), environment=dict(arguments.environment or ()), **given)
+        step = Step(name=name, command=tuple(words), environment=dict(arguments.environment or ()), **options)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         seen = f"{'.'.join(map(str, first['loc']))} {first['input']!r}: {first['msg']}"
@@ -97,10 +97,10 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def submit_plan(cycle: OpenCycle, plan: JobPlan, target_name: str, *, again: bool = False) -> int:
-    """Claim, submit. Twice, or killed in between: no job is started a second time.
+    """Claim a cycle and submit its jobs. Repeated or after a kill, no job is started a second time.
 
-    `again`: from the beginning, in place of an earlier submission. Returns the exit code of the cycle where it has
-    ended, 0 where its jobs are on their way. Raises ConfigError when it was submitted with other settings.
+    `again`: start from the beginning, replacing an earlier submission. Returns the exit code of the cycle if it has
+    ended, else 0. Raises ConfigError if it was submitted with other settings.
     """
     store = cycle.store
     if not again:
@@ -121,33 +121,31 @@ def submit_plan(cycle: OpenCycle, plan: JobPlan, target_name: str, *, again: boo
     claim, jobs = store.claim(), [job.name for job in plan.jobs]
     first = claim.first_round if claim else 1
     submission = max(store.submissions(), default=first)
-    if submission > first and store.plan() == plan:  # what a retry has not handed over; the rest has succeeded
+    if submission > first and store.plan() == plan:  # jobs that a retry has not submitted, the others succeeded
         jobs = _unfinished(plan, cycle.target().records(plan))
     return _hand_over(cycle, target_name, plan, submission, jobs)
 
 
 def run_retry(arguments: argparse.Namespace, say: Say) -> int:
-    """Run the jobs of a cycle that failed, and those after them, once more, as a new round; or the rest of a round
-    whose submission was cut; or the rest of a cycle whose process on this machine was interrupted. With the settings
-    that the cycle was submitted with, whatever is given now.
+    """Run failed jobs and those after them again as a new submission, or continue an interrupted cycle or submission.
 
-    Raises ConfigError while jobs are under way, or when none failed.
+    Uses the stored settings of the cycle. Raises ConfigError while jobs are under way, or if none failed.
     """
     with stopping_jobs(arguments.settings) as stop:
-        asked = open_newest(arguments.settings, say, stop, is_shown=True)
-        if unused := unused_settings(asked):
+        opened = open_newest(arguments.settings, say, stop, is_shown=True)
+        if unused := unused_settings(opened):
             say(f"retry runs with the settings the cycle was submitted with; not used: {'; '.join(unused)}")
-        cycle = asked.with_stored()
+        cycle = opened.with_stored()
         plan, target, submissions = cycle.plan(), cycle.target(), cycle.store.submissions()
         records = target.records(plan)
         again, submission = _unfinished(plan, records), max(submissions, default=0)
         has_ended = cycle.store.closed() or outcome_of(plan, records)
         if has_ended:
             submission += 1
-        elif cycle.interrupted_s() is not None:  # go on with the jobs of this round, which nobody runs
+        elif cycle.interrupted_s() is not None:  # continue the jobs of this submission, which no process runs
             cycle.say(f"cycle {cycle.name} was interrupted; going on")
             claim = cycle.store.claim()
-            submission = submission or (claim.first_round if claim else 1)  # it may have been before its first job
+            submission = submission or (claim.first_round if claim else 1)  # perhaps interrupted before its first job
         elif len(submissions) < 2 or cycle.store.submitted(submission).keys() >= {*again}:
             raise ConfigError(
                 f"cycle {cycle.name} is under way",
@@ -167,10 +165,7 @@ def _unfinished(plan: JobPlan, records: Sequence[JobRecord]) -> list[str]:
 
 
 def _hand_over(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: int, jobs: Sequence[str]) -> int:
-    """Claim the cycle and give `jobs` of it to the target.
-
-    Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
-    """
+    """Claim the cycle and submit `jobs` to the target. Return the exit code of the cycle if it has ended, else 0."""
     store, view = cycle.store, View(cycle, plan) if cycle.is_shown and target_name != "batch" else None
     with store.submitting(plan, target_name, submitter(), _script_digest(cycle, plan, target_name)) as renew:
         store.save_settings(of_all_jobs(cycle.settings))
@@ -178,39 +173,39 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: in
         target = open_target(replace(cycle, say=view.say) if view else cycle, target_name, renew)
         if target_name == "batch":
             target.submit(plan, submission, jobs)
-    if target_name != "batch":  # sees them through; a second one at it waits (local) or does nothing twice (sagemaker)
+    if target_name != "batch":  # waits for their end; a second process waits (local) or repeats nothing (sagemaker)
         with view.while_running() if view else nullcontext():
             target.submit(plan, submission, jobs)
     return finish(cycle, plan, target.records(plan))
 
 
 def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
-    """End every job of a cycle that is not final, from the last to the first. What has finished stays."""
+    """Cancel every unfinished job of a cycle, the last job first."""
     cancel_cycle(open_newest(arguments.settings, say).with_stored(), arguments.reason)
     return EXIT_OK
 
 
 def cancel_cycle(cycle: OpenCycle, reason: str) -> None:
-    """End a cycle and close it. Raises ConfigError when it has no jobs."""
+    """Cancel a cycle and close it. Raises ConfigError if it has no jobs."""
     plan, target, store = cycle.plan(), cycle.target(), cycle.store
-    with store.submitting(plan, target.name, submitter()):  # nobody hands over more meanwhile
+    with store.submitting(plan, target.name, submitter()):  # no other process submits more jobs
         target.cancel(plan, CANCELLED + reason)
     records = target.records(plan)
     finish(cycle, plan, records, Closed(outcome="cancelled", at=store.clock(), reason=reason))
 
 
 def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
-    """Put on record what became of the jobs, which AWS Batch forgets after a week; close cycles that have ended.
+    """Record job states, which AWS Batch forgets after a week, and close cycles that have ended.
 
-    Without a cycle it looks at all that are under way: what a second schedule starts, so that blocked queues and
-    missed deadlines are noticed by themselves.
+    Without --cycle, check all open cycles. A second schedule runs this, so that blocked queues and missed deadlines
+    are noticed.
     """
-    asked = open_cycle(arguments.settings, say)
-    if asked.settings.cycle:
-        close_cycle(asked)
+    opened = open_cycle(arguments.settings, say)
+    if opened.settings.cycle:
+        close_cycle(opened)
         return EXIT_OK
-    names = unclosed_cycles(asked.store, claimed_cycles(asked.store, runs=True))
-    open_cycles = [asked.other(name) for name in names]
+    names = unclosed_cycles(opened.store, claimed_cycles(opened.store, runs=True))
+    open_cycles = [opened.other(name) for name in names]
     failed: TrnpipeError | None = None
     for cycle in open_cycles:
         try:
@@ -219,19 +214,19 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
                 say(f"cycle {cycle.name}: claimed, but nothing was submitted; next: {again}")
             else:
                 close_cycle(cycle)
-        except TrnpipeError as error:  # the others are looked at all the same
+        except TrnpipeError as error:  # the other cycles are still checked
             say(f"cycle {cycle.name}: {type(error).__name__}: {error}")
             failed = failed or error
     if not open_cycles:
-        say(f"no cycle is under way in {asked.store.storage.root}")
-        send_messages(asked)
+        say(f"no cycle is under way in {opened.store.storage.root}")
+        send_messages(opened)
     if failed is not None:
         raise failed
     return EXIT_OK
 
 
 def close_cycle(cycle: OpenCycle) -> None:
-    """Put on record what became of the jobs of a cycle, and close it if it has ended."""
+    """Record the job states of a cycle, and close it if it has ended."""
     cycle = cycle.with_stored()
     plan, target = cycle.plan(), cycle.target()
     records = target.advance(plan)
@@ -242,9 +237,9 @@ def close_cycle(cycle: OpenCycle) -> None:
 
 
 def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:
-    """Record and say how the jobs stand and, when all have ended, write the page and close the cycle; its exit code.
+    """Record and print the job states. If all jobs have ended, write the page and close the cycle.
 
-    `cancelled`: the end of a cycle of which only a part was submitted.
+    Returns the exit code of the cycle. `cancelled`: the end of a cycle that was only partly submitted.
     """
     cycle = cycle.with_stored()
     store, say = cycle.store, cycle.say
@@ -253,8 +248,8 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
     closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
     if closed is not None:
         submission = max(store.submissions(), default=0)
-        # By the newest round: somebody may have retried the cycle since the records were read.
-        is_retried = {one.id for one in store.submitted(submission).values()} - {record.id for record in records}
+        # By the newest round: the cycle may have been retried since the records were read.
+        is_retried = {job.id for job in store.submitted(submission).values()} - {record.id for record in records}
         closed = None if is_retried else closed.model_copy(update={"round": submission})
     if closed is None:
         for line in (*status_lines(records), *cycle.failure_lines(records)):
@@ -267,12 +262,12 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
         return EXIT_OK
     data = None
     if store.closed() != closed:
-        # The page first: killed in between, the cycle is still under way, and whoever closes it writes the page.
+        # Write the page first. After a kill in between, the cycle is open, and closing it again writes the page.
         try:
             data = write_page(store, plan, records, cycle.settings.jobs, closed)
         except Preempted:
             raise
-        except Exception as error:  # also of a bug: the next cycle waits for the end of this one, not for its page
+        except Exception as error:  # even for a bug: the next cycle waits for the end of this one, not for its page
             say(
                 f"cycle {store.cycle}: its page was not written: {type(error).__name__}: {error};"
                 f" next: trnjobs report --cycle {store.cycle}"
@@ -286,35 +281,35 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
     return exit_code_of_cycle(closed, records)
 
 
-# What the scheduler starts. It starts the cycle that is due and exits; run twice for one time, it starts nothing twice.
+# The command of the scheduler. It starts the cycle that is due and exits. Run twice, it starts no cycle twice.
 
 
 def run_driver(arguments: argparse.Namespace, say: Say) -> int:
-    """Start what is due. Raises ConfigError for a time that is not on the schedule, TransientError for an overlap."""
+    """Start the due cycle. Raises ConfigError for a time off the schedule, TransientError for an overlap."""
     settings, now = arguments.settings, datetime.now(UTC)
     config = settings.jobs.schedule
     scheduled = scheduled_time(arguments.scheduled_time or os.environ.get(TIME_VARIABLE, ""), config, now)
     with stopping_jobs(settings) as stop:
-        asked = open_cycle(settings, say, stop)
-        return drive(config, scheduled, now, asked, arguments.target or settings.jobs.target)
+        opened = open_cycle(settings, say, stop)
+        return drive(config, scheduled, now, opened, arguments.target or settings.jobs.target)
 
 
-def drive(config: ScheduleConfig, scheduled: datetime, now: datetime, asked: OpenCycle, target: str) -> int:
-    """Start the cycle of a scheduled time, if it is due and no other one is under way; its exit code."""
-    claimed = claimed_cycles(asked.store)
+def drive(config: ScheduleConfig, scheduled: datetime, now: datetime, opened: OpenCycle, target: str) -> int:
+    """Start the cycle of a scheduled time if it is due and no other is under way. Return the exit code."""
+    claimed = claimed_cycles(opened.store)
     name, reason = due_cycle(config, scheduled=scheduled, now=now, claimed=claimed)
     if reason:
-        asked.say(f"cycle {name} is not started: {reason}")
+        opened.say(f"cycle {name} is not started: {reason}")
         return EXIT_OK
-    others = unclosed_cycles(asked.store, [other for other in claimed if other != name])
-    running = next((other for other in reversed(others) if not has_ended(asked.other(other))), "")
+    others = unclosed_cycles(opened.store, [other for other in claimed if other != name])
+    running = next((other for other in reversed(others) if not has_ended(opened.other(other))), "")
     if running:
         raise TransientError(
             f"cycle {running} is under way: cycle {name} would overlap it",
             expected="one cycle at a time",
             next_command=f"wait; or trnjobs submit --cycle {running}, if it was submitted half; or trnjobs cancel",
         )
-    cycle = asked.other(name)
+    cycle = opened.other(name)
     if name in claimed and has_ended(cycle):
         cycle.say(f"cycle {name} has ended already")
         return EXIT_OK
@@ -322,19 +317,19 @@ def drive(config: ScheduleConfig, scheduled: datetime, now: datetime, asked: Ope
 
 
 def has_ended(cycle: OpenCycle) -> bool:
-    """Return whether a cycle has ended, after its records were brought up to date."""
+    """Update the records of a cycle. Return True if it has ended."""
     if cycle.store.closed() is not None:
         return True
     cycle = cycle.with_stored()
     plan = cycle.store.plan()
-    if plan is None:  # claimed, and nothing submitted
+    if plan is None:  # claimed without a submission
         return False
     finish(cycle, plan, cycle.target().records(plan))
     return cycle.store.closed() is not None
 
 
 def scheduled_time(text: str, config: ScheduleConfig, now: datetime) -> datetime:
-    """Return the time to start a cycle for; without a text the newest that has passed. Raises ConfigError."""
+    """Parse a scheduled time. Empty text: the newest that has passed. Raises ConfigError."""
     if not text:
         return next(config.schedule().before(now))
     try:
@@ -350,7 +345,7 @@ def scheduled_time(text: str, config: ScheduleConfig, now: datetime) -> datetime
     return found.astimezone(UTC)
 
 
-# A cycle that was submitted before.
+# Cycles that were submitted before.
 
 
 def is_run(cycle: OpenCycle) -> bool:
@@ -358,22 +353,22 @@ def is_run(cycle: OpenCycle) -> bool:
 
 
 def refuse_other(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
-    """Raise ConfigError with the settings that differ from those the cycle was submitted with; none where none do."""
+    """Raise ConfigError with the changed settings if the cycle was submitted with other settings."""
     if not cycle.store.belongs_to_other(plan, target):
         return
-    stops, found = obstacle(cycle), changes(cycle, plan, target)
+    blocker, changed = obstacle(cycle), changes(cycle, plan, target)
     flag, other = ("--again", "--name") if is_run(cycle) else ("--fresh", "--cycle")
     begins = f"the same command with {flag}, which starts it from the beginning; or with another {other}"
-    more = f"; and {len(found) - MAX_CHANGES} more" if len(found) > MAX_CHANGES else ""
+    more = f"; and {len(changed) - MAX_CHANGES} more" if len(changed) > MAX_CHANGES else ""
     raise ConfigError(
-        f"cycle {cycle.name} was submitted with other settings: {'; '.join(found[:MAX_CHANGES])}{more}",
+        f"cycle {cycle.name} was submitted with other settings: {'; '.join(changed[:MAX_CHANGES])}{more}",
         expected="those it was submitted with (left of each arrow), or another cycle",
-        next_command=f"the same command with another {other} ({flag} is refused: {stops})" if stops else begins,
+        next_command=f"the same command with another {other} ({flag} is refused: {blocker})" if blocker else begins,
     )
 
 
 def changes(cycle: OpenCycle, plan: JobPlan, target: str) -> list[str]:
-    """Return what differs from the submission on record, as `name: stored -> given` without secrets."""
+    """Return the changes since the recorded submission, as `name: stored -> given` without secrets."""
     claim, stored = cycle.store.claim(), cycle.store.plan()
     if stored is None:
         return ["its plan is not there, as another start from the beginning was interrupted"]
@@ -383,9 +378,9 @@ def changes(cycle: OpenCycle, plan: JobPlan, target: str) -> list[str]:
     if stored != plan:
         try:
             before = of_all_jobs(with_values(cycle.store.settings() or {}, {}))
-        except (ConfigError, DataError):  # of another version
+        except (ConfigError, DataError):  # stored by another version
             before = of_all_jobs(cycle.settings)
-        # The plans tell where another version, or another folder, plans equal settings differently.
+        # Another version or folder may plan equal settings differently. Then compare the plans.
         own = differences(before, of_all_jobs(cycle.settings))
         found += [one for one in own if not one[0].startswith(_NOT_PLANNED)] or list(
             differences(stored.model_dump(mode="json"), plan.model_dump(mode="json"))
@@ -394,7 +389,7 @@ def changes(cycle: OpenCycle, plan: JobPlan, target: str) -> list[str]:
 
 
 def unused_settings(cycle: OpenCycle) -> list[str]:
-    """Return the given settings that differ from the stored ones, for a command that runs the stored ones."""
+    """Return given settings that differ from the stored ones, for a command that uses the stored ones."""
     stored = values_of(cycle.store.settings() or {})
     left_out = {"cycle", "workspace", "jobs"}
     given = values_of(cycle.settings.model_dump(mode="json", exclude_unset=True, exclude=left_out))
@@ -409,10 +404,9 @@ def _change(name: str, before: Any, now: Any) -> str:
 
 
 def obstacle(cycle: OpenCycle) -> str:
-    """Return why the cycle cannot start from the beginning (`submit --fresh`, `run --again`); empty if it can.
+    """Return why the cycle cannot start from the beginning (`submit --fresh`, `run --again`), empty if it can.
 
-    Nothing of a cycle may have been trained or judged, so that no model and no decision of the gate is lost. A script
-    may run as often as it is asked to.
+    A cycle must have no model and no decision of the gate, which would be lost. A script may always run again.
     """
     store = cycle.store
     if not store.submissions():
@@ -430,7 +424,7 @@ def obstacle(cycle: OpenCycle) -> str:
 
 
 def _done(cycle: OpenCycle) -> str:
-    """Return what a cycle has that must stay; empty if it has nothing."""
+    """Return a result of the cycle that must be kept, as text. Empty if there is none."""
     storage, name, closed = cycle.store.storage, cycle.name, cycle.store.closed()
     if closed is not None and closed.outcome in ("succeeded", "refused"):
         return "it has succeeded" if closed.outcome == "succeeded" else "it has ended, refused by the gate"
@@ -446,9 +440,9 @@ def _done(cycle: OpenCycle) -> str:
 
 
 def begin_again(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
-    """End what is left of the earlier submission and let this one replace it; its records and costs stay.
+    """Cancel the earlier submission and replace it. Its records and costs are kept.
 
-    Raises ConfigError with the reason when something of it must stay or still runs.
+    Raises ConfigError if a result of it must be kept or a job still runs.
     """
 
     def end(earlier: JobPlan) -> Sequence[JobRecord]:
@@ -460,14 +454,14 @@ def begin_again(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
             )
         old, store = cycle.target(), cycle.store
         old.cancel(earlier, f"{CANCELLED}its cycle starts from the beginning")
-        store.storage.delete([f"cycles/{store.cycle}/train/parent.json"])  # which model it was to start from
+        store.storage.delete([f"cycles/{store.cycle}/train/parent.json"])  # the chosen parent model
         return old.records(earlier)
 
     cycle.store.begin_again(plan, target, submitter(), end)
 
 
 def _script_digest(cycle: OpenCycle, plan: JobPlan, target: str) -> str:
-    """Return the SHA-256 of the file that a `trnjobs run` on this machine runs; empty if there is none to look at."""
+    """Return the SHA-256 of the script of a local `trnjobs run`, empty if there is no such file."""
     script = Path(script_of(plan.jobs[0])) if is_run(cycle) and target == "local" else Path()
     return hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else ""
 
@@ -475,7 +469,7 @@ def _script_digest(cycle: OpenCycle, plan: JobPlan, target: str) -> str:
 def ended_line(cycle: OpenCycle, plan: JobPlan, target: str, closed: Closed) -> str:
     """Return the message for a cycle that is submitted again after its end.
 
-    Raises ConfigError for a script whose file is not the one that has run.
+    Raises ConfigError if the file of a script has changed since it ran.
     """
     claim, script, digest = cycle.store.claim(), script_of(plan.jobs[0]), _script_digest(cycle, plan, target)
     at = f"{datetime.fromtimestamp(closed.at, UTC):%Y-%m-%d %H:%M} UTC"
@@ -491,10 +485,10 @@ def ended_line(cycle: OpenCycle, plan: JobPlan, target: str, closed: Closed) -> 
         "refused": "was refused by the gate, so production is unchanged",
         "cancelled": "was cancelled",
     }[closed.outcome]
-    said = f"cycle {cycle.name} {how}, {at}; nothing ran"
+    text = f"cycle {cycle.name} {how}, {at}; nothing ran"
     if is_run(cycle):
         compared = f"{script} is the same file (what it imports is not compared); " if digest else ""
-        return f"{said}; {compared}to run it again: the same command with --again"
+        return f"{text}; {compared}to run it again: the same command with --again"
     if closed.outcome in ("succeeded", "refused"):
-        return f"{said}; the next cycle: --cycle NAME (make: CYCLE=NAME)"
-    return f"{said}; to go on with its settings: {cycle.command('retry')}"
+        return f"{text}; the next cycle: --cycle NAME (make: CYCLE=NAME)"
+    return f"{text}; to go on with its settings: {cycle.command('retry')}"

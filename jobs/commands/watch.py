@@ -1,7 +1,7 @@
-"""What a person sees of a cycle while its jobs run, in `trnjobs submit`, `retry`, `run` and `status --watch`.
+"""The progress of a cycle while its jobs run, in `trnjobs submit`, `retry`, `run` and `status --watch`.
 
-On a terminal a picture that is drawn again and again. Elsewhere a line for each change and, every 15 s, one for each
-job that runs, without control characters.
+A terminal shows a live table. Other output gets a line for each change and, every 15 s, one for each running job,
+without control characters.
 """
 
 import sys
@@ -33,11 +33,11 @@ from pipeline.proc.signals import STOPPING
 from pipeline.telemetry.events import EventName
 
 NEWEST_BYTES = 256 * 1024
-"""Of the event log: enough for the figures of now, however long the cycle has run."""
+"""Bytes read from the end of the event log, enough for the current figures."""
 DRAW_S, REMOTE_S = 1.0, 5.0
-"""Seconds between two pictures, of a workspace on this machine and elsewhere."""
+"""Seconds between two updates, of a local and of a remote workspace."""
 LINES_S = 15.0
-"""Seconds between two lines about a job that runs, where there is no picture."""
+"""Seconds between two lines about a running job without a live table."""
 COLUMNS = ("job", "state", "ran", "")
 _STYLES = {JobState.SUCCEEDED: "green", JobState.RUNNING: "cyan", JobState.FAILED: "red", JobState.CANCELLED: "red"}
 _IN_EVENTS = ("stage", "step", "partition", "part")
@@ -53,7 +53,7 @@ def live_rows(
 ) -> list[Row]:
     """Return cells in the order of COLUMNS, a row a job. `moments`: at least the newest, in order of time.
 
-    `newest_line`: the last line of the log of a job that runs; empty where it is not known.
+    `newest_line`: returns the last log line of a running job, empty if unknown.
     """
     rows = list[Row]()
     for record in records:
@@ -73,31 +73,33 @@ def live_rows(
 
 
 def doing_text(stage: str, events: Sequence[CycleEvent], newest_line: str = "") -> str:
-    """Return what a running job is at: `step 120/2000, loss 0.693, ...`; else what it has written last."""
+    """Return the progress of a running job, such as `step 120/2000, loss 0.693, ...`, else its newest log line."""
     newest: Mapping[str, CycleEvent] = {moment.name: moment for moment in events}
     if stage == "train" and (steps := newest.get(EventName.TRAIN_STEPS)):
         started, losses = newest.get(EventName.TRAIN_STARTED), steps.fields.get("losses")
         numbers = [loss for loss in losses if isinstance(loss, int | float)] if isinstance(losses, list) else []
-        words = [
+        parts = [
             f"step {steps.number('step'):.0f}" + (f"/{started.number('max_steps'):.0f}" if started else ""),
             f"loss {sum(numbers) / len(numbers):.3f}" if numbers else "loss -",
             f"{format_count(steps.number('samples_per_s'))} samples/s",
         ]
         if steps.fields.get("eta_s") is not None:
-            words.append(f"eta {format_duration(steps.number('eta_s'))}")
-        return ", ".join(words)
+            parts.append(f"eta {format_duration(steps.number('eta_s'))}")
+        return ", ".join(parts)
     line = "".join(filter(str.isprintable, Text.from_ansi(newest_line).plain)).strip()
     if line:  # its first two figures and its last, which is the ETA
-        words = [one for one in line.removeprefix(stage).removeprefix(":").split(" | ") if not one.endswith("so far")]
-        return ", ".join([*words[:2], *words[2:][-1:]]).strip()
+        figures = [
+            text for text in line.removeprefix(stage).removeprefix(":").split(" | ") if not text.endswith("so far")
+        ]
+        return ", ".join([*figures[:2], *figures[2:][-1:]]).strip()
     if stage == "embed" and (begun := newest.get(EventName.EMBED_STARTED)):
-        parts = sum(one.name == EventName.PART_EMBEDDED and one.at_ms >= begun.at_ms for one in events)
-        return f"part {begun.number('done') + parts:.0f}/{begun.number('parts'):.0f}"
+        done = sum(event.name == EventName.PART_EMBEDDED and event.at_ms >= begun.at_ms for event in events)
+        return f"part {begun.number('done') + done:.0f}/{begun.number('parts'):.0f}"
     return ""
 
 
 def event_text(events: Sequence[CycleEvent], now: float) -> str:
-    """Return the newest event other than figures of steps: `3s ago: checkpoint saved, step 200`; empty: none."""
+    """Return the newest event other than step figures, such as `3s ago: checkpoint saved, step 200`, or ''."""
     newest = next((one for one in reversed(events) if one.name != EventName.TRAIN_STEPS), None)
     if newest is None:
         return ""
@@ -118,7 +120,7 @@ def head_text(plan: JobPlan, ledger: CycleLedger, target: str, state: str, end: 
 
 
 class View:
-    """One cycle on a screen, or in lines. `says_changes`: changes of jobs too, which nobody else reports."""
+    """A view of one cycle as a live table or as lines. `says_changes`: print changes of jobs, too."""
 
     def __init__(
         self,
@@ -128,24 +130,24 @@ class View:
         *,
         says_changes: bool = False,
     ) -> None:
-        # A storage of its own: that of the cycle is read no more once Ctrl-C was pressed.
+        # A separate storage, because that of the cycle cannot be read after Ctrl-C.
         store = replace(cycle.store, storage=open_storage(cycle.store.storage.root, retry=cycle.settings.storage))
         self.cycle, self.stop = replace(cycle, store=store, stop=StopSignal()), cycle.stop
         self.plan, self.says_changes = plan, says_changes
-        # Whatever FORCE_COLOR says: a pipe gets no control characters.
+        # A pipe gets no control characters, even with FORCE_COLOR.
         self.console = console or rich.console.Console(force_terminal=sys.stdout.isatty())
         has_screen = self.console.is_terminal and not self.console.is_dumb_terminal
         self.live = Live(console=self.console, auto_refresh=False) if has_screen else None
         self._lock = threading.Lock()
         self._known: dict[str, tuple[JobState, int]] | None = None
-        self._began_at = self._told_at = cycle.store.clock()
+        self._began_at = self._printed_at = cycle.store.clock()
         self._followed = dict[tuple[int, int], threading.Thread]()
         self._over = set[int]()
 
     def __enter__(self) -> "View":
         if self.live is not None:
             self.live.start()
-            self.console.show_cursor(True)  # a killed process cannot bring it back
+            self.console.show_cursor(True)  # a killed process cannot restore it
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -154,7 +156,7 @@ class View:
             live.stop()
 
     def say(self, line: str) -> None:
-        """Print a line, above the picture if there is one, which shows the changes of jobs itself."""
+        """Print a line, above the live table if there is one. The table itself shows changes of jobs."""
         with self._lock:
             if self.live is None:
                 self.cycle.say(line)
@@ -163,7 +165,7 @@ class View:
 
     @contextmanager
     def while_running(self) -> Iterator[None]:
-        """Show the jobs, and what a script of `trnjobs run` prints, while this thread runs them."""
+        """Show the jobs, and the output of a script of `trnjobs run`, while this thread runs them."""
         done = threading.Event()
         thread = threading.Thread(target=self._keep_drawing, args=(self.cycle.target(), done), name="view", daemon=True)
         with self:
@@ -187,7 +189,7 @@ class View:
             while not done.wait(0.1) and time.monotonic() < until and not (self.live and self.stop.is_set()):
                 continue
             is_last = done.is_set()
-            with suppress(TrnpipeError):  # the jobs do not depend on who looks at them
+            with suppress(TrnpipeError):  # a failure to read does not affect the jobs
                 records = target.records(self.plan) if target.name == "local" else store.records()
                 if self.cycle.name.startswith(RUN_PREFIX):
                     self._follow_logs(target, records, done, every_s)
@@ -195,7 +197,7 @@ class View:
                     self.draw(target, records)
 
     def _follow_logs(self, target: Target, records: Sequence[JobRecord], done: threading.Event, every_s: float) -> None:
-        """Print the output of each attempt on each node, until its end, in a thread of its own."""
+        """Print the output of each attempt on each node until it ends, each in its own thread."""
 
         def follow(job: JobRecord, attempt: int, node: int, earlier: threading.Thread | None) -> None:
             if earlier is not None:
@@ -221,39 +223,39 @@ class View:
                         thread.start()
 
     def draw(self, target: Target, records: Sequence[JobRecord], *, is_interrupted: bool = False) -> Closed | None:
-        """Show how the jobs stand now; return the end of the cycle, if it has ended."""
+        """Show the current state of the jobs. Return the end of the cycle if it has ended."""
         store = self.cycle.store
         closed = store.closed() or outcome_of(self.plan, records)
         events = read_cycle_events(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
         ledger = read_ledger(store, self.plan, records, self.cycle.settings.jobs, closed=closed, events=events)
         now, state = store.clock(), "interrupted" if is_interrupted else "under way"
-        newest_line = (lambda record: "") if self._followed else target.newest_line  # it is printed anyway
+        newest_line = (lambda record: "") if self._followed else target.newest_line  # the log is printed anyway
         rows = live_rows(self.plan, records, events, now, newest_line)
         end, state = (closed.at, closed.outcome) if closed else (now, state)
         head = head_text(self.plan, ledger, target.name, state, end)
         if self.live is None:
-            self._tell(head, records, rows, now)
+            self._print_changes(head, records, rows, now)
             return closed
         lines = [event_text(events, now)] if closed is None else []
         is_stopping = self.stop.is_set()
-        self.live.update(_picture(head, rows, [*lines, STOPPING] if is_stopping else lines), refresh=True)
-        self._told_at = now
-        if is_stopping:  # from now on in lines
+        self.live.update(_table(head, rows, [*lines, STOPPING] if is_stopping else lines), refresh=True)
+        self._printed_at = now
+        if is_stopping:  # print lines from now on
             self.__exit__()
         return closed
 
-    def _tell(self, head: str, records: Sequence[JobRecord], rows: Sequence[Row], now: float) -> None:
-        """Print a line for each change since the last look, and now and then one for each job that runs."""
+    def _print_changes(self, head: str, records: Sequence[JobRecord], rows: Sequence[Row], now: float) -> None:
+        """Print a line for each change since the last call, and every LINES_S one for each running job."""
         tasks = [task for record in records for task in record.tasks()]
         if self.says_changes:
             if self._known is None:
                 self.say(head)
-            known, self._known = self._known or {}, {task.name: (task.state, len(task.attempts)) for task in tasks}
+            previous, self._known = self._known or {}, {task.name: (task.state, len(task.attempts)) for task in tasks}
             for task in tasks:
-                if known.get(task.name, (JobState.SUBMITTED, 0)) != self._known[task.name]:
+                if previous.get(task.name, (JobState.SUBMITTED, 0)) != self._known[task.name]:
                     self.say(change_line(task))
-        if now - self._told_at >= LINES_S and not self._followed:
-            self._told_at = now
+        if now - self._printed_at >= LINES_S and not self._followed:
+            self._printed_at = now
             running = {task.name.partition(":")[0] for task in tasks if task.state is JobState.RUNNING}
             for name, state, ran, doing in rows:
                 if name in running:
@@ -267,12 +269,12 @@ def watch(
     console: rich.console.Console | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> int:
-    """Show the cycle until it has ended; return its exit code, or 143 if nobody runs it any more.
+    """Show the cycle until it has ended. Return its exit code, or 143 if no process runs it any more.
 
-    Ctrl-C ends the watching alone. Raises ConfigError when the cycle has no jobs.
+    Ctrl-C stops only the display. Raises ConfigError if the cycle has no jobs.
     """
     plan, target = cycle.plan(), cycle.target()
-    records, closed, looks_interrupted = tuple[JobRecord, ...](), None, 0
+    records, closed, times_interrupted = tuple[JobRecord, ...](), None, 0
     try:
         with View(cycle, plan, console, says_changes=True) as view:
             while True:
@@ -280,10 +282,10 @@ def watch(
                     records = target.records(plan)
                     is_interrupted = cycle.store.closed() is None and cycle.interrupted_s() is not None
                     closed = view.draw(target, records, is_interrupted=is_interrupted)
-                    looks_interrupted = looks_interrupted + 1 if is_interrupted else 0
-                except TransientError as error:  # a throttled call; the cycle does not care who looks at it
+                    times_interrupted = times_interrupted + 1 if is_interrupted else 0
+                except TransientError as error:  # such as a throttled call, which does not affect the cycle
                     view.say(f"not read: {error.seen}")
-                if closed is not None or looks_interrupted == 2:  # whoever goes on with it takes a moment to begin
+                if closed is not None or times_interrupted == 2:  # a process that continues it needs a moment to start
                     break
                 sleep(every_s)
     except KeyboardInterrupt:
@@ -297,7 +299,7 @@ def watch(
     return exit_code_of_cycle(closed, records)
 
 
-def _picture(head: str, rows: Sequence[Row], lines: Sequence[str]) -> rich.console.Group:
+def _table(head: str, rows: Sequence[Row], lines: Sequence[str]) -> rich.console.Group:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in COLUMNS:
         table.add_column(column, no_wrap=column != "", overflow="fold")

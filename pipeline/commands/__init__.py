@@ -1,4 +1,4 @@
-"""What `trnpipe` can be asked: the stages of a cycle, and the tools beside them, which are the modules here.
+"""The commands of `trnpipe`: the stages of a cycle, and tools, each in a module of this package.
 
 A module is imported when its tool runs.
 """
@@ -12,40 +12,40 @@ from pipeline.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Tool:
-    """A command beside the stages: `pipeline/commands/<module>.py` with `run(settings, stop, say, call) -> exit code`.
+    """A command that is no stage: `pipeline/commands/<module>.py` with `run(settings, stop, say, call) -> exit code`.
 
-    `say` prints a line. A stage may have actions of a tool beside it, under the same name.
+    `say` prints a line. A tool with the name of a stage adds actions to it.
     """
 
     text: str
     arguments: tuple[str, ...] = ()
-    """Words, as shown in the usage; those in brackets may be left out."""
+    """Names as shown in the usage. Those in brackets are optional."""
     switches: Mapping[str, str] = field(default_factory=dict)
-    """Flags of its own without a value, such as --json, with a line of help for each."""
+    """Flags without a value that are not settings, such as --json, with a line of help."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Flags of its own with a value; the name of the value and a line of help for each."""
+    """Flags with a value that are not settings, with the name of the value and a line of help."""
     actions: Mapping[str, "Tool"] = field(default_factory=dict)
-    """If there are any, one must be typed, unless the tool has arguments without one."""
+    """Subcommands. One is required, unless the tool has arguments without one."""
     module: str = ""
-    """If it is not the name of the tool."""
+    """Name of the module, if it is not that of the tool."""
     function: str = "run"
     command: str = ""
-    """Of a tool that runs another command, given behind `--`: how the usage shows it."""
+    """The command after `--` in the usage of a tool that runs one."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """How a tool was asked: what stood on the command line beside the settings."""
+    """The command line of a tool without the settings."""
 
     action: str = ""
     arguments: tuple[str, ...] = ()
     switches: frozenset[str] = frozenset()
     options: Mapping[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
-    """What stood behind `--`."""
+    """The arguments after `--`."""
 
     def number(self, option: str, default: int, most: int) -> int:
-        """Return a whole number from 1 to `most` among the options. Raises ConfigError."""
+        """Return an option as an integer from 1 to `most`. Raises ConfigError."""
         text = self.options.get(option, str(default))
         if not text.isdecimal() or not 0 < int(text) <= most:
             raise ConfigError(
@@ -88,10 +88,10 @@ TOOLS: dict[str, Tool] = {
                 options={"--force": "REASON  overrule the gate; the reason is recorded"},
             ),
             "rollback": Tool(
-                "restore the previous production checkpoint, or a named one, verified first; what is served follows,"
-                " unless --without-vectors",
+                "restore the previous production checkpoint, or a named one, after verifying it; the served"
+                " model and vectors follow, unless --without-vectors",
                 arguments=("[TO]",),
-                switches={"--without-vectors": "leave what is served as it is"},
+                switches={"--without-vectors": "keep the served model and vectors"},
                 options=_REASON,
             ),
         },
@@ -151,7 +151,7 @@ TOOLS: dict[str, Tool] = {
         options={
             "--out": "DIR  folder or URI to write; new, empty, or an earlier export",
             "--format": "NAME  sentence-transformers (default; transformers opens it too), safetensors, torchscript",
-            "--max-tokens": "N  longest text the folder tells others to read (default: what the model was trained on)",
+            "--max-tokens": "N  maximum text length of the exported model (default: that of training)",
             "--bucket": "16x32  torchscript: tokens of a query and of a product (default: the data's longest)",
             "--batch-size": "N  torchscript: pairs of one call (default: 1)",
         },
@@ -172,7 +172,7 @@ TOOLS: dict[str, Tool] = {
     "cache": Tool(
         "compiled graphs of this machine: status, repair, sync",
         actions={
-            "status": Tool("list what is in the cache, how old and how large, and warn of what will be compiled again"),
+            "status": Tool("list the cache entries with age and size, and warn of graphs that will be compiled again"),
             "repair": Tool("remove stale locks, remembered failures, half entries"),
             "sync": Tool("exchange finished entries with --compile.sync-url, both ways"),
         },

@@ -1,4 +1,4 @@
-"""`trnpipe registry` and `trnpipe serving`: what is in production, what is served, and changing both by hand."""
+"""`trnpipe registry` and `trnpipe serving`: show and change the production model and the served vectors."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ VERBS: Mapping[str, str] = {
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Do one action on the registry of the workspace. Return the exit code. Raises TrnpipeError."""
+    """Run one action on the registry of the workspace. Return the exit code. Raises TrnpipeError."""
     as_json = JSON in call.switches
     registry = _open_registry(settings, stop, exists=call.action in ("show", "rollback"))
     if call.action == "list":
@@ -56,7 +56,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 
 def run_serving(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Show or roll back what is served of the model. Raises ConfigError, CheckpointError, TransientError."""
+    """Show or roll back the served vectors of the model. Raises ConfigError, CheckpointError, TransientError."""
     registry = _open_registry(settings, stop)
     model = registry.model
     if call.action == "rollback":
@@ -89,7 +89,7 @@ def _open_registry(settings: Settings, stop: StopSignal, *, exists: bool = True)
 
 
 def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:
-    """List all models; a damaged pointer does not hide the others, but is the exit code."""
+    """List all models. A damaged pointer is listed, and makes the exit code that of CheckpointError."""
     rows, lines = list[dict[str, Any]](), list[str]()
     for model in list_models(workspace):
         try:
@@ -105,10 +105,10 @@ def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:
 
 
 def _show(registry: Registry, named: str, say: Say, *, as_json: bool) -> int:
-    """Show the production of the model, or one checkpoint, with its lineage and history."""
+    """Show the production checkpoint of the model, or a named one, with its lineage and history."""
     pointer, entries = registry.production(), registry.history()
     prefix = named or (pointer.checkpoint if pointer else "")
-    # A checkpoint of production that is gone must not hide the history that leads back to a good one.
+    # If the production checkpoint was deleted, still show the history, which leads to a good one.
     ancestors, lost = tuple[Ancestor, ...](), ""
     try:
         ancestors = registry.lineage(prefix) if prefix else ()
@@ -151,7 +151,7 @@ def _production_line(pointer: Pointer | None) -> str:
 
 
 def served_line(pair: DeployedPair) -> str:
-    """`served is checkpoints/... with the vectors of cycle ... | generation 3 | rolled back ... by ...`"""
+    """Return a line with the served checkpoint, the cycle of its vectors, the generation, and who changed it."""
     what = f"served is {pair.checkpoint} with {pair.vectors.rows:,} vectors of cycle {pair.vectors.cycle}"
     why = f" | {pair.reason}" if pair.reason else ""
     how = f"{pair.action.replace('_', ' ')} {_when(pair)} by {pair.author.by}"
@@ -180,7 +180,7 @@ def _lineage_lines(ancestors: tuple[Ancestor, ...]) -> Iterator[str]:
         if ancestor.partitions:
             names = sorted(ancestor.partitions)
             more = f" and {len(names) - SHOWN_PARTITIONS} more" if len(names) > SHOWN_PARTITIONS else ""
-            # What a lost parent had seen is not known.
+            # The partitions of a deleted parent are not known.
             word = "seen" if parent is not None and not parent.settings_hash else "new"
             parts.append(f"{word} {', '.join(names[:SHOWN_PARTITIONS])}{more}")
         if ancestor.settings_hash:

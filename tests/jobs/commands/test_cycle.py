@@ -341,8 +341,8 @@ def test_killed_at_any_change_every_job_still_runs_once(
     [
         (["logs", "tarin"], "no job 'tarin'; did you mean train?"),
         (["logs", "embed"], "embed is an array of 2"),
-        (["logs", "report"], "report has 0 tries"),
-        (["logs", "train", "--attempt=2"], "train has 1 tries, none is number 2"),
+        (["logs", "report"], "report has 0 attempts"),
+        (["logs", "train", "--attempt=2"], "train has 1 attempts, none is number 2"),
         (["logs", "train", "--node=1"], "train: no log of attempt 1, node 1"),
         (["logs"], "the following arguments are required: job"),
         (["status", "--cycle=2026-11-21"], "no jobs of cycle 2026-11-21"),
