@@ -1,1 +1,1 @@
-"""trnjobs: planning and running the cycle as jobs."""
+"""trnjobs: plan and run a cycle as jobs."""

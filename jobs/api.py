@@ -5,8 +5,8 @@
     cycle.wait()
     pandas.DataFrame(cycle.result().table)
 
-What it returns are records with typed fields; their `table` is a list of plain dicts. It raises the errors of the
-commands, prints nothing unless it is told where to, and installs no signal handler.
+Results are records with typed fields, and their `table` is a list of plain dicts. Errors are those of the commands.
+Nothing is printed unless `say` is passed, and no signal handler is installed.
 """
 
 import os
@@ -42,10 +42,10 @@ Config = str | Path | Sequence[str | Path] | None
 
 
 class CycleStatus(Record):
-    """A cycle as it is now."""
+    """The current status of a cycle."""
 
     cycle: str
-    target: str = Field(description="Where it runs; empty: it was not submitted")
+    target: str = Field(description="Target of the jobs; empty: not submitted")
     outcome: Outcome | Literal["open", "not submitted"]
     reason: str
     jobs: tuple[Job, ...] = Field(description="In the order of the plan")
@@ -65,7 +65,7 @@ class CycleStatus(Record):
 
     @property
     def table(self) -> list[dict[str, Any]]:
-        """One dict a job."""
+        """Return one dict per job."""
         return [job.model_dump(mode="json") for job in self.jobs]
 
     def _repr_html_(self) -> str:
@@ -74,14 +74,14 @@ class CycleStatus(Record):
 
 
 class CycleResult(CycleRow):
-    """What a cycle came to: its line in the index, and every figure of its stages."""
+    """The result of a cycle: its row of the index, and all figures of its stages."""
 
-    exit_code: int | None = Field(description="That of a command that waited for it; None: it is under way")
-    figures: Mapping[str, Mapping[str, Figure]] = Field(description="By stage, of those that have finished")
+    exit_code: int | None = Field(description="Of a command that waits for the cycle; None: still running")
+    figures: Mapping[str, Mapping[str, Figure]] = Field(description="Of the finished stages, by stage")
 
     @property
     def table(self) -> list[dict[str, Any]]:
-        """One dict a figure: stage, figure, value."""
+        """Return one dict per figure: stage, figure, value."""
         return [
             {"stage": stage, "figure": name, "value": value}
             for stage, figures in self.figures.items()
@@ -97,7 +97,7 @@ class CycleResult(CycleRow):
 
 
 class CyclePage(Record):
-    """The page of a cycle, as it was written."""
+    """The written page of a cycle."""
 
     uri: str
     data: PageData
@@ -112,7 +112,7 @@ class CyclePage(Record):
 
 
 def _html(title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table for a notebook; every text is escaped."""
+    """Return a table for a notebook, with every text escaped."""
     cell, line = Markup("<td>{}</td>"), Markup("<tr>{}</tr>")
     body = Markup().join(line.format(Markup().join(cell.format(row[name]) for name in columns)) for row in rows)
     head = Markup().join(Markup("<th>{}</th>").format(name) for name in columns)
@@ -121,14 +121,14 @@ def _html(title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]])
 
 
 class Cycle:
-    """One cycle of jobs in a workspace: planned, submitted, watched, and what came of it.
+    """One cycle of jobs in a workspace: plan, submit, wait, and read the results.
 
     Args:
-        config: a TOML or JSON file, or several, later ones over earlier ones.
-        workspace: folder or URI, over that of the files.
-        name: of the cycle; empty: that of the files, else today's date.
-        settings: a tree of further settings, over files and environment: {"train": {"epochs": 1}}.
-        say: takes each line that the commands would print; nothing is printed without it.
+        config: A TOML or JSON file, or several, of which later ones override earlier ones.
+        workspace: Folder or URI. Overrides the files.
+        name: Name of the cycle. Default: the name in the files, else today's date.
+        settings: A tree of settings that overrides files and environment, such as {"train": {"epochs": 1}}.
+        say: Called with each line that the commands would print. By default nothing is printed.
 
     Raises ConfigError for a setting that is unknown or out of bounds, with its source.
     """
@@ -143,16 +143,16 @@ class Cycle:
         say: Say | None = None,
     ) -> None:
         files = [] if config is None else [config] if isinstance(config, str | Path) else list(config)
-        given = dict(settings or {}) | ({"workspace": str(workspace)} if workspace else {})
-        given |= {"cycle": name} if name else {}
+        overrides = dict(settings or {}) | ({"workspace": str(workspace)} if workspace else {})
+        overrides |= {"cycle": name} if name else {}
         self.settings: CycleSettings = resolve(
-            [Path(file) for file in files], os.environ, model=CycleSettings, overrides=given
+            [Path(file) for file in files], os.environ, model=CycleSettings, overrides=overrides
         ).settings
         opened = open_cycle(self.settings, say or (lambda _: None))
-        self._cycle = opened.other(opened.name)  # today may end before the cycle
+        self._cycle = opened.other(opened.name)  # fixes the name, because the date may change during the cycle
         self.settings, self._store = self._cycle.settings, self._cycle.store
         self._engine: Future[int] | None = None
-        """The jobs of this machine, in a thread; None once what ended it was told."""
+        """The thread that runs local jobs. None before, and after its result was returned or raised."""
 
     @property
     def name(self) -> str:
@@ -162,15 +162,15 @@ class Cycle:
         return f"Cycle({self._store.storage.root!r}, {self.name!r})"
 
     def plan(self) -> JobPlan:
-        """Return the plan that was submitted, else that of the settings. Raises ConfigError."""
+        """Return the submitted plan, else the plan of the settings. Raises ConfigError if they do not fit together."""
         return self._store.plan() or make_plan(self.settings)
 
     def submit(self, target: str = "", *, fresh: bool = False) -> CycleStatus:
-        """Hand the jobs over, or go on where that stopped; twice, no job is started twice. Returns at once.
+        """Submit the jobs, or resume the submission, and return at once. Safe to repeat: no job is started twice.
 
-        `target`: over jobs.target. `fresh`: start a cycle from the beginning that was submitted before, as long as
-        nothing was trained in it. On this machine a thread of this process runs them; the interpreter does not exit
-        before it has ended. Raises ConfigError, TransientError while somebody else submits the cycle.
+        `target`: overrides jobs.target. `fresh`: start a submitted cycle again from the beginning, if nothing was
+        trained in it. Local jobs run in a thread of this process, and the interpreter does not exit before they have
+        ended. Raises ConfigError for an invalid plan, TransientError while another process submits the cycle.
         """
         target = target or self.settings.jobs.target
         plan = make_plan(self.settings)
@@ -180,27 +180,27 @@ class Cycle:
             thread = ThreadPoolExecutor(1, "cycle")
             self._engine = thread.submit(submit_plan, self._cycle, plan, target, again=fresh)
             thread.shutdown(wait=False)
-            while self._runs_here() and self._store.plan() != plan:  # it ends when refused, or with nothing to do
+            while self._runs_here() and self._store.plan() != plan:  # the thread also ends if there is nothing to do
                 time.sleep(0.05)
         return self.status()
 
     def wait(self, timeout_s: float | None = None, every_s: float = 5.0) -> CycleStatus:
-        """Wait until the cycle has ended, wherever it runs, and close it. An interrupt ends the waiting alone.
+        """Wait until the cycle has ended on its target, and close it. An interrupt only ends the waiting.
 
-        On SageMaker, where no job starts the next one, whoever waits starts what is due. Raises TransientError after
-        `timeout_s` or where nobody answers for 15 min, ConfigError when it was not submitted, and what ended its engine
-        here.
+        On SageMaker this call also starts the jobs that are due. Raises TransientError after `timeout_s` or if AWS or
+        the workspace is unreachable for 15 min, ConfigError if the cycle was not submitted, and any error that ended
+        the local jobs.
         """
         until = time.monotonic() + (inf if timeout_s is None else timeout_s)
         plan, target, answered_at = self._cycle.plan(), self._cycle.target(), time.monotonic()
         while True:
-            left = min(every_s, max(0.0, until - time.monotonic()))
-            if (engine := self._engine) is not None:  # once: another thread may wait too, or cancel
-                wait_for([engine], left)
-            is_mine = self._runs_here()
+            wait_s = min(every_s, max(0.0, until - time.monotonic()))
+            if (engine := self._engine) is not None:  # read once, because another thread may wait too
+                wait_for([engine], wait_s)
+            runs_here = self._runs_here()
             try:
-                closed = None if is_mine else self._store.closed()
-                if not is_mine and closed is None:
+                closed = None if runs_here else self._store.closed()
+                if not runs_here and closed is None:
                     closed = outcome_of(plan, target.advance(plan))
                     if closed is not None:
                         close_cycle(self._cycle)
@@ -213,13 +213,13 @@ class Cycle:
             if time.monotonic() >= until:
                 raise TransientError(
                     f"cycle {self.name} has not ended within {timeout_s:g} s",
-                    next_command="wait again; status() tells how far it is",
+                    next_command="wait again; status() shows its progress",
                 )
-            if not is_mine:
-                time.sleep(left)
+            if not runs_here:
+                time.sleep(wait_s)
 
     def _runs_here(self) -> bool:
-        """Whether this process still runs the jobs. Raises what ended that, once."""
+        """Return whether this process still runs the jobs. Raises the error that ended them, once."""
         engine = self._engine
         if engine is None or not engine.done():
             return engine is not None
@@ -228,6 +228,7 @@ class Cycle:
         return False
 
     def status(self) -> CycleStatus:
+        """Return the current state of the cycle and its jobs, also before it is submitted."""
         claim = self._store.claim()
         if self._store.plan() is None:
             jobs = tuple(jobs_of(make_plan(self.settings), ()))
@@ -242,7 +243,7 @@ class Cycle:
         )
 
     def result(self) -> CycleResult:
-        """Return the outcome and the figures so far. Raises ConfigError when it was not submitted."""
+        """Return the outcome and the figures so far. Raises ConfigError if the cycle was not submitted."""
         plan, records, closed = self._ended()
         ledger = read_ledger(self._store, plan, records, self._cycle.with_stored().settings.jobs, closed=closed)
         data = gather(self._store, plan, ledger, records, closed)
@@ -251,17 +252,20 @@ class Cycle:
         return CycleResult(**row.model_dump(), exit_code=code, figures=data.figures)
 
     def report(self) -> CyclePage:
-        """Write the page of the cycle, and everything that it shows. Raises ConfigError when it was not submitted."""
+        """Write the page of the cycle and its data. Raises ConfigError if the cycle was not submitted."""
         plan, records, closed = self._ended()
         data = write_page(self._store, plan, records, self._cycle.with_stored().settings.jobs, closed)
         return CyclePage(uri=self._store.storage.uri(report_key(self.name)), data=data)
 
     def logs(self, job: str, *, attempt: int = 0, node: int = 0) -> Iterator[str]:
-        """Lines of one try (0: the last) of a job or of a child of an array (`embed:3`). Raises ConfigError."""
+        """Yield the log of one attempt (0: the last) of a job, or of a child of an array (`embed:3`).
+
+        Raises ConfigError if there is no such log.
+        """
         yield from log_lines(self._cycle, job, attempt=attempt, node=node)
 
     def cancel(self, reason: str = "by hand") -> CycleStatus:
-        """End every job that is not final; what has finished stays. Raises ConfigError when it was not submitted."""
+        """End every unfinished job. Raises ConfigError if the cycle was not submitted."""
         cancel_cycle(self._cycle, reason)
         return self.wait()
 

@@ -75,18 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program("trnjobs", COMMANDS, _run, argv)
 
 
-def _run(name: str, words: list[str]) -> int:
+def _run(name: str, argv: list[str]) -> int:
     from jobs.settings import CycleSettings
 
     if name == "completion":
-        return show(completion("trnjobs", {command: {"": _parser(command)} for command in USAGE}, words, CycleSettings))
+        return show(completion("trnjobs", {command: {"": _parser(command)} for command in USAGE}, argv, CycleSettings))
     module = import_module(f"jobs.commands.{MODULES[name]}")
-    end = words.index("--") if name == "run" and "--" in words else len(words)
-    read = _parser(name).read(words[:end], CycleSettings)
+    end = argv.index("--") if name == "run" and "--" in argv else len(argv)
+    read = _parser(name).read(argv[:end], CycleSettings)
     if read is None:
         return EXIT_OK
     arguments, resolved = read
-    arguments.command = tuple(words[end + 1 :])
+    arguments.command = tuple(argv[end + 1 :])
     arguments.resolved, arguments.settings = resolved, resolved.settings
     return int(getattr(module, f"run_{name}")(arguments, show))
 
@@ -99,39 +99,35 @@ def _parser(name: str) -> CommandParser:
 
 
 def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a command that are not settings."""
+    """Add the flags of a command. Every other flag is a setting."""
     add = parser.add_argument
     if name in ("plan", "submit", "run", "driver"):
         add("--target", choices=TARGETS, help="overrides jobs.target")
     if name in ("plan", "cost", "status", "config"):
-        add("--json", action="store_true", help="print JSON; of a plan: the requests to the target")
+        add("--json", action="store_true", help="print as JSON; plan: the exact requests to the target")
     match name:
         case "plan":
             add("--diff", action="store_true", help="show differences from the registered job definitions")
         case "config":
-            add("--markdown", action="store_true", help="the reference of all settings, docs/settings.md")
+            add("--markdown", action="store_true", help="print the reference of all settings, docs/settings.md")
         case "fit":
             add("plan", type=Path, metavar="PLAN.json", help="output of `terraform show -json` for a plan")
         case "submit":
-            fresh = "start a submitted cycle from the beginning, if nothing was trained in it"
+            fresh = "start a submitted cycle again from the beginning, if nothing was trained in it"
             add("--fresh", action="store_true", help=fresh)
         case "run":
-            again = "run it again from the beginning, with the checkpoints of the earlier run"
+            again = "run it again from the beginning, with access to the checkpoints of the earlier run"
             add("--again", action="store_true", help=again)
             add("--name", default="", help="recorded as the cycle run-NAME (default: from the script)")
             add("--nodes", type=int, default=0, metavar="N", help="machines at once (default: 1)")
             add("--processes", type=int, default=0, metavar="P", help="ranks on each machine (default: 1)")
             add("--instance", default="", help="instance type, such as trn1.32xlarge")
-            add("--vcpus", type=int, default=0, metavar="N", help="of a node (default: all of the instance, else 1)")
+            add("--vcpus", type=int, default=0, metavar="N", help="vCPUs per node (default: the instance's, else 1)")
             add(
-                "--memory-mib",
-                type=int,
-                default=0,
-                metavar="MIB",
-                help="of a node (default: all of the instance, else 2048)",
+                "--memory-mib", type=int, default=0, metavar="MIB", help="per node (default: the instance's, else 2048)"
             )
-            add("--attempts", type=int, default=0, metavar="A", help="attempts in all (default: 3)")
-            add("--timeout-s", type=int, default=0, metavar="S", help="of one attempt (default: 24 h)")
+            add("--attempts", type=int, default=0, metavar="A", help="maximum number of attempts (default: 3)")
+            add("--timeout-s", type=int, default=0, metavar="S", help="limit of one attempt (default: 24 h)")
             add("--image", default="", help="overrides jobs.image")
             add("--queue", default="", help="overrides jobs.queue")
             add("--role", default="", help="overrides jobs.role")
@@ -140,14 +136,14 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
                 type=_variable,
                 action="append",
                 metavar="NAME=VALUE",
-                help="variable of the script, no secrets",
+                help="environment variable; no secrets",
             )
         case "logs":
-            add("job", help="name in trnjobs status, such as train, or embed:3 for a child of an array")
+            add("job", help="name in trnjobs status; a child of an array: embed:3")
             add("--attempt", type=int, default=0, help="attempt number, from 1 (default: the last)")
-            add("--node", type=int, default=0, help="which node of a multi-node job, from 0 (the main one)")
+            add("--node", type=int, default=0, help="node of a multi-node job, from 0 (the main node)")
             add("-f", "--follow", action="store_true", help="print new lines until the attempt has ended")
-            add("--tail", type=_count, metavar="N", help="begin with the last N lines")
+            add("--tail", type=_count, metavar="N", help="start with the last N lines")
         case "notify":
             add("--test", action="store_true", help="first send a test message to every address")
         case "cancel":
@@ -157,32 +153,31 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         case "history":
             add("--last", type=_count, default=20, help="cycles to show")
         case "cost":
-            several = "the newest N cycles side by side, and their success rate"
-            add("--last", type=_count, metavar="N", help=several)
+            add("--last", type=_count, metavar="N", help="show the newest N cycles and their success rate")
         case "status":
-            add("--watch", action="store_true", help="refresh until the cycle has ended, then exit with its exit code")
-            add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between two updates (default: 5)")
+            add("--watch", action="store_true", help="refresh until the cycle has ended; exits with its exit code")
+            add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between updates (default: 5)")
         case "driver":
-            else_ = "else the variable TRNJOBS_SCHEDULED_TIME; else the newest time that has passed"
-            add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z; {else_}")
+            default = "default: TRNJOBS_SCHEDULED_TIME, else the newest scheduled time that has passed"
+            add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z ({default})")
 
 
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text}; expected NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"{text}, expected NAME=VALUE")
     return name, value
 
 
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} seconds; expected 0.1 to 3600")
+        raise argparse.ArgumentTypeError(f"{text} seconds, expected 0.1 to 3600")
     return seconds
 
 
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}; expected at least 1")
+        raise argparse.ArgumentTypeError(f"{text}, expected at least 1")
     return number

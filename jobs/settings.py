@@ -1,4 +1,4 @@
-"""The settings of `trnjobs`: those of the pipeline and `[jobs]`, how a cycle becomes jobs, where they run, and when."""
+"""The settings of `trnjobs`: those of the pipeline, and `[jobs]` with the jobs of a cycle, target and schedule."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -12,37 +12,37 @@ from pipeline.settings import Settings, leaves, resolve
 
 
 class StageJob(Record):
-    """What one job of the cycle gets."""
+    """The shape, machine and retries of one job."""
 
-    nodes: int = Field(1, ge=1, le=1000, description="Machines that run it at once; more than 1: a multi-node job")
-    processes: int = Field(1, ge=1, le=1024, description="Ranks on each machine, one a device")
+    nodes: int = Field(1, ge=1, le=1000, description="Number of machines; more than 1: a multi-node job")
+    processes: int = Field(1, ge=1, le=1024, description="Ranks per machine, one per device")
     workers: int = Field(
-        1, ge=1, le=10_000, description="Children of an array that share the work (prepare, mine, embed)"
+        1, ge=1, le=10_000, description="Children of an array job that divide the work (prepare, mine, embed)"
     )
-    instance: str = Field("", description="Machine it is meant for, such as trn1.32xlarge: devices, sizes and price")
-    vcpus: int | None = Field(None, ge=1, description="vCPUs of a node; null: all of the instance, 1 without one")
+    instance: str = Field("", description="Instance type, such as trn1.32xlarge; gives devices, sizes and price")
+    vcpus: int | None = Field(None, ge=1, description="vCPUs per node; null: all of the instance, or 1 without one")
     memory_mib: int | None = Field(
-        None, ge=4, description="MiB of a node; null: what the instance can give, 2048 without one"
+        None, ge=4, description="MiB per node; null: the usable memory of the instance, or 2048 without one"
     )
-    image: str = Field("", description="Another image than jobs.image")
-    queue: str = Field("", description="Another queue than jobs.queue")
-    role: str = Field("", description="ARN of another role than jobs.role")
-    attempts: int = Field(3, ge=1, le=10, description="Tries in all")
+    image: str = Field("", description="Overrides jobs.image")
+    queue: str = Field("", description="Overrides jobs.queue")
+    role: str = Field("", description="ARN; overrides jobs.role")
+    attempts: int = Field(3, ge=1, le=10, description="Maximum number of attempts")
     timeout_s: int | None = Field(
         None,
         ge=60,
-        description="Seconds after which one try is ended, never tried again; null: 1 h (health 1.5 h, compile,"
-        " mine and embed 12 h, train 24 h), more where the stage allows itself more",
+        description="Time limit of one attempt in seconds, not retried; null: 1 h (health 1.5 h, compile,"
+        " mine and embed 12 h, train 24 h), or the longer limit of the stage",
     )
 
     @property
     def ranks(self) -> int:
-        """On all machines together."""
+        """Return the number of ranks on all machines."""
         return self.nodes * self.processes
 
 
 class Step(StageJob):
-    """A script of the team's own, beside the stages of a cycle."""
+    """A user script that runs as a job of the cycle."""
 
     short: ClassVar[tuple[str, ...]] = ("name", "command")
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
@@ -54,9 +54,9 @@ class Step(StageJob):
     @model_validator(mode="after")
     def _one_job(self) -> Self:
         if not self.command[0]:
-            raise ValueError("command: its first word is empty; expected a program or a script")
+            raise ValueError("command: the first argument is empty, expected a program or a script")
         if self.workers > 1:
-            raise ValueError("workers: a script is no array; expected nodes and processes")
+            raise ValueError("workers: a script cannot be an array job, use nodes and processes")
         return self
 
 
@@ -64,18 +64,18 @@ TargetName = Literal["local", "batch", "sagemaker"]
 
 
 class NotifyConfig(Record):
-    """Who is told of the ends of cycles and of missed deadlines. The addresses are secrets, and in no settings file."""
+    """Notifications of ended cycles and missed deadlines. The addresses are secrets and not in a settings file."""
 
     retired: ClassVar[Mapping[str, Any]] = {"webhooks": {}, "page_url": ..., "retried_at": ..., "budget_s": ...}
     url_variable: str = Field(
         "",
         pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$",
-        description="Environment variable that holds Apprise URLs, with spaces between them",
+        description="Environment variable with Apprise URLs, separated by spaces",
     )
     url_secret: str = Field(
         "",
         pattern=r"^(arn:[A-Za-z0-9/_+=.@:-]+|[A-Za-z0-9/_+=.@-]*)$",
-        description="Secret of AWS Secrets Manager that does, by name or ARN",
+        description="Secret of AWS Secrets Manager with Apprise URLs, by name or ARN",
     )
 
     @property
@@ -85,59 +85,59 @@ class NotifyConfig(Record):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.url_variable and self.url_secret:
-            raise ValueError("both url_variable and url_secret; expected one of them")
+            raise ValueError("url_variable and url_secret are both set, expected one of them")
         return self
 
 
 class SageMakerConfig(Record):
-    """How training jobs of Amazon SageMaker run the jobs of a cycle (sagemaker)."""
+    """Settings of the target sagemaker, which runs the jobs as training jobs of Amazon SageMaker."""
 
     retired: ClassVar[Mapping[str, Any]] = dict.fromkeys(
         ("via", "output", "spot_wait_s", "infra_check", "poll_s", "price_factor"), ...
     )
     queue: str = Field(
         "",
-        description="Fair-share queue of service jobs of AWS Batch, by name or ARN; empty: training jobs are created by"
-        " SageMaker's own calls",
+        description="Fair-share queue of AWS Batch for service jobs, by name or ARN; empty: CreateTrainingJob is called"
+        " directly",
     )
-    subnets: tuple[str, ...] = Field((), max_length=16, description="Of the VPC of the jobs; none: no VPC")
-    security_groups: tuple[str, ...] = Field((), max_length=5, description="Of the VPC of the jobs")
-    volume_gib: int = Field(100, ge=1, description="Disk of a machine, where it has none of its own")
+    subnets: tuple[str, ...] = Field((), max_length=16, description="Subnets of the jobs; empty: no VPC")
+    security_groups: tuple[str, ...] = Field((), max_length=5, description="Security groups of the jobs")
+    volume_gib: int = Field(100, ge=1, description="Disk size per machine without instance storage")
     keep_alive_s: int = Field(
-        0, ge=0, le=3600, description="Seconds that machines wait for a next job of the same shape; needs a quota"
+        0, ge=0, le=3600, description="Seconds to keep machines for the next job of the same shape; needs a quota"
     )
-    spot: bool = Field(False, description="Managed Spot capacity; taken away, a job starts again in place")
+    spot: bool = Field(False, description="Use managed Spot capacity; an interrupted job restarts in place")
 
 
 class JobsConfig(Record):
-    """The jobs of a cycle, where they run, and what they may cost."""
+    """The jobs of a cycle, their target, prices and schedule."""
 
     retired: ClassVar[Mapping[str, Any]] = dict.fromkeys(
         ("blocked_dwell_s", "titles_per_s", "vcpu_titles_per_s", "local_memory_mib", "stop_grace_s"), ...
     )
-    name: str = Field("trnpipe", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", description="First word of all names of jobs")
+    name: str = Field("trnpipe", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", description="Prefix of all job names")
     target: TargetName = Field("local", description="This machine, AWS Batch, or Amazon SageMaker")
     image: str = Field("", description="Container image, pinned by digest (batch, sagemaker)")
-    queue: str = Field("", description="Queue of jobs (batch)")
-    share_identifier: str = Field("", description="Whose share of a fair-share queue this is; letters and digits")
-    priority: int = Field(100, ge=0, le=9999, description="Order among the jobs of the same share; higher goes first")
-    role: str = Field("", description="ARN of the role whose rights the code has (batch, sagemaker)")
+    queue: str = Field("", description="Job queue, by name or ARN (batch)")
+    share_identifier: str = Field("", description="Share identifier on a fair-share queue; letters and digits")
+    priority: int = Field(100, ge=0, le=9999, description="Priority within the share; higher runs first")
+    role: str = Field("", description="ARN of the role that the jobs assume (batch, sagemaker)")
     log_group: str = Field("/aws/batch/job", min_length=1, description="CloudWatch log group of all jobs (batch)")
     environment: dict[str, str] = Field(
-        {}, description="Variables of every job, as NAME=value; shown in plans, so no secrets"
+        {}, description="Environment variables of every job, NAME=value; shown in plans, so no secrets"
     )
-    sla_s: int | None = Field(None, ge=60, description="Seconds from its scheduled time within which a cycle must end")
-    prices: dict[str, float] = Field({}, description="USD an hour by instance type, before the table of list prices")
+    sla_s: int | None = Field(None, ge=60, description="Seconds from the scheduled time until a cycle must have ended")
+    prices: dict[str, float] = Field({}, description="USD per hour by instance type; overrides the list prices")
     vcpu_usd_per_hour: float | None = Field(
-        None, ge=0, description="USD an hour of a vCPU of machines whose type has no price; null: cost unknown"
+        None, ge=0, description="USD per vCPU hour for instance types without a price; null: cost unknown"
     )
-    local_vcpus: int = Field(0, ge=0, description="vCPUs that local jobs share; 0: those of this machine")
+    local_vcpus: int = Field(0, ge=0, description="vCPUs for all local jobs together; 0: all of this machine")
     schedule: ScheduleConfig = ScheduleConfig()
     notify: NotifyConfig = NotifyConfig()
     sagemaker: SageMakerConfig = SageMakerConfig()
     steps: tuple[Step, ...] = Field(
         (),
-        description="Scripts beside the stages, as tables [[jobs.steps]]: name, command, after and before (names of"
+        description="User scripts as jobs, in tables [[jobs.steps]]: name, command, after and before (names of"
         " jobs), nodes, processes, instance, attempts, timeout_s, environment, ...",
     )
     prepare: StageJob = StageJob()
@@ -151,14 +151,14 @@ class JobsConfig(Record):
     report: StageJob = StageJob()
 
     def stage(self, name: str) -> StageJob:
-        """By name of the job: a stage, or a step."""
+        """Return the settings of a job, which is a stage or a step."""
         step = next((step for step in self.steps if step.name == name), None)
         job: StageJob = step or getattr(self, name)
         return job
 
 
 class CycleSettings(Settings):
-    """Everything a cycle of jobs can be told."""
+    """All settings of a cycle of jobs."""
 
     program: ClassVar[str] = "trnjobs"
     other_programs: ClassVar[frozenset[str]] = frozenset()
@@ -169,36 +169,36 @@ _PER_JOB = {"cycle", "workspace", "launch", "scratch"}
 
 
 def of_all_jobs(settings: CycleSettings) -> dict[str, Any]:
-    """Return what all jobs of a cycle share, as a JSON file for `--config`.
+    """Return the settings that all jobs of a cycle share, as a tree for `--config`.
 
-    Without what differs between jobs or places: they get it by variable or flag.
+    Settings that differ between jobs or machines are passed by variable or flag.
     """
     return settings.model_dump(mode="json", exclude=_PER_JOB)
 
 
 def pipeline_fingerprint(settings: CycleSettings) -> str:
-    """Names the work; what `[jobs]` makes of it is in the plan itself."""
+    """Return the fingerprint of the pipeline settings. The effect of `[jobs]` is in the plan itself."""
     return fingerprint(settings.model_dump(mode="json", exclude=_PER_JOB | {"jobs"}))
 
 
 def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a tree holds, by dotted name."""
-    found = dict[str, Any]()
+    """Return the settings in a tree, by dotted name."""
+    values = dict[str, Any]()
     for name in leaves(CycleSettings):
         value: Any = tree
-        for word in name.split("."):
-            if not isinstance(value, Mapping) or word not in value:
+        for key in name.split("."):
+            if not isinstance(value, Mapping) or key not in value:
                 break
-            value = value[word]
+            value = value[key]
         else:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> CycleSettings:
-    """Return the settings of a tree as `of_all_jobs` makes it, with other values by dotted name.
+    """Return the settings of a tree from `of_all_jobs`, with other values by dotted name.
 
-    Raises ConfigError for a setting that this version does not know, or a value out of bounds.
+    Raises ConfigError for an unknown setting, or a value out of bounds.
     """
     changed = dict(tree)
     for name, value in values.items():
@@ -211,7 +211,7 @@ def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> CycleSett
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the places in which two trees differ, as (dotted name, before, now)."""
+    """Yield the differences of two trees, as (dotted name, before, now)."""
     if before == now:
         return
     left, right = _table(before), _table(now)
@@ -223,7 +223,7 @@ def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, An
 
 
 def _table(value: Any) -> Mapping[str, Any] | None:
-    """Return a mapping, or a list of named tables by their names."""
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) and "name" in one for one in value):
-        return {str(one["name"]): one for one in value}
+    """Return a mapping as it is, and a list of named tables as a mapping by name."""
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) and "name" in item for item in value):
+        return {str(item["name"]): item for item in value}
     return value if isinstance(value, Mapping) else None

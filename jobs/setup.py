@@ -1,4 +1,4 @@
-"""From settings to what a command works on: the cycle in its workspace, its plan, and the target."""
+"""Opens the cycle, the plan and the target that the settings of a command describe."""
 
 import os
 import shlex
@@ -41,7 +41,7 @@ from pipeline.train.config import rank_slice
 
 
 def cycle_of(settings: CycleSettings) -> str:
-    """Return the cycle of the settings, else today's date: by the clocks of the schedule if there is one, else UTC."""
+    """Return the name of the cycle, by default today's date in the time zone of the schedule, else in UTC."""
     schedule = settings.jobs.schedule
     zone = ZoneInfo(schedule.timezone) if schedule.is_set else UTC
     return settings.cycle or datetime.now(zone).date().isoformat()
@@ -49,112 +49,112 @@ def cycle_of(settings: CycleSettings) -> str:
 
 @dataclass(frozen=True)
 class OpenCycle:
-    """One cycle of a workspace as a command works on it, whether it has jobs or not. `say` takes lines for the user."""
+    """A cycle of a workspace, with or without jobs, as commands use it. `say` prints a line for the user."""
 
     settings: CycleSettings
     store: CycleStore
     say: Say
     stop: StopSignal
     is_shown: bool = False
-    """Whether standard output shows the jobs while this process runs them."""
+    """Whether standard output shows the jobs live while this process runs them."""
 
     @property
     def name(self) -> str:
         return self.store.cycle
 
     def other(self, name: str) -> Self:
-        """Another cycle of the same workspace and settings."""
+        """Return another cycle of the same workspace and settings."""
         settings = self.settings.model_copy(update={"cycle": name})
         return replace(self, settings=settings, store=replace(self.store, cycle=name))
 
     def with_stored(self) -> Self:
-        """Return this cycle with the settings it was submitted with; those given now (file, environment, flag) win.
+        """Return this cycle with its submitted settings, overridden by those set now (file, environment, flag).
 
-        So its machines, prices and deadline are known to whoever looks at it. As it is where nothing was submitted, or
-        another version stored what this one cannot read.
+        These hold its machines, prices and deadline. The cycle is returned unchanged if nothing was submitted, or if
+        another version stored settings that this version cannot read.
         """
         try:
             stored = self.store.settings()
             if stored is None:
                 return self
-            given = values_of(self.settings.model_dump(mode="json", exclude_unset=True))
-            settings = with_values(stored, given)
+            overrides = values_of(self.settings.model_dump(mode="json", exclude_unset=True))
+            settings = with_values(stored, overrides)
         except (ConfigError, DataError) as error:
             self.say(f"cycle {self.name}: its stored settings are not used: {error.seen}")
             return self
         return replace(self, settings=settings)
 
     def plan(self) -> JobPlan:
-        """Return the plan that was submitted. Raises ConfigError when none was."""
+        """Return the submitted plan. Raises ConfigError if there is none."""
         plan = self.store.plan()
         if plan is None:
             others = ", ".join(list(claims_by_age(self.store, runs=True))[-5:]) or "none"
             raise ConfigError(
                 f"no jobs of cycle {self.name} in {self.store.storage.root} (cycles with jobs: {others})",
-                expected="a cycle that was submitted",
+                expected="a submitted cycle",
                 next_command="trnjobs submit, or another --cycle or --workspace",
             )
         return plan
 
     def target(self) -> Target:
-        """Where the cycle was submitted to, whatever the settings say now."""
+        """Return the target to which the cycle was submitted, or that of the settings."""
         claim = self.store.claim()
         return open_target(self, claim.target if claim else self.settings.jobs.target)
 
     def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
-        """Of a cycle that has ended what is on record, else what its target tells; with the errors of failed jobs."""
+        """Return the stored records of an ended cycle, else those of its target, with the errors of failed jobs."""
         return self.with_errors((self.store.records() if self.store.closed() else ()) or self.target().records(plan))
 
     def with_errors(self, records: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
-        """Return the records, with what the logs of failed jobs say."""
+        """Add the errors in the logs of failed jobs to the records."""
         return with_errors(
             self.store, records, lambda task, attempt, node: self.target().logs(task, attempt=attempt, node=node)
         )
 
     def interrupted_s(self) -> float | None:
-        """How long ago the process ended that ran the jobs of a cycle on this machine; None while they go on."""
+        """Return the seconds since the process that ran the jobs on this machine has died, None if it has not."""
         claim, now = self.store.claim(), self.store.clock()
         if claim is None or claim.target != "local" or (claim.owner and claim.lease_until > now):
             return None
         at = self.target().interrupted_at()
         return None if at is None else max(0.0, now - at)
 
-    def standing(self) -> str:
-        """How a cycle stands that has not ended: `under way`, or interrupted, with the command that goes on."""
+    def progress(self) -> str:
+        """Return `under way`, or that the cycle was interrupted, with the command that resumes it."""
         ago_s = self.interrupted_s()
         if ago_s is None:
             return "under way"
         command = self.command("retry")
-        return f"interrupted {format_duration(ago_s)} ago, the process that ran its jobs has ended; go on: {command}"
+        return f"interrupted {format_duration(ago_s)} ago, the process that ran its jobs has ended; resume: {command}"
 
     def command(self, name: str) -> str:
-        """Return a command about this cycle that can be pasted where this one was typed."""
+        """Return a command for this cycle that can be pasted into the same shell."""
         root = self.store.storage.root.removeprefix("file://")
         return shlex.join([program(), name, "--workspace", root, "--cycle", self.name])
 
     def outcome(self, closed: Closed) -> str:
-        """Return how this cycle ended, with what became of its model."""
-        judged = None
-        with suppress(DataError):  # a damaged result hides no cycle
-            judged = load_result(self.store.storage, self.name, "evaluate")
-        return outcome_text(closed.outcome, judged.figures if judged else {})
+        """Return the outcome of this cycle, with that of its model."""
+        evaluated = None
+        with suppress(DataError):  # a damaged result must not hide the cycle
+            evaluated = load_result(self.store.storage, self.name, "evaluate")
+        return outcome_text(closed.outcome, evaluated.figures if evaluated else {})
 
     def failure_lines(self, records: Sequence[JobRecord]) -> list[str]:
-        """Return the errors of failed jobs, and commands for their logs that can be pasted here."""
+        """Return the errors of failed jobs, and commands for their logs that can be pasted into the same shell."""
         return failure_lines(records, self.store.storage.root, self.name, program())
 
     def end_lines(
         self, plan: JobPlan, records: Sequence[JobRecord], closed: Closed | None, data: PageData | None = None
     ) -> list[str]:
-        """Return the verdict on a cycle, where its page is, and what failed. `data`: what its page shows, if known."""
+        """Return the verdict on a cycle, the path of its page, and the failures. `data`: data of the page, if known."""
         storage, claim, key = self.store.storage, self.store.claim(), report_key(self.name)
         if data is None:
             ledger = read_ledger(self.store, plan, records, self.settings.jobs, closed=closed)
             data = gather(self.store, plan, ledger, records, closed)
-        target, judged = claim.target if claim else "", data.figures.get("evaluate", {})
-        lines = verdict_lines(data.ledger, data.evaluation, judged, data.vectors, target)
+        target, evaluated = claim.target if claim else "", data.figures.get("evaluate", {})
+        lines = verdict_lines(data.ledger, data.evaluation, evaluated, data.vectors, target)
         failures, reason = self.failure_lines(records), without_error(closed.reason, records) if closed else ""
-        if data.outcome == "refused" and data.evaluation:  # the reasons stand in the verdict
+        if data.outcome == "refused" and data.evaluation:  # the verdict contains the reasons
             failures, reason = failures[-1:], ""
         page = [f"  page: {display_path(storage.uri(key))}"] if storage.stat(key) is not None else []
         return [*lines, *([f"  {reason}"] if reason else []), *page, *failures]
@@ -164,9 +164,9 @@ class OpenCycle:
 
 
 def program() -> str:
-    """How to call `trnjobs` from here: by its name where the shell finds it, else by its path."""
-    beside = Path(sys.executable).parent / "trnjobs"
-    return "trnjobs" if shutil.which("trnjobs") or not beside.exists() else display_path(str(beside))
+    """Return how to call `trnjobs` in this shell: by its name if it is on the path, else by its path."""
+    script = Path(sys.executable).parent / "trnjobs"
+    return "trnjobs" if shutil.which("trnjobs") or not script.exists() else display_path(str(script))
 
 
 def open_cycle(
@@ -180,35 +180,35 @@ def open_cycle(
 def open_newest(
     settings: CycleSettings, say: Say, stop: StopSignal | None = None, *, is_shown: bool = False
 ) -> OpenCycle:
-    """Open the cycle that the settings name; if they name none, the newest with jobs."""
-    asked = open_cycle(settings, say, stop, is_shown=is_shown)
-    check_workspace(asked.store.storage)
-    newest = [] if settings.cycle else newest_cycles(asked.store) or list(claims_by_age(asked.store, runs=True))
-    return asked.other(newest[-1]) if newest else asked
+    """Open the cycle of the settings, by default the newest cycle with jobs. Raises ConfigError without a workspace."""
+    cycle = open_cycle(settings, say, stop, is_shown=is_shown)
+    check_workspace(cycle.store.storage)
+    newest = [] if settings.cycle else newest_cycles(cycle.store) or list(claims_by_age(cycle.store, runs=True))
+    return cycle.other(newest[-1]) if newest else cycle
 
 
 def newest_cycles(store: CycleStore) -> list[str]:
-    """Return the names of the cycles with jobs in a workspace, the newest last."""
+    """Return the names of the claimed cycles of a workspace, the newest last."""
     return list(claims_by_age(store))
 
 
 @contextmanager
 def stopping_jobs(settings: CycleSettings) -> Iterator[StopSignal]:
-    """Signals set the stop that is given here; this process then has the time that local jobs need to end."""
+    """Yield a stop signal that is set by SIGINT and SIGTERM, with enough grace time for local jobs to end."""
     stop = StopSignal()
     with stop_on_signals(stop, grace_s=PLATFORM_S + ENGINE_MARGIN_S):
         yield stop
 
 
 def make_plan(settings: CycleSettings) -> JobPlan:
-    """Return the plan of the settings; asks nobody.
+    """Return the plan of the settings, without reading the workspace or AWS.
 
-    Raises ConfigError, also for a batch that its ranks cannot share, and for mined negatives that nobody mines.
+    Raises ConfigError if the settings do not fit together, such as a batch size that does not divide among the ranks.
     """
     if settings.cycle.startswith(RUN_PREFIX):
         raise ConfigError(
-            f"cycle {settings.cycle!r}",
-            expected=f"a name that does not begin with {RUN_PREFIX}: that is reserved for trnjobs run",
+            f"cycle {settings.cycle!r} begins with {RUN_PREFIX}, which is reserved for trnjobs run",
+            expected="another name",
         )
     jobs = settings.jobs
     for job in (jobs.compile, jobs.train, jobs.evaluate):
@@ -218,11 +218,11 @@ def make_plan(settings: CycleSettings) -> JobPlan:
         _check_compiled_ranks(settings, on_neuron)
     if settings.train.mined_per_query and not settings.mine.enabled:
         raise ConfigError(
-            f"train.mined_per_query is {settings.train.mined_per_query}, and no job of the cycle mines negatives",
+            f"train.mined_per_query is {settings.train.mined_per_query}, but no job of the cycle mines negatives",
             expected="mine.enabled true, or no mined negatives",
             next_command="--mine.enabled true, or --train.mined-per-query 0",
         )
-    # Stages that end themselves after some time, on the machines that their jobs are meant for.
+    # Stages with their own time limit, on the machines of their jobs.
     health, limits_s = jobs.health, dict[str, float]()
     limits_s["health"] = settings.health.stage_limit_s(
         on_neuron="health" in on_neuron, num_nodes=health.nodes, processes=health.processes
@@ -241,7 +241,7 @@ def make_plan(settings: CycleSettings) -> JobPlan:
 
 
 def make_run(settings: CycleSettings) -> JobPlan:
-    """Return the plan of the one script in the settings. Raises ConfigError."""
+    """Return the plan of the single script in the settings. Raises ConfigError if it cannot run as a job."""
     (step,) = settings.jobs.steps
     plan = plan_script(settings.jobs, step, cycle=settings.cycle, workspace=_workspace_uri(settings))
     return with_placements(plan, settings.jobs)
@@ -252,34 +252,34 @@ def _workspace_uri(settings: CycleSettings) -> str:
 
 
 def _check_compiled_ranks(settings: CycleSettings, on_neuron: Collection[str]) -> None:
-    """Graphs are found again by as many ranks as they were compiled for. Raises ConfigError for a job of others."""
+    """Check that jobs have a number of ranks for which graphs are compiled. Raises ConfigError if not."""
     compiled, trained = settings.jobs.compile, settings.jobs.train
     if compiled.ranks != trained.ranks:
         raise ConfigError(
-            f"jobs.compile has {compiled.ranks} ranks (nodes x processes), jobs.train {trained.ranks}",
-            expected="as many: the number of replicas is part of a compiled graph",
+            f"jobs.compile has {compiled.ranks} ranks (nodes x processes), jobs.train has {trained.ranks}",
+            expected="equal numbers, because the number of replicas is part of a compiled graph",
             next_command=f"--jobs.compile.nodes {trained.nodes} --jobs.compile.processes {trained.processes}",
         )
     scoring, names = settings.compile.scoring_ranks, ("evaluate", "embed", *(["mine"] if settings.mine.enabled else []))
-    known = sorted({trained.ranks, *scoring})
+    counts = sorted({trained.ranks, *scoring})
     for name, ranks in ((name, settings.jobs.stage(name).ranks) for name in names if name in on_neuron):
-        if ranks not in known:
+        if ranks not in counts:
             raise ConfigError(
-                f"jobs.{name} has {ranks} ranks, graphs are compiled for {', '.join(map(str, known))}",
-                expected="a number of ranks that graphs are compiled for",
+                f"jobs.{name} has {ranks} ranks, but graphs are compiled for {', '.join(map(str, counts))}",
+                expected="a number of ranks for which graphs are compiled",
                 next_command=f"--compile.scoring-ranks {','.join(map(str, (*scoring, ranks)))}",
             )
 
 
 def submitter() -> str:
-    """Who submits, for others to read: the job, else this process."""
+    """Return the name of the submitter in the claim: the id of this job, else host and process id."""
     return os.environ.get(JOB_ID) or f"{socket.gethostname()}:{os.getpid()}"
 
 
 def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda: None) -> Target:
-    """Return the target of that name, for the jobs of one cycle. Raises ConfigError when it cannot be reached.
+    """Return the target of this name for the jobs of a cycle. Raises ConfigError if AWS is not configured.
 
-    `renew` keeps the claim of the one who submits, while that takes long.
+    `renew` extends the lease of the submitter during a long submission.
     """
     settings, store, say, stop = cycle.settings, cycle.store, cycle.say, cycle.stop
     if name == "local":

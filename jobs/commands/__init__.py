@@ -1,1 +1,1 @@
-"""What `trnjobs` can be asked."""
+"""The commands of `trnjobs`."""

@@ -1,4 +1,4 @@
-"""`trnjobs diff A B`: what differs between two cycles, in their settings, their data and their metrics."""
+"""`trnjobs diff A B`: differences between two cycles in settings, data and metrics."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -16,26 +16,26 @@ from pipeline.core.progress import Say
 from pipeline.evaluate.report import EvaluationReport, load_report
 
 _DATA = ("rows", "rows_bad", "queries_train", "queries_valid", "queries_test", "labels", "partitions_prepared")
-"""Figures of the prepare stage that describe the data."""
+"""Figures of prepare that describe the data."""
 _MAIN_METRICS = ("ndcg@10", "retrieval_ndcg@10", "retrieval_recall@100", "macro_f1", "accuracy", "ece")
-_MOST_CHARACTERS = 30
+_MAX_CHARACTERS = 30
 _SAME = 5e-5
-"""Metrics that differ by less are equal at four decimals."""
+"""Metrics with a smaller difference are equal at four decimals."""
 
 
 def run_diff(arguments: argparse.Namespace, say: Say) -> int:
     """Print the differences of two cycles (default: the newest two). Raises ConfigError if one does not exist."""
-    opened = open_newest(arguments.settings, say)
-    names = arguments.cycles or newest_cycles(opened.store)[-2:]
+    base = open_newest(arguments.settings, say)
+    names = arguments.cycles or newest_cycles(base.store)[-2:]
     if len(names) != 2:
         raise ConfigError(
             f"{len(names)} cycle(s) to compare: {', '.join(names) or 'none'}",
             expected="two cycles",
             next_command="trnjobs history, then: trnjobs diff A B",
         )
-    first, second = (opened.other(name).store for name in names)
-    for store in (first, second):
-        opened.other(store.cycle).plan()  # raises ConfigError if it was not submitted
+    first, second = (base.other(name).store for name in names)
+    for name in names:
+        base.other(name).plan()  # raises if the cycle was not submitted
     say(f"{first.cycle} -> {second.cycle}")
     for title, lines in (
         ("settings", _changed(_settings(first), _settings(second))),
@@ -68,11 +68,11 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _text(name: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return shortened(value_text(name, value), _MOST_CHARACTERS)
+    return shortened(value_text(name, value), _MAX_CHARACTERS)
 
 
 def _metrics(before: EvaluationReport | None, now: EvaluationReport | None) -> list[str]:
-    """Return the changed main metrics, with a note if the test rows differ."""
+    """Return the main metrics of both cycles, and a note if their test rows differ."""
     if before is None or now is None:
         return [f"{'the first' if before is None else 'the second'} was not evaluated"]
     old, new = before.candidate.figures, now.candidate.figures
@@ -84,5 +84,7 @@ def _metrics(before: EvaluationReport | None, now: EvaluationReport | None) -> l
     lines = aligned(rows, left=(0, 2)) if rows else []
     sizes = [f"{format_count(report.holdout.queries)} queries" for report in (before, now)]
     if lines and before.inputs.get("data") != now.inputs.get("data"):
-        lines.append(f"of different test rows ({sizes[0]}, {sizes[1]}): part of the difference may be the data")
+        lines.append(
+            f"measured on different test rows ({sizes[0]}, {sizes[1]}), which may explain a part of the change"
+        )
     return lines

@@ -1,12 +1,12 @@
-"""Messages to a team through Apprise: `trnjobs notify`, and what commands that close cycles send.
+"""Notifications through Apprise: `trnjobs notify`, and the messages that other commands send.
 
 A message is stored in the workspace until every address has accepted it, so that none is lost:
 
-notify/<cycle>/<name>.json          a pending message with the addresses that have accepted it
-cycles/<cycle>/jobs/told/<name>     marks a message that was created, so that it is not created again
+notify/<cycle>/<name>.json          a pending message and the addresses that have accepted it, deleted after the last
+cycles/<cycle>/jobs/told/<name>     marks that the message was created, so that it is not created again
 
-The first is written before the second, and both before the cycle is closed. A kill between sending and recording
-sends a message again.
+The message is written before the mark, and both before the cycle is closed. After a kill between a delivery and its
+record, the message is sent again.
 """
 
 import argparse
@@ -35,20 +35,20 @@ from pipeline.io.storage import read_record
 
 OUTBOX = "notify"
 MAX_TEXT = 1500
-"""Characters of a line. Reasons of jobs and of the gate may be long."""
+"""Limit of a line in characters, because the reasons of jobs may be long."""
 
 
 class Notification(Record):
-    """One message to a team."""
+    """A message to the team."""
 
     title: str
     body: str
-    at: float = Field(description="When it happened, in seconds since 1970")
-    taken_by: tuple[int, ...] = Field((), description="Places of addresses in their list")
+    at: float = Field(description="Time of the event, in seconds since 1970")
+    taken_by: tuple[int, ...] = Field((), description="Indices of the addresses that have accepted it")
 
 
 def run_notify(arguments: argparse.Namespace, say: Say) -> int:
-    """Send the pending messages, with --test after a test message to every address.
+    """Send the pending messages, after a test message with `--test`.
 
     Raises ConfigError without an address, TransientError if an address did not accept every message.
     """
@@ -80,7 +80,7 @@ def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], clo
     event = outcome_text(closed.outcome, figures)
     took = None if ledger.began_at is None else closed.at - ledger.began_at
     facts = (f"took {format_duration(took)}", DEADLINES[ledger.deadline], money(ledger.total))
-    lines = [without_error(closed.reason, records), "; ".join(word for word in facts if word)]
+    lines = [without_error(closed.reason, records), "; ".join(fact for fact in facts if fact)]
     first = first_failure(records)
     if first and (failed := failed_task(first)):
         lines += (failed.attempts[-1].error or NO_LOG).splitlines()
@@ -89,12 +89,12 @@ def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], clo
     _put(cycle, name, event.upper() if event == "failed" else event, lines, at=closed.at)
 
 
-def _put(cycle: OpenCycle, name: str, what: str, lines: Sequence[str] = (), *, at: float | None = None) -> None:
-    """Store a message unless it was created before. `name` is unique in the cycle. `at` None: now."""
+def _put(cycle: OpenCycle, name: str, event: str, lines: Sequence[str] = (), *, at: float | None = None) -> None:
+    """Store a message, unless it was created before. `name`: unique in the cycle. `at`: None for now."""
     store, storage = cycle.store, cycle.store.storage
     if storage.stat(store.key(f"told/{name}")) is not None:
         return
-    title = f"{cycle.settings.jobs.name} {store.cycle}: {what}"
+    title = f"{cycle.settings.jobs.name} {store.cycle}: {event}"
     body = "\n".join(plain(line) for line in (*lines, storage.uri(report_key(store.cycle))) if line)
     message = Notification(title=plain(title), body=body, at=store.clock() if at is None else at)
     storage.write_if_absent(f"{OUTBOX}/{cycle.name}/{name}.json", message.model_dump_json(indent=1).encode())
@@ -102,7 +102,7 @@ def _put(cycle: OpenCycle, name: str, what: str, lines: Sequence[str] = (), *, a
 
 
 def plain(text: str) -> str:
-    """Return one line without control, format and bidirectional characters, of at most MAX_TEXT characters."""
+    """Return one line of at most MAX_TEXT characters, without control, format and bidirectional characters."""
     line = " ".join("".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in text).split())
     return shortened(line, MAX_TEXT)
 
@@ -110,9 +110,9 @@ def plain(text: str) -> str:
 def send_messages(
     cycle: OpenCycle, plan: JobPlan | None = None, records: Sequence[JobRecord] = (), closed: Closed | None = None
 ) -> int:
-    """Store the messages about a cycle (if `plan` is given), and send the pending messages of all cycles.
+    """Store the messages of a cycle (if `plan` is given), and send the pending messages of all cycles.
 
-    Return the number of messages that are still pending. A failure does not change the outcome of the cycle.
+    Returns the number of messages that are still pending. A failure here never changes the outcome of the cycle.
     """
     if not cycle.settings.jobs.notify.is_set:
         return 0
@@ -122,23 +122,23 @@ def send_messages(
         return _send(cycle)
     except Preempted:
         raise
-    except Exception as error:  # even for a bug. The text of an unknown error may contain an address.
+    except Exception as error:  # even a bug. The text of an unknown error may contain an address.
         seen = error.seen if isinstance(error, ConfigError) else type(error).__name__
         cycle.say(f"notify: messages were not sent: {seen}")
         return 1
 
 
 def _send(cycle: OpenCycle) -> int:
-    """Send each pending message to every address that has not accepted it. An address that fails is not retried."""
+    """Send every pending message to each address that has not accepted it. An address that fails is then skipped."""
     storage, pending = cycle.store.storage, list[tuple[str, Notification]]()
     for stat in storage.list(OUTBOX):
-        again = f"delete {storage.uri(stat.key)}"
+        command = f"delete {storage.uri(stat.key)}"
         try:
-            message = read_record(storage, stat.key, Notification, "a message", "trnjobs", next_command=again)
+            message = read_record(storage, stat.key, Notification, "a message", "trnjobs", next_command=command)
         except DataError as error:
-            cycle.say(f"notify: {error.seen}; next: {again}")
+            cycle.say(f"notify: {error.seen}; next: {command}")
             continue
-        if message is not None:  # else another process has sent it
+        if message is not None:  # otherwise another process has just sent it
             pending.append((stat.key, message))
     if not pending:
         return 0
@@ -146,7 +146,7 @@ def _send(cycle: OpenCycle) -> int:
         import apprise
     except ImportError as error:
         raise missing_package("apprise", "jobs.notify", error) from error
-    logging.getLogger("apprise").disabled = True  # it may log an address, which is a secret
+    logging.getLogger("apprise").disabled = True  # its messages may contain an address, which is a secret
     addresses = _addresses(cycle)
     waiting, failed = 0, set[int]()
     for key, message in sorted(pending, key=lambda item: item[1].at):
@@ -164,15 +164,15 @@ def _send(cycle: OpenCycle) -> int:
             continue
         waiting += 1
         if taken != set(message.taken_by):
-            updated = message.model_copy(update={"taken_by": tuple(sorted(taken))})
-            storage.write_bytes(key, updated.model_dump_json(indent=1).encode())
+            remaining = message.model_copy(update={"taken_by": tuple(sorted(taken))})
+            storage.write_bytes(key, remaining.model_dump_json(indent=1).encode())
     for index in sorted(failed):
-        cycle.say(f"notify: address {index + 1} of jobs.notify did not accept a message, which stays pending")
+        cycle.say(f"notify: address {index + 1} of jobs.notify did not accept a message; it stays pending")
     return waiting
 
 
 def _addresses(cycle: OpenCycle) -> list[str]:
-    """Return the addresses, which no message may show. Raises ConfigError if there is none."""
+    """Return the addresses, which are secrets. Raises ConfigError if there is none."""
     config = cycle.settings.jobs.notify
     if config.url_secret:
         from jobs.targets.batch.client import secret_text  # boto3 takes a while to import
@@ -183,7 +183,7 @@ def _addresses(cycle: OpenCycle) -> list[str]:
     if not text.split():
         raise ConfigError(
             f"{config.url_secret or config.url_variable} is empty",
-            expected="Apprise URLs, one or several with spaces between them",
-            next_command="set it for the driver and for all processes that submit cycles",
+            expected="Apprise URLs, separated by spaces",
+            next_command="set it for every process that closes cycles: the driver, and trnjobs submit",
         )
     return text.split()

@@ -1,4 +1,4 @@
-"""Commands that change no cycle: `trnjobs plan`, `fit`, `status`, `logs`, `history`, `cost`, `report` and `config`."""
+"""Commands that only read: `trnjobs plan`, `fit`, `status`, `logs`, `history`, `cost`, `report` and `config`."""
 
 import argparse
 import json
@@ -33,11 +33,11 @@ from pipeline.core.progress import Say
 from pipeline.io.paths import temporary_folder
 from pipeline.settings import as_json, reference, resolve, table_text
 
-HISTORY = 10  # cycles whose median is the expected duration
+HISTORY = 10  # cycles for the median of the expected durations
 
 
 def run_plan(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the jobs of a cycle with times and costs. Raises ConfigError if the target would refuse one."""
+    """Print the jobs of a cycle with sizes, duration and cost. Raises ConfigError if the target would refuse them."""
     settings: CycleSettings = arguments.settings
     target = arguments.target or settings.jobs.target
     plan = make_plan(settings)
@@ -48,15 +48,15 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
     if arguments.json and target == "sagemaker":
         say(json.dumps(sagemaker_requests(plan), indent=1))
     elif arguments.json:
-        # Both requests of every job. Angle brackets mark values that AWS assigns: revisions and job ids.
+        # Both requests of every job. Values that only AWS assigns are in angle brackets: revisions and job ids.
         ids = {job.name: f"<id of {job.name}>" for job in plan.jobs}
-        shown = []
+        requests = []
         for job in plan.jobs:
             definition = definition_request(plan, job)
             name = f"{definition['jobDefinitionName']}:<revision>"
             submit = submit_request(plan, job, definition=name, ids=ids)
-            shown.append({"RegisterJobDefinition": definition, "SubmitJob": submit})
-        say(json.dumps(shown, indent=1))
+            requests.append({"RegisterJobDefinition": definition, "SubmitJob": submit})
+        say(json.dumps(requests, indent=1))
     elif arguments.diff:
         from jobs.targets.batch.client import BatchClient, connect  # boto3 takes a while to import
 
@@ -71,7 +71,7 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             seconds = expected_seconds(replace(store, cycle=name).records() for name in names)
             prepared = load_result(store.storage, names[-1], "prepare") if names else None
             few = prepared.figures.get("few_queries") if prepared else None
-        except TrnpipeError as error:  # the plan needs no workspace
+        except TrnpipeError as error:  # the plan itself needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
         for line in plan_lines(plan, seconds, prices_of(settings.jobs, target), settings.jobs.sla_s):
             say(line)
@@ -83,16 +83,16 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_fit(arguments: argparse.Namespace, say: Say) -> int:
-    """Check that a cycle can run on what Terraform will create. `make deploy` runs this before it applies a plan.
+    """Check that a cycle would run on the queues that a Terraform plan creates. `make deploy` runs this before apply.
 
-    Plans a cycle with the settings files of the image, read at the same paths here, then files and flags of the
-    command, then the planned outputs of Terraform. Needs no network. Raises ConfigError.
+    The planned settings override the settings files of the image, which are read from the same paths here. Files and
+    flags of the command override both. Nothing is sent to AWS. Raises ConfigError if a job does not fit.
     """
     planned = read_planned(arguments.plan)
     with TemporaryDirectory(prefix="trnjobs-", dir=temporary_folder()) as folder:
-        outputs = Path(folder) / "infra.json"  # as make deploy will write it, without values that are not known yet
-        outputs.write_text(json.dumps(planned.settings))
-        files = [*planned.files, *arguments.config, outputs]
+        infra = Path(folder) / "infra.json"  # the file of make deploy, without values that are not known yet
+        infra.write_text(json.dumps(planned.settings))
+        files = [*planned.files, *arguments.config, infra]
         settings = resolve(files, os.environ, arguments.flags, CycleSettings).settings
     schedule = settings.jobs.schedule.schedule()
     first = cycle_name(schedule, next(schedule.after(datetime.now(UTC))))
@@ -101,7 +101,7 @@ def run_fit(arguments: argparse.Namespace, say: Say) -> int:
     problems = list(dict.fromkeys(account_problems(plan, planned.account)))
     if problems:
         raise ConfigError(
-            "\n  ".join(["a cycle of these settings would not run on the planned machines:", *problems]),
+            "\n  ".join(["a cycle with these settings cannot run on the planned queues:", *problems]),
             expected="queues and compute environments that can hold every job",
             next_command="correct [jobs] or the variables of infra/, then make deploy",
         )
@@ -120,7 +120,7 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the current state of the jobs. Raises ConfigError if the cycle has no jobs."""
+    """Print the current states of the jobs. Raises ConfigError if the cycle has no jobs."""
     cycle = open_newest(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
     store = cycle.store
     if arguments.watch:
@@ -137,52 +137,52 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
     for line in (*status_lines(records), *cycle.failure_lines(records)):
         say(line)
     ended = closed and ", ".join(filter(None, (cycle.outcome(closed), without_error(closed.reason, records))))
-    say(f"cycle {store.cycle}: {ended or cycle.standing()}")
+    say(f"cycle {store.cycle}: {ended or cycle.progress()}")
     return EXIT_OK
 
 
 def run_logs(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the log of an attempt of a job on one node. Raises ConfigError if there is none."""
+    """Print the log of one attempt of a job on one node. Raises ConfigError if there is no such log."""
     cycle = open_newest(arguments.settings, say)
-    options = {"attempt": arguments.attempt, "node": arguments.node}
-    lines = log_lines(cycle, arguments.job, **options, follow=arguments.follow)
+    position = {"attempt": arguments.attempt, "node": arguments.node}
+    lines = log_lines(cycle, arguments.job, **position, follow=arguments.follow)
     if arguments.tail:
-        count = sum(1 for _ in log_lines(cycle, arguments.job, **options))
-        lines = islice(lines, max(0, count - arguments.tail), None)
+        num_lines = sum(1 for _ in log_lines(cycle, arguments.job, **position))
+        lines = islice(lines, max(0, num_lines - arguments.tail), None)
     for line in lines:
         say(line)
     return EXIT_OK
 
 
 def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bool = False) -> Iterator[str]:
-    """Yield the lines of an attempt (from 1; 0: the last) of a job on one node. Raises ConfigError if it is unknown.
+    """Yield the log of one attempt (from 1; 0: the last) of a job on one node. Raises ConfigError if it is unknown.
 
-    `follow`: wait for new lines until the attempt has ended.
+    `follow`: also yield new lines until the attempt has ended.
     """
     plan, target = cycle.plan(), cycle.target()
 
     def find() -> dict[str, JobRecord]:
-        return {job.name: job for record in target.records(plan) for job in (record, *record.children)}
+        return {task.name: task for record in target.records(plan) for task in (record, *record.children)}
 
-    every = find()
-    record = every.get(job)
+    tasks = find()
+    record = tasks.get(job)
     if record is None or record.children:
         raise ConfigError(
-            f"{job} is an array of {len(record.children)}" if record else f"no job {job!r}{hint(job, every)}",
-            expected=f"{job}:0 and so on" if record else f"one of {', '.join(every) or 'none'}",
+            f"{job} is an array of {len(record.children)}" if record else f"no job {job!r}{hint(job, tasks)}",
+            expected=f"{job}:0 and so on" if record else f"one of {', '.join(tasks) or 'none'}",
             next_command="trnjobs status",
         )
     number = attempt or len(record.attempts)
     if not 1 <= number <= len(record.attempts):
         raise ConfigError(
-            f"{record.name} has {len(record.attempts)} attempts, none is number {attempt or 1}",
-            expected="the number of an attempt of a job that has started",
+            f"{record.name} has no attempt {attempt or 1} (attempts: {len(record.attempts)})",
+            expected="a job that has started, and one of its attempts",
             next_command="trnjobs status",
         )
 
     def has_ended() -> bool:
-        record = find()[job]
-        is_over = record.state.is_final or record.attempts[number - 1].stopped_at is not None
+        current = find()[job]
+        is_over = current.state.is_final or current.attempts[number - 1].stopped_at is not None
         return is_over or cycle.interrupted_s() is not None
 
     more = until_ended(has_ended, lambda: time.sleep(0.5 if target.name == "local" else 5.0))
@@ -190,12 +190,12 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bo
 
 
 def run_history(arguments: argparse.Namespace, say: Say) -> int:
-    """Print one line for each cycle of a workspace, the newest last."""
-    opened = open_newest(arguments.settings, say)
-    rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "tries", "why")]
+    """Print one line per cycle of a workspace, the newest last, from the stored records."""
+    base = open_newest(arguments.settings, say)
+    rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "attempts", "why")]
     errors = list[str]()
-    for name, claim in list(claims_by_age(opened.store, runs=True).items())[-arguments.last :]:
-        cycle = opened.other(name)
+    for name, claim in list(claims_by_age(base.store, runs=True).items())[-arguments.last :]:
+        cycle = base.other(name)
         closed, records = cycle.store.closed(), cycle.with_errors(cycle.store.records())
         errors += [line if line.startswith(" ") else f"cycle {name}: {line}" for line in cycle.failure_lines(records)]
         outcome, why = "under way", ""
@@ -209,30 +209,30 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
             took = format_duration(closed.at - claim.claimed_at) if closed else "-"
             if closed is None and cycle.interrupted_s() is not None:
                 outcome = "interrupted"
-                errors.append(f"cycle {name}: {cycle.standing()}")
-        done, tries = "-", "-"
+                errors.append(f"cycle {name}: {cycle.progress()}")
+        done, attempts = "-", "-"
         if records:
             done = f"{sum(record.state is JobState.SUCCEEDED for record in records)}/{len(records)}"
-            tries = str(sum(len(one.all_attempts()) for one in (*cycle.store.earlier_records(records), *records)))
-        rows.append((name, target, at, outcome, took, done, tries, why))
+            attempts = str(sum(len(r.all_attempts()) for r in (*cycle.store.earlier_records(records), *records)))
+        rows.append((name, target, at, outcome, took, done, attempts, why))
     for line in (*aligned(rows, left=(0, 1, 2, 3, 7)), *errors):
         say(line)
     return EXIT_OK
 
 
 def run_cost(arguments: argparse.Namespace, say: Say) -> int:
-    """Print time and cost of a cycle, or of the last ones. Raises ConfigError if there are no jobs."""
+    """Print the time and cost of a cycle, or of the last cycles. Raises ConfigError if there are no jobs."""
     warn: Say = (lambda _: None) if arguments.json else say
-    opened = open_newest(arguments.settings, warn)
+    newest = open_newest(arguments.settings, warn)
     if arguments.last:
-        ledgers = list(_newest_ledgers(opened, arguments.last, warn))
+        ledgers = list(_newest_ledgers(newest, arguments.last, warn))
     else:
-        plan, cycle = opened.plan(), opened.with_stored()
+        plan, cycle = newest.plan(), newest.with_stored()
         ledgers = [cycle.ledger(plan, cycle.records(plan))]
     if not ledgers:
         raise ConfigError(
-            f"no cycle with jobs in {opened.store.storage.root}",
-            expected="one that was submitted",
+            f"no cycle with jobs in {newest.store.storage.root}",
+            expected="a submitted cycle",
             next_command="trnjobs submit",
         )
     if arguments.json:
@@ -245,27 +245,30 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
         say(json.dumps({"cycles": shown}, indent=1))
         return EXIT_OK
     lines = cost_lines(ledgers[0]) if len(ledgers) == 1 else total_lines(ledgers)
-    claims = [opened.other(ledger.cycle).store.claim() for ledger in ledgers]
+    claims = [newest.other(ledger.cycle).store.claim() for ledger in ledgers]
     is_free = all(claim is not None and claim.target == "local" for claim in claims)
     for line in (*lines, GOODPUT, *([LOCAL_COST] if is_free else [])):
         say(line)
     return EXIT_OK
 
 
-def _newest_ledgers(opened: OpenCycle, last: int, warn: Say) -> Iterator[CycleLedger]:
-    for name, claim in list(claims_by_age(opened.store).items())[-last:]:
-        cycle = opened.other(name).with_stored()
+def _newest_ledgers(base: OpenCycle, last: int, warn: Say) -> Iterator[CycleLedger]:
+    for name, claim in list(claims_by_age(base.store).items())[-last:]:
+        cycle = base.other(name).with_stored()
         plan = cycle.store.plan() if claim else None
         if claim is None:
-            warn(f"cycle {name}: its claim.json is not a valid record: left out; restore an earlier version of it")
+            warn(f"cycle {name} is skipped: its claim.json is not a valid record; restore an earlier version of it")
         elif plan is None:
-            warn(f"cycle {name}: claimed, but nothing was submitted: left out; trnjobs submit --cycle {name} goes on")
+            warn(f"cycle {name} is skipped: it is claimed, but nothing was submitted; trnjobs submit --cycle {name}")
         else:
             yield cycle.ledger(plan, cycle.records(plan))
 
 
 def run_report(arguments: argparse.Namespace, say: Say) -> int:
-    """Write the page of a cycle and print its verdict. Raises ConfigError if there are no jobs."""
+    """Write the page of a cycle and print its summary. The page is also written at the end of every cycle.
+
+    Raises ConfigError if there are no jobs.
+    """
     cycle = open_newest(arguments.settings, say).with_stored()
     plan, store = cycle.plan(), cycle.store
     records = cycle.records(plan)

@@ -1,6 +1,6 @@
 """Commands that change a cycle: `trnjobs submit`, `run`, `retry`, `cancel`, `reconcile` and `driver`.
 
-The last part handles a cycle that was submitted before: what differs, and whether it can start from the beginning.
+The last part compares a cycle with its earlier submission, and decides whether it can start from the beginning.
 """
 
 import argparse
@@ -49,41 +49,41 @@ from pipeline.registry.records import verdict_key
 TIME_VARIABLE = "TRNJOBS_SCHEDULED_TIME"
 MAX_CHANGES = 8
 MAX_CHARACTERS = 60
-"""Of one value in a message."""
+"""Limit for one value."""
 _NOT_PLANNED = tuple(
     f"jobs.{name}" for name in ("prices", "vcpu_usd", "sla_s", "schedule", "notify", "local_", "target")
 )
-"""Prefixes of settings that do not change a plan."""
+"""Prefixes of settings that do not change the plan."""
 
 
 def run_submit(arguments: argparse.Namespace, say: Say) -> int:
-    """Submit the jobs of a cycle, or continue it. Only the target `batch` returns before the cycle has ended."""
+    """Submit the jobs of a cycle, or resume it. Only the target batch returns before the cycle has ended."""
     settings: CycleSettings = arguments.settings
-    settings = settings.model_copy(update={"cycle": cycle_of(settings)})  # the same day for the plan and the workspace
+    settings = settings.model_copy(update={"cycle": cycle_of(settings)})  # the same date for plan and workspace
     with stopping_jobs(settings) as stop:
         plan, target = make_plan(settings), arguments.target or settings.jobs.target
         return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.fresh)
 
 
 def run_run(arguments: argparse.Namespace, say: Say) -> int:
-    """Submit one script as a job of the cycle run-<name>, or continue it.
+    """Submit a script as the single job of the cycle run-<name>, or resume it.
 
-    Raises ConfigError if the script cannot be a job.
+    Raises ConfigError if the command cannot be a job.
     """
     settings: CycleSettings = arguments.settings
     if not arguments.command:
         raise ConfigError(
             "no script",
-            expected="a command behind --",
+            expected="a command after --",
             next_command="trnjobs run --nodes 2 -- python train.py --lr 1e-3",
         )
-    jobs, words = settings.jobs, list(arguments.command)
-    script, *more = strip_interpreter(words) or words
+    jobs, command = settings.jobs, list(arguments.command)
+    script, *more = strip_interpreter(command) or command
     stem = more[0].rpartition(".")[2] if script == "-m" and more else Path(script).stem
     options = {name: getattr(arguments, name) for name in StageJob.model_fields if getattr(arguments, name, None)}
     try:
         name = arguments.name or re.sub(r"[^A-Za-z0-9_-]", "-", stem)
-        step = Step(name=name, command=tuple(words), environment=dict(arguments.environment or ()), **options)
+        step = Step(name=name, command=tuple(command), environment=dict(arguments.environment or ()), **options)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         seen = f"{'.'.join(map(str, first['loc']))} {first['input']!r}: {first['msg']}"
@@ -97,9 +97,9 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def submit_plan(cycle: OpenCycle, plan: JobPlan, target_name: str, *, again: bool = False) -> int:
-    """Claim a cycle and submit its jobs. Repeated or after a kill, no job is started a second time.
+    """Claim the cycle and submit its jobs. Safe to repeat: no job is started twice.
 
-    `again`: start from the beginning, replacing an earlier submission. Returns the exit code of the cycle if it has
+    `again`: start from the beginning and replace an earlier submission. Returns the exit code of the cycle if it has
     ended, else 0. Raises ConfigError if it was submitted with other settings.
     """
     store = cycle.store
@@ -121,42 +121,43 @@ def submit_plan(cycle: OpenCycle, plan: JobPlan, target_name: str, *, again: boo
     claim, jobs = store.claim(), [job.name for job in plan.jobs]
     first = claim.first_round if claim else 1
     submission = max(store.submissions(), default=first)
-    if submission > first and store.plan() == plan:  # jobs that a retry has not submitted, the others succeeded
+    if submission > first and store.plan() == plan:  # an interrupted retry: all other jobs have succeeded
         jobs = _unfinished(plan, cycle.target().records(plan))
-    return _hand_over(cycle, target_name, plan, submission, jobs)
+    return _submit_jobs(cycle, target_name, plan, submission, jobs)
 
 
 def run_retry(arguments: argparse.Namespace, say: Say) -> int:
-    """Run failed jobs and those after them again as a new submission, or continue an interrupted cycle or submission.
+    """Run the failed jobs of a cycle, and those after them, as a new submission, with the stored settings.
 
-    Uses the stored settings of the cycle. Raises ConfigError while jobs are under way, or if none failed.
+    An incomplete submission, or a cycle that was interrupted on this machine, is resumed instead. Raises ConfigError
+    while jobs are running, or if no job has failed.
     """
     with stopping_jobs(arguments.settings) as stop:
-        opened = open_newest(arguments.settings, say, stop, is_shown=True)
-        if unused := unused_settings(opened):
-            say(f"retry runs with the settings the cycle was submitted with; not used: {'; '.join(unused)}")
-        cycle = opened.with_stored()
+        cycle = open_newest(arguments.settings, say, stop, is_shown=True)
+        if unused := unused_settings(cycle):
+            say(f"retry uses the settings with which the cycle was submitted; ignored: {'; '.join(unused)}")
+        cycle = cycle.with_stored()
         plan, target, submissions = cycle.plan(), cycle.target(), cycle.store.submissions()
         records = target.records(plan)
-        again, submission = _unfinished(plan, records), max(submissions, default=0)
+        unfinished, submission = _unfinished(plan, records), max(submissions, default=0)
         has_ended = cycle.store.closed() or outcome_of(plan, records)
         if has_ended:
             submission += 1
-        elif cycle.interrupted_s() is not None:  # continue the jobs of this submission, which no process runs
-            cycle.say(f"cycle {cycle.name} was interrupted; going on")
+        elif cycle.interrupted_s() is not None:  # resume this submission, which no process runs
+            cycle.say(f"cycle {cycle.name} was interrupted; resuming it")
             claim = cycle.store.claim()
-            submission = submission or (claim.first_round if claim else 1)  # perhaps interrupted before its first job
-        elif len(submissions) < 2 or cycle.store.submitted(submission).keys() >= {*again}:
+            submission = submission or (claim.first_round if claim else 1)  # it may have no job yet
+        elif len(submissions) < 2 or cycle.store.submitted(submission).keys() >= {*unfinished}:
             raise ConfigError(
                 f"cycle {cycle.name} is under way",
-                expected="one that ended",
+                expected="an ended cycle",
                 next_command=f"trnjobs status --cycle {cycle.name}",
             )
-        if not again:
+        if not unfinished:
             raise ConfigError(f"cycle {cycle.name}: no job failed", next_command=f"trnjobs status --cycle {cycle.name}")
         if has_ended:
             cycle.store.archive_records(submission - 1, records)
-        return _hand_over(cycle, target.name, plan, submission, again)
+        return _submit_jobs(cycle, target.name, plan, submission, unfinished)
 
 
 def _unfinished(plan: JobPlan, records: Sequence[JobRecord]) -> list[str]:
@@ -164,8 +165,11 @@ def _unfinished(plan: JobPlan, records: Sequence[JobRecord]) -> list[str]:
     return [job.name for job in plan.jobs if job.name not in done]
 
 
-def _hand_over(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: int, jobs: Sequence[str]) -> int:
-    """Claim the cycle and submit `jobs` to the target. Return the exit code of the cycle if it has ended, else 0."""
+def _submit_jobs(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: int, jobs: Sequence[str]) -> int:
+    """Claim the cycle and submit `jobs` to the target.
+
+    Returns the exit code of the cycle if it has ended, else 0.
+    """
     store, view = cycle.store, View(cycle, plan) if cycle.is_shown and target_name != "batch" else None
     with store.submitting(plan, target_name, submitter(), _script_digest(cycle, plan, target_name)) as renew:
         store.save_settings(of_all_jobs(cycle.settings))
@@ -173,60 +177,60 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: in
         target = open_target(replace(cycle, say=view.say) if view else cycle, target_name, renew)
         if target_name == "batch":
             target.submit(plan, submission, jobs)
-    if target_name != "batch":  # waits for their end; a second process waits (local) or repeats nothing (sagemaker)
+    if target_name != "batch":  # runs until the end; a second process waits (local) or follows too (sagemaker)
         with view.while_running() if view else nullcontext():
             target.submit(plan, submission, jobs)
     return finish(cycle, plan, target.records(plan))
 
 
 def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
-    """Cancel every unfinished job of a cycle, the last job first."""
+    """End every unfinished job of a cycle, from the last to the first."""
     cancel_cycle(open_newest(arguments.settings, say).with_stored(), arguments.reason)
     return EXIT_OK
 
 
 def cancel_cycle(cycle: OpenCycle, reason: str) -> None:
-    """Cancel a cycle and close it. Raises ConfigError if it has no jobs."""
+    """End a cycle and close it. Raises ConfigError if it has no jobs."""
     plan, target, store = cycle.plan(), cycle.target(), cycle.store
-    with store.submitting(plan, target.name, submitter()):  # no other process submits more jobs
+    with store.submitting(plan, target.name, submitter()):  # no other process may submit now
         target.cancel(plan, CANCELLED + reason)
     records = target.records(plan)
     finish(cycle, plan, records, Closed(outcome="cancelled", at=store.clock(), reason=reason))
 
 
 def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
-    """Record job states, which AWS Batch forgets after a week, and close cycles that have ended.
+    """Record the states of jobs, which AWS Batch forgets after a week, and close cycles that have ended.
 
-    Without --cycle, check all open cycles. A second schedule runs this, so that blocked queues and missed deadlines
-    are noticed.
+    Without a cycle it handles all cycles that are not closed. A second schedule runs this, to detect blocked queues and
+    missed deadlines.
     """
-    opened = open_cycle(arguments.settings, say)
-    if opened.settings.cycle:
-        close_cycle(opened)
+    base = open_cycle(arguments.settings, say)
+    if base.settings.cycle:
+        close_cycle(base)
         return EXIT_OK
-    names = unclosed_cycles(opened.store, claimed_cycles(opened.store, runs=True))
-    open_cycles = [opened.other(name) for name in names]
+    names = unclosed_cycles(base.store, claimed_cycles(base.store, runs=True))
+    open_cycles = [base.other(name) for name in names]
     failed: TrnpipeError | None = None
     for cycle in open_cycles:
         try:
             if cycle.store.plan() is None:
-                again = "the same trnjobs run again" if is_run(cycle) else f"trnjobs submit --cycle {cycle.name}"
-                say(f"cycle {cycle.name}: claimed, but nothing was submitted; next: {again}")
+                command = "the same trnjobs run again" if is_run(cycle) else f"trnjobs submit --cycle {cycle.name}"
+                say(f"cycle {cycle.name}: claimed, but nothing was submitted; next: {command}")
             else:
                 close_cycle(cycle)
-        except TrnpipeError as error:  # the other cycles are still checked
+        except TrnpipeError as error:  # continue with the other cycles
             say(f"cycle {cycle.name}: {type(error).__name__}: {error}")
             failed = failed or error
     if not open_cycles:
-        say(f"no cycle is under way in {opened.store.storage.root}")
-        send_messages(opened)
+        say(f"no cycle is under way in {base.store.storage.root}")
+        send_messages(base)
     if failed is not None:
         raise failed
     return EXIT_OK
 
 
 def close_cycle(cycle: OpenCycle) -> None:
-    """Record the job states of a cycle, and close it if it has ended."""
+    """Record the states of the jobs of a cycle, and close it if it has ended."""
     cycle = cycle.with_stored()
     plan, target = cycle.plan(), cycle.target()
     records = target.advance(plan)
@@ -237,9 +241,9 @@ def close_cycle(cycle: OpenCycle) -> None:
 
 
 def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:
-    """Record and print the job states. If all jobs have ended, write the page and close the cycle.
+    """Record and print the states of the jobs. If all have ended, write the page and close the cycle.
 
-    Returns the exit code of the cycle. `cancelled`: the end of a cycle that was only partly submitted.
+    Returns the exit code of the cycle, 0 while it runs. `cancelled`: the end of a partially submitted cycle.
     """
     cycle = cycle.with_stored()
     store, say = cycle.store, cycle.say
@@ -248,28 +252,28 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
     closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
     if closed is not None:
         submission = max(store.submissions(), default=0)
-        # By the newest round: the cycle may have been retried since the records were read.
+        # Another process may have retried the cycle since the records were read.
         is_retried = {job.id for job in store.submitted(submission).values()} - {record.id for record in records}
         closed = None if is_retried else closed.model_copy(update={"round": submission})
     if closed is None:
         for line in (*status_lines(records), *cycle.failure_lines(records)):
             say(line)
-        standing, claim = cycle.standing(), store.claim()
-        if standing == "under way" and claim is not None:
-            standing = f"submitted to {claim.target}, under way\n  watch it: {cycle.command('status')} --watch"
-        say(f"cycle {store.cycle}: {standing}")
+        progress, claim = cycle.progress(), store.claim()
+        if progress == "under way" and claim is not None:
+            progress = f"submitted to {claim.target}, under way\n  watch it: {cycle.command('status')} --watch"
+        say(f"cycle {store.cycle}: {progress}")
         send_messages(cycle, plan, records)
         return EXIT_OK
     data = None
     if store.closed() != closed:
-        # Write the page first. After a kill in between, the cycle is open, and closing it again writes the page.
+        # The page is written first. After a kill in between, the process that closes the cycle writes it again.
         try:
             data = write_page(store, plan, records, cycle.settings.jobs, closed)
         except Preempted:
             raise
-        except Exception as error:  # even for a bug: the next cycle waits for the end of this one, not for its page
+        except Exception as error:  # even a bug here must not keep the cycle open, because the next cycle waits for it
             say(
-                f"cycle {store.cycle}: its page was not written: {type(error).__name__}: {error};"
+                f"cycle {store.cycle}: writing its page failed: {type(error).__name__}: {error};"
                 f" next: trnjobs report --cycle {store.cycle}"
             )
         send_messages(cycle, plan, records, closed)
@@ -281,35 +285,38 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
     return exit_code_of_cycle(closed, records)
 
 
-# The command of the scheduler. It starts the cycle that is due and exits. Run twice, it starts no cycle twice.
+# The driver, which the scheduler runs. It starts the cycle that is due, and exits. It is idempotent.
 
 
 def run_driver(arguments: argparse.Namespace, say: Say) -> int:
-    """Start the due cycle. Raises ConfigError for a time off the schedule, TransientError for an overlap."""
+    """Start the cycle that is due.
+
+    Raises ConfigError for a time that is not on the schedule, TransientError if it would overlap another cycle.
+    """
     settings, now = arguments.settings, datetime.now(UTC)
     config = settings.jobs.schedule
     scheduled = scheduled_time(arguments.scheduled_time or os.environ.get(TIME_VARIABLE, ""), config, now)
     with stopping_jobs(settings) as stop:
-        opened = open_cycle(settings, say, stop)
-        return drive(config, scheduled, now, opened, arguments.target or settings.jobs.target)
+        base = open_cycle(settings, say, stop)
+        return drive(config, scheduled, now, base, arguments.target or settings.jobs.target)
 
 
-def drive(config: ScheduleConfig, scheduled: datetime, now: datetime, opened: OpenCycle, target: str) -> int:
-    """Start the cycle of a scheduled time if it is due and no other is under way. Return the exit code."""
-    claimed = claimed_cycles(opened.store)
+def drive(config: ScheduleConfig, scheduled: datetime, now: datetime, base: OpenCycle, target: str) -> int:
+    """Start the cycle of a scheduled time if it is due and no other cycle runs. Return the exit code."""
+    claimed = claimed_cycles(base.store)
     name, reason = due_cycle(config, scheduled=scheduled, now=now, claimed=claimed)
     if reason:
-        opened.say(f"cycle {name} is not started: {reason}")
+        base.say(f"cycle {name} is not started: {reason}")
         return EXIT_OK
-    others = unclosed_cycles(opened.store, [other for other in claimed if other != name])
-    running = next((other for other in reversed(others) if not has_ended(opened.other(other))), "")
+    others = unclosed_cycles(base.store, [other for other in claimed if other != name])
+    running = next((other for other in reversed(others) if not has_ended(base.other(other))), "")
     if running:
         raise TransientError(
-            f"cycle {running} is under way: cycle {name} would overlap it",
+            f"cycle {running} is under way, and cycle {name} would overlap it",
             expected="one cycle at a time",
-            next_command=f"wait; or trnjobs submit --cycle {running}, if it was submitted half; or trnjobs cancel",
+            next_command=f"wait; or trnjobs submit --cycle {running} to complete its submission; or trnjobs cancel",
         )
-    cycle = opened.other(name)
+    cycle = base.other(name)
     if name in claimed and has_ended(cycle):
         cycle.say(f"cycle {name} has ended already")
         return EXIT_OK
@@ -317,32 +324,32 @@ def drive(config: ScheduleConfig, scheduled: datetime, now: datetime, opened: Op
 
 
 def has_ended(cycle: OpenCycle) -> bool:
-    """Update the records of a cycle. Return True if it has ended."""
+    """Update the records of a cycle and return whether it has ended."""
     if cycle.store.closed() is not None:
         return True
     cycle = cycle.with_stored()
     plan = cycle.store.plan()
-    if plan is None:  # claimed without a submission
+    if plan is None:  # claimed, and nothing submitted
         return False
     finish(cycle, plan, cycle.target().records(plan))
     return cycle.store.closed() is not None
 
 
 def scheduled_time(text: str, config: ScheduleConfig, now: datetime) -> datetime:
-    """Parse a scheduled time. Empty text: the newest that has passed. Raises ConfigError."""
+    """Parse a scheduled time, by default the newest that has passed. Raises ConfigError if it is invalid."""
     if not text:
         return next(config.schedule().before(now))
     try:
-        found = datetime.fromisoformat(text)
-        if found.tzinfo is None:
+        time = datetime.fromisoformat(text)
+        if time.tzinfo is None:
             raise ValueError(f"{text} has no offset")
     except ValueError as error:
         raise ConfigError(
             f"scheduled time {text!r}: {error}",
-            expected="a time such as 2026-11-20T02:00:00Z, as the scheduler fills in <aws.scheduler.scheduled-time>",
-            next_command="correct the command of the schedule's target",
+            expected="a time such as 2026-11-20T02:00:00Z, which the scheduler sets by <aws.scheduler.scheduled-time>",
+            next_command="correct the command in the target of the schedule",
         ) from error
-    return found.astimezone(UTC)
+    return time.astimezone(UTC)
 
 
 # Cycles that were submitted before.
@@ -353,66 +360,68 @@ def is_run(cycle: OpenCycle) -> bool:
 
 
 def refuse_other(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
-    """Raise ConfigError with the changed settings if the cycle was submitted with other settings."""
+    """Raise ConfigError with the differences if the cycle was submitted with other settings."""
     if not cycle.store.belongs_to_other(plan, target):
         return
-    blocker, changed = obstacle(cycle), changes(cycle, plan, target)
+    stops, changed = obstacle(cycle), changes(cycle, plan, target)
     flag, other = ("--again", "--name") if is_run(cycle) else ("--fresh", "--cycle")
-    begins = f"the same command with {flag}, which starts it from the beginning; or with another {other}"
+    restart = f"the same command with {flag}, which starts it from the beginning; or with another {other}"
     more = f"; and {len(changed) - MAX_CHANGES} more" if len(changed) > MAX_CHANGES else ""
     raise ConfigError(
         f"cycle {cycle.name} was submitted with other settings: {'; '.join(changed[:MAX_CHANGES])}{more}",
-        expected="those it was submitted with (left of each arrow), or another cycle",
-        next_command=f"the same command with another {other} ({flag} is refused: {blocker})" if blocker else begins,
+        expected="the settings of its submission (left of each arrow), or another cycle",
+        next_command=f"the same command with another {other} ({flag} is refused: {stops})" if stops else restart,
     )
 
 
 def changes(cycle: OpenCycle, plan: JobPlan, target: str) -> list[str]:
-    """Return the changes since the recorded submission, as `name: stored -> given` without secrets."""
+    """Return the differences to the submission on record, as `name: stored -> current` without secrets."""
     claim, stored = cycle.store.claim(), cycle.store.plan()
     if stored is None:
-        return ["its plan is not there, as another start from the beginning was interrupted"]
-    found = list[tuple[str, Any, Any]]()
+        return ["its plan does not exist, because a start from the beginning was interrupted"]
+    changed = list[tuple[str, Any, Any]]()
     if claim is not None and claim.target != target:
-        found.append(("target", claim.target, target))
+        changed.append(("target", claim.target, target))
     if stored != plan:
         try:
             before = of_all_jobs(with_values(cycle.store.settings() or {}, {}))
-        except (ConfigError, DataError):  # stored by another version
+        except (ConfigError, DataError):  # of another version
             before = of_all_jobs(cycle.settings)
-        # Another version or folder may plan equal settings differently. Then compare the plans.
+        # If the settings are equal, another version or folder has led to a different plan.
         own = differences(before, of_all_jobs(cycle.settings))
-        found += [one for one in own if not one[0].startswith(_NOT_PLANNED)] or list(
+        changed += [difference for difference in own if not difference[0].startswith(_NOT_PLANNED)] or list(
             differences(stored.model_dump(mode="json"), plan.model_dump(mode="json"))
         )
-    return [_change(*one) for one in found]
+    return [_change(*difference) for difference in changed]
 
 
 def unused_settings(cycle: OpenCycle) -> list[str]:
-    """Return given settings that differ from the stored ones, for a command that uses the stored ones."""
+    """Return the current settings that a command ignores because they differ from the stored ones."""
     stored = values_of(cycle.store.settings() or {})
-    left_out = {"cycle", "workspace", "jobs"}
-    given = values_of(cycle.settings.model_dump(mode="json", exclude_unset=True, exclude=left_out))
-    whole = values_of(cycle.settings.model_dump(mode="json"))  # with the defaults of records inside lists
-    known = {name: whole[name] for name in given if name in stored}
-    return [_change(*one) for one in differences({name: stored[name] for name in known}, known)][:MAX_CHANGES]
+    excluded = {"cycle", "workspace", "jobs"}
+    current = values_of(cycle.settings.model_dump(mode="json", exclude_unset=True, exclude=excluded))
+    complete = values_of(cycle.settings.model_dump(mode="json"))  # with the defaults of records in lists
+    current = {name: complete[name] for name in current if name in stored}
+    different = differences({name: stored[name] for name in current}, current)
+    return [_change(*difference) for difference in different][:MAX_CHANGES]
 
 
 def _change(name: str, before: Any, now: Any) -> str:
-    cut = [shortened(value_text(name, value), MAX_CHARACTERS) for value in (before, now)]
-    return f"{name[:MAX_CHARACTERS]}: {cut[0]} -> {cut[1]}"
+    old, new = (shortened(value_text(name, value), MAX_CHARACTERS) for value in (before, now))
+    return f"{name[:MAX_CHARACTERS]}: {old} -> {new}"
 
 
 def obstacle(cycle: OpenCycle) -> str:
     """Return why the cycle cannot start from the beginning (`submit --fresh`, `run --again`), empty if it can.
 
-    A cycle must have no model and no decision of the gate, which would be lost. A script may always run again.
+    A cycle cannot start again once a model was trained or evaluated, so that no model and no decision of the gate is
+    lost. A script may always run again.
     """
     store = cycle.store
     if not store.submissions():
         return ""
-    if not is_run(cycle) and (done := _done(cycle)):
-        return done
+    if not is_run(cycle) and (kept := _kept_result(cycle)):
+        return kept
     plan = store.plan()
     if store.closed() is not None or plan is None:
         return ""
@@ -420,11 +429,11 @@ def obstacle(cycle: OpenCycle) -> str:
         target = cycle.target()
         return target.busy_reason(target.records(plan))
     except TrnpipeError as error:
-        return f"it is not known whether its jobs have ended: {error.seen}"
+        return f"cannot find out whether its jobs have ended: {error.seen}"
 
 
-def _done(cycle: OpenCycle) -> str:
-    """Return a result of the cycle that must be kept, as text. Empty if there is none."""
+def _kept_result(cycle: OpenCycle) -> str:
+    """Return the result of a cycle that must be kept, empty if there is none."""
     storage, name, closed = cycle.store.storage, cycle.name, cycle.store.closed()
     if closed is not None and closed.outcome in ("succeeded", "refused"):
         return "it has succeeded" if closed.outcome == "succeeded" else "it has ended, refused by the gate"
@@ -432,36 +441,36 @@ def _done(cycle: OpenCycle) -> str:
         return f"it has trained: {prefix_of(name, steps[-1])}"
     for folder in storage.list_dirs(f"checkpoints/{name}/"):
         if not folder.startswith("step-"):
-            return f"its script {folder} has left checkpoints/{name}/{folder}"
+            return f"its script {folder} has written checkpoints/{name}/{folder}"
     for stage in ("train", "evaluate"):
         if storage.stat(f"cycles/{name}/{stage}/result.json") is not None:
             return f"its stage {stage} has finished"
-    return "its model was judged" if storage.stat(verdict_key(name)) is not None else ""
+    return "its model was evaluated by the gate" if storage.stat(verdict_key(name)) is not None else ""
 
 
 def begin_again(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
-    """Cancel the earlier submission and replace it. Its records and costs are kept.
+    """Replace the earlier submission. Its remaining jobs are ended, its records and costs are kept.
 
-    Raises ConfigError if a result of it must be kept or a job still runs.
+    Raises ConfigError with the reason if the cycle has results that must be kept, or running jobs.
     """
 
     def end(earlier: JobPlan) -> Sequence[JobRecord]:
         if stops := obstacle(cycle):
             raise ConfigError(
                 f"cycle {cycle.name} cannot start from the beginning: {stops}",
-                expected="a cycle in which nothing was trained or judged, and no job runs",
+                expected="a cycle without trained models, gate decisions and running jobs",
                 next_command=f"{cycle.command('status')}; or another {'--name' if is_run(cycle) else '--cycle'}",
             )
         old, store = cycle.target(), cycle.store
         old.cancel(earlier, f"{CANCELLED}its cycle starts from the beginning")
-        store.storage.delete([f"cycles/{store.cycle}/train/parent.json"])  # the chosen parent model
+        store.storage.delete([f"cycles/{store.cycle}/train/parent.json"])  # the pinned parent model
         return old.records(earlier)
 
     cycle.store.begin_again(plan, target, submitter(), end)
 
 
 def _script_digest(cycle: OpenCycle, plan: JobPlan, target: str) -> str:
-    """Return the SHA-256 of the script of a local `trnjobs run`, empty if there is no such file."""
+    """Return the SHA-256 of the script of a `trnjobs run` on this machine, empty if it is not a file here."""
     script = Path(script_of(plan.jobs[0])) if is_run(cycle) and target == "local" else Path()
     return hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else ""
 
@@ -469,26 +478,26 @@ def _script_digest(cycle: OpenCycle, plan: JobPlan, target: str) -> str:
 def ended_line(cycle: OpenCycle, plan: JobPlan, target: str, closed: Closed) -> str:
     """Return the message for a cycle that is submitted again after its end.
 
-    Raises ConfigError if the file of a script has changed since it ran.
+    Raises ConfigError if the script of a run has changed.
     """
     claim, script, digest = cycle.store.claim(), script_of(plan.jobs[0]), _script_digest(cycle, plan, target)
     at = f"{datetime.fromtimestamp(closed.at, UTC):%Y-%m-%d %H:%M} UTC"
     if digest and claim is not None and claim.script not in ("", digest):
         raise ConfigError(
-            f"nothing ran: {script} is not the file that {cycle.name} ran, which ended {at}: {closed.text}",
+            f"nothing ran: {script} has changed since {cycle.name} ended, {at}: {closed.text}",
             expected="the same file",
-            next_command="the same command with --again runs it as it is now",
+            next_command="run the same command with --again, which runs the changed file",
         )
-    how = {
+    outcome = {
         "succeeded": "already succeeded",
         "failed": "failed",
         "refused": "was refused by the gate, so production is unchanged",
         "cancelled": "was cancelled",
     }[closed.outcome]
-    text = f"cycle {cycle.name} {how}, {at}; nothing ran"
+    line = f"cycle {cycle.name} {outcome}, {at}; nothing ran"
     if is_run(cycle):
-        compared = f"{script} is the same file (what it imports is not compared); " if digest else ""
-        return f"{text}; {compared}to run it again: the same command with --again"
+        comparison = f"{script} is unchanged (its imports are not compared); " if digest else ""
+        return f"{line}; {comparison}to run it again: the same command with --again"
     if closed.outcome in ("succeeded", "refused"):
-        return f"{text}; the next cycle: --cycle NAME (make: CYCLE=NAME)"
-    return f"{text}; to go on with its settings: {cycle.command('retry')}"
+        return f"{line}; the next cycle: --cycle NAME (make: CYCLE=NAME)"
+    return f"{line}; to resume it with its settings: {cycle.command('retry')}"

@@ -1,7 +1,7 @@
-"""The progress of a cycle while its jobs run, in `trnjobs submit`, `retry`, `run` and `status --watch`.
+"""The display of a cycle while its jobs run, for `trnjobs submit`, `retry`, `run` and `status --watch`.
 
-A terminal shows a live table. Other output gets a line for each change and, every 15 s, one for each running job,
-without control characters.
+On a terminal this is a live table. Elsewhere it prints a line for each change and, every 15 s, one for each running
+job, without control characters.
 """
 
 import sys
@@ -35,7 +35,7 @@ from pipeline.telemetry.events import EventName
 NEWEST_BYTES = 256 * 1024
 """Bytes read from the end of the event log, enough for the current figures."""
 DRAW_S, REMOTE_S = 1.0, 5.0
-"""Seconds between two updates, of a local and of a remote workspace."""
+"""Seconds between two updates, for a local and for a remote workspace."""
 LINES_S = 15.0
 """Seconds between two lines about a running job without a live table."""
 COLUMNS = ("job", "state", "ran", "")
@@ -51,9 +51,9 @@ def live_rows(
     now: float,
     newest_line: Callable[[JobRecord], str] = lambda record: "",
 ) -> list[Row]:
-    """Return cells in the order of COLUMNS, a row a job. `moments`: at least the newest, in order of time.
+    """Return one row per job, with cells in the order of COLUMNS. `events`: at least the newest, in order of time.
 
-    `newest_line`: returns the last log line of a running job, empty if unknown.
+    `newest_line`: returns the last log line of a running job, empty if it is unknown.
     """
     rows = list[Row]()
     for record in records:
@@ -63,44 +63,43 @@ def live_rows(
             started = min(task.attempts[-1].started_at or now for task in running)
             ran = format_duration(max(0.0, now - started))
             stage, attempt = plan.job(record.name).stage, len(running[0].attempts)
-            earlier = [before.stopped_at or 0.0 for before in running[0].attempts[:-1]]
-            from_ms = max([1000 * started - SKEW_MS, *(1000 * at for at in earlier)])  # nothing of a dead attempt
-            since = [moment for moment in events if moment.at_ms >= from_ms]
-            doing = doing_text(stage, since, newest_line(running[0]))
-            why = ", ".join(filter(None, (f"attempt {attempt}" if attempt > 1 else "", doing)))
+            stopped = [before.stopped_at or 0.0 for before in running[0].attempts[:-1]]
+            from_ms = max([1000 * started - SKEW_MS, *(1000 * at for at in stopped)])  # ignore earlier attempts
+            since = [event for event in events if event.at_ms >= from_ms]
+            activity = doing_text(stage, since, newest_line(running[0]))
+            why = ", ".join(filter(None, (f"attempt {attempt}" if attempt > 1 else "", activity)))
         rows.append((name, state, ran, why))
     return rows
 
 
 def doing_text(stage: str, events: Sequence[CycleEvent], newest_line: str = "") -> str:
-    """Return the progress of a running job, such as `step 120/2000, loss 0.693, ...`, else its newest log line."""
-    newest: Mapping[str, CycleEvent] = {moment.name: moment for moment in events}
+    """Return the activity of a running job: `step 120/2000, loss 0.693, ...`, else its last log line."""
+    newest: Mapping[str, CycleEvent] = {event.name: event for event in events}
     if stage == "train" and (steps := newest.get(EventName.TRAIN_STEPS)):
         started, losses = newest.get(EventName.TRAIN_STARTED), steps.fields.get("losses")
         numbers = [loss for loss in losses if isinstance(loss, int | float)] if isinstance(losses, list) else []
-        parts = [
+        fields = [
             f"step {steps.number('step'):.0f}" + (f"/{started.number('max_steps'):.0f}" if started else ""),
             f"loss {sum(numbers) / len(numbers):.3f}" if numbers else "loss -",
             f"{format_count(steps.number('samples_per_s'))} samples/s",
         ]
         if steps.fields.get("eta_s") is not None:
-            parts.append(f"eta {format_duration(steps.number('eta_s'))}")
-        return ", ".join(parts)
+            fields.append(f"eta {format_duration(steps.number('eta_s'))}")
+        return ", ".join(fields)
     line = "".join(filter(str.isprintable, Text.from_ansi(newest_line).plain)).strip()
-    if line:  # its first two figures and its last, which is the ETA
-        figures = [
-            text for text in line.removeprefix(stage).removeprefix(":").split(" | ") if not text.endswith("so far")
-        ]
-        return ", ".join([*figures[:2], *figures[2:][-1:]]).strip()
-    if stage == "embed" and (begun := newest.get(EventName.EMBED_STARTED)):
-        done = sum(event.name == EventName.PART_EMBEDDED and event.at_ms >= begun.at_ms for event in events)
-        return f"part {begun.number('done') + done:.0f}/{begun.number('parts'):.0f}"
+    if line:  # keep the first two figures and the last one, which is the ETA
+        parts = line.removeprefix(stage).removeprefix(":").split(" | ")
+        fields = [part for part in parts if not part.endswith("so far")]
+        return ", ".join([*fields[:2], *fields[2:][-1:]]).strip()
+    if stage == "embed" and (start := newest.get(EventName.EMBED_STARTED)):
+        done = sum(event.name == EventName.PART_EMBEDDED and event.at_ms >= start.at_ms for event in events)
+        return f"part {start.number('done') + done:.0f}/{start.number('parts'):.0f}"
     return ""
 
 
 def event_text(events: Sequence[CycleEvent], now: float) -> str:
-    """Return the newest event other than step figures, such as `3s ago: checkpoint saved, step 200`, or ''."""
-    newest = next((one for one in reversed(events) if one.name != EventName.TRAIN_STEPS), None)
+    """Return the newest event that is not a training step: `3s ago: checkpoint saved, step 200`. Empty if none."""
+    newest = next((event for event in reversed(events) if event.name != EventName.TRAIN_STEPS), None)
     if newest is None:
         return ""
     fields = [f"{name} {newest.fields[name]}" for name in _IN_EVENTS if name in newest.fields]
@@ -112,15 +111,16 @@ def head_text(plan: JobPlan, ledger: CycleLedger, target: str, state: str, end: 
     all_jobs = sum(max(1, job.array_size) for job in plan.jobs)
     word = "for" if ledger.outcome == "open" else "in"
     lasted = "" if ledger.began_at is None else f" {word} {format_duration(max(0.0, end - ledger.began_at))}"
-    words = [f"cycle {ledger.cycle}: {state}{lasted}", f"{ledger.succeeded} of {all_jobs} jobs done"]
+    fields = [f"cycle {ledger.cycle}: {state}{lasted}", f"{ledger.succeeded} of {all_jobs} jobs done"]
     if ledger.deadline_at is not None:
-        left = ledger.deadline_at - end
-        words.append(f"deadline in {format_duration(left)}" if left >= 0 else f"{format_duration(-left)} LATE")
-    return " | ".join([*words, cost_text(ledger, target)])
+        remaining = ledger.deadline_at - end
+        late = f"{format_duration(-remaining)} LATE"
+        fields.append(f"deadline in {format_duration(remaining)}" if remaining >= 0 else late)
+    return " | ".join([*fields, cost_text(ledger, target)])
 
 
 class View:
-    """A view of one cycle as a live table or as lines. `says_changes`: print changes of jobs, too."""
+    """The live display of one cycle, or its lines. `prints_changes`: print state changes, if no other code does."""
 
     def __init__(
         self,
@@ -128,18 +128,18 @@ class View:
         plan: JobPlan,
         console: rich.console.Console | None = None,
         *,
-        says_changes: bool = False,
+        prints_changes: bool = False,
     ) -> None:
-        # A separate storage, because that of the cycle cannot be read after Ctrl-C.
+        # A separate storage, because that of the cycle stops reading after Ctrl-C.
         store = replace(cycle.store, storage=open_storage(cycle.store.storage.root, retry=cycle.settings.storage))
         self.cycle, self.stop = replace(cycle, store=store, stop=StopSignal()), cycle.stop
-        self.plan, self.says_changes = plan, says_changes
-        # A pipe gets no control characters, even with FORCE_COLOR.
+        self.plan, self.prints_changes = plan, prints_changes
+        # A pipe gets no control characters, even if FORCE_COLOR is set.
         self.console = console or rich.console.Console(force_terminal=sys.stdout.isatty())
         has_screen = self.console.is_terminal and not self.console.is_dumb_terminal
         self.live = Live(console=self.console, auto_refresh=False) if has_screen else None
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[JobState, int]] | None = None
+        self._last_states: dict[str, tuple[JobState, int]] | None = None
         self._began_at = self._printed_at = cycle.store.clock()
         self._followed = dict[tuple[int, int], threading.Thread]()
         self._over = set[int]()
@@ -147,7 +147,7 @@ class View:
     def __enter__(self) -> "View":
         if self.live is not None:
             self.live.start()
-            self.console.show_cursor(True)  # a killed process cannot restore it
+            self.console.show_cursor(True)  # a killed process could not restore it
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,7 +156,7 @@ class View:
             live.stop()
 
     def say(self, line: str) -> None:
-        """Print a line, above the live table if there is one. The table itself shows changes of jobs."""
+        """Print a line, above the live table if there is one. The table itself shows state changes."""
         with self._lock:
             if self.live is None:
                 self.cycle.say(line)
@@ -189,7 +189,7 @@ class View:
             while not done.wait(0.1) and time.monotonic() < until and not (self.live and self.stop.is_set()):
                 continue
             is_last = done.is_set()
-            with suppress(TrnpipeError):  # a failure to read does not affect the jobs
+            with suppress(TrnpipeError):  # a failure of the display must not affect the jobs
                 records = target.records(self.plan) if target.name == "local" else store.records()
                 if self.cycle.name.startswith(RUN_PREFIX):
                     self._follow_logs(target, records, done, every_s)
@@ -197,7 +197,7 @@ class View:
                     self.draw(target, records)
 
     def _follow_logs(self, target: Target, records: Sequence[JobRecord], done: threading.Event, every_s: float) -> None:
-        """Print the output of each attempt on each node until it ends, each in its own thread."""
+        """Print the output of each attempt on each node until its end, each in a separate thread."""
 
         def follow(job: JobRecord, attempt: int, node: int, earlier: threading.Thread | None) -> None:
             if earlier is not None:
@@ -206,7 +206,7 @@ class View:
             try:
                 for line in target.logs(job, attempt=attempt, node=node, more=more):
                     self.say(line)
-            except TrnpipeError:  # there is no log yet
+            except TrnpipeError:  # no log yet
                 self._followed.pop((attempt, node))
 
         for job in records:
@@ -223,36 +223,39 @@ class View:
                         thread.start()
 
     def draw(self, target: Target, records: Sequence[JobRecord], *, is_interrupted: bool = False) -> Closed | None:
-        """Show the current state of the jobs. Return the end of the cycle if it has ended."""
+        """Show the current states of the jobs. Return the end of the cycle if it has ended."""
         store = self.cycle.store
         closed = store.closed() or outcome_of(self.plan, records)
         events = read_cycle_events(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
         ledger = read_ledger(store, self.plan, records, self.cycle.settings.jobs, closed=closed, events=events)
         now, state = store.clock(), "interrupted" if is_interrupted else "under way"
-        newest_line = (lambda record: "") if self._followed else target.newest_line  # the log is printed anyway
+        newest_line = (lambda record: "") if self._followed else target.newest_line  # followed logs are printed anyway
         rows = live_rows(self.plan, records, events, now, newest_line)
         end, state = (closed.at, closed.outcome) if closed else (now, state)
         head = head_text(self.plan, ledger, target.name, state, end)
         if self.live is None:
-            self._print_changes(head, records, rows, now)
+            self._print_lines(head, records, rows, now)
             return closed
         lines = [event_text(events, now)] if closed is None else []
         is_stopping = self.stop.is_set()
-        self.live.update(_table(head, rows, [*lines, STOPPING] if is_stopping else lines), refresh=True)
+        self.live.update(_picture(head, rows, [*lines, STOPPING] if is_stopping else lines), refresh=True)
         self._printed_at = now
-        if is_stopping:  # print lines from now on
+        if is_stopping:  # continue with lines
             self.__exit__()
         return closed
 
-    def _print_changes(self, head: str, records: Sequence[JobRecord], rows: Sequence[Row], now: float) -> None:
-        """Print a line for each change since the last call, and every LINES_S one for each running job."""
+    def _print_lines(self, head: str, records: Sequence[JobRecord], rows: Sequence[Row], now: float) -> None:
+        """Print a line for each change since the last update, and every LINES_S one for each running job."""
         tasks = [task for record in records for task in record.tasks()]
-        if self.says_changes:
-            if self._known is None:
+        if self.prints_changes:
+            if self._last_states is None:
                 self.say(head)
-            previous, self._known = self._known or {}, {task.name: (task.state, len(task.attempts)) for task in tasks}
+            before, self._last_states = (
+                self._last_states or {},
+                {task.name: (task.state, len(task.attempts)) for task in tasks},
+            )
             for task in tasks:
-                if previous.get(task.name, (JobState.SUBMITTED, 0)) != self._known[task.name]:
+                if before.get(task.name, (JobState.SUBMITTED, 0)) != self._last_states[task.name]:
                     self.say(change_line(task))
         if now - self._printed_at >= LINES_S and not self._followed:
             self._printed_at = now
@@ -269,29 +272,29 @@ def watch(
     console: rich.console.Console | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> int:
-    """Show the cycle until it has ended. Return its exit code, or 143 if no process runs it any more.
+    """Show the cycle until it has ended. Return its exit code, or 143 if no process runs its jobs any more.
 
-    Ctrl-C stops only the display. Raises ConfigError if the cycle has no jobs.
+    Ctrl-C only ends the display. Raises ConfigError if the cycle has no jobs.
     """
     plan, target = cycle.plan(), cycle.target()
-    records, closed, times_interrupted = tuple[JobRecord, ...](), None, 0
+    records, closed, looks_interrupted = tuple[JobRecord, ...](), None, 0
     try:
-        with View(cycle, plan, console, says_changes=True) as view:
+        with View(cycle, plan, console, prints_changes=True) as view:
             while True:
                 try:
                     records = target.records(plan)
                     is_interrupted = cycle.store.closed() is None and cycle.interrupted_s() is not None
                     closed = view.draw(target, records, is_interrupted=is_interrupted)
-                    times_interrupted = times_interrupted + 1 if is_interrupted else 0
+                    looks_interrupted = looks_interrupted + 1 if is_interrupted else 0
                 except TransientError as error:  # such as a throttled call, which does not affect the cycle
                     view.say(f"not read: {error.seen}")
-                if closed is not None or times_interrupted == 2:  # a process that continues it needs a moment to start
+                if closed is not None or looks_interrupted == 2:  # a process that resumes it takes a moment to start
                     break
                 sleep(every_s)
     except KeyboardInterrupt:
         return EXIT_OK
     if closed is None:
-        cycle.say(f"cycle {cycle.name}: {cycle.standing()}")
+        cycle.say(f"cycle {cycle.name}: {cycle.progress()}")
         return Preempted.exit_code
     records = cycle.with_errors(records)
     for line in cycle.end_lines(plan, records, closed):
@@ -299,7 +302,7 @@ def watch(
     return exit_code_of_cycle(closed, records)
 
 
-def _table(head: str, rows: Sequence[Row], lines: Sequence[str]) -> rich.console.Group:
+def _picture(head: str, rows: Sequence[Row], lines: Sequence[str]) -> rich.console.Group:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in COLUMNS:
         table.add_column(column, no_wrap=column != "", overflow="fold")

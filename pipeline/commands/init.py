@@ -1,4 +1,4 @@
-"""`trnpipe init`: look at a file of judgements, and write a trnpipe.toml that says what its columns are."""
+"""`trnpipe init`: guess the columns of a file of judgements, and write trnpipe.toml."""
 
 import json
 import os
@@ -31,21 +31,21 @@ from pipeline.io.storage import os_errors
 from pipeline.settings import PROJECT_FILE, Settings
 
 MAX_ROWS = 200_000
-"""Rows that are looked at."""
+"""Maximum number of rows to read."""
 _SHOWN_ROWS, _SHOWN_CHARACTERS = 10, 26
 _BATCH_ROWS = 4096
 _SPLITS = {"train", "valid", "validation", "val", "dev", "test"}
 _MAX_LABELS, _MAX_CATEGORIES = 20, 1000
 _ROWS_PER_CATEGORY = 5
 _DISTINCT_NUMBERS = 10
-"""A column of fewer different numbers is rather a category."""
+"""A column with fewer distinct numbers is a category."""
 _HALF_WIDTH = 0.5
-"""Half of the 95 % interval of a mean difference in nDCG, times the root of the queries: 1.96 x a spread of 0.25."""
+"""Half of the 95 % interval of a mean nDCG difference, times the root of the queries: 1.96 x a spread of 0.25."""
 
 
 @dataclass
 class Column:
-    """What was seen of one column: its values with their counts, and how many rows are empty, or numbers."""
+    """Statistics of one column: counts of its values, of empty cells and of numbers."""
 
     name: str
     rows: int = 0
@@ -61,7 +61,7 @@ class Column:
             self.empty += not text
             self.characters += len(text)
             with suppress(ValueError):
-                self.numbers += isfinite(float(text)) and "_" not in text  # as numbers are read
+                self.numbers += isfinite(float(text)) and "_" not in text  # as the readers parse numbers
             if text:
                 self.values[text] += 1
 
@@ -77,27 +77,27 @@ class Column:
 
 @dataclass
 class Guess:
-    """What the columns of a file are taken for. `notes`: what a person should look at."""
+    """The guessed meaning of the columns of a file. `notes`: messages for a person to check."""
 
     columns: dict[str, str] = field(default_factory=dict)
     """Field to column."""
     labels: tuple[str, ...] = ()
     """Least relevant first."""
     unordered: tuple[str, ...] = ()
-    """Labels whose order only a person knows."""
+    """Labels with an unknown order."""
     numeric: list[str] = field(default_factory=list)
     categorical: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Write trnpipe.toml into this folder. Raises ConfigError if there is one, DataError for an unusable file."""
+    """Write trnpipe.toml to this folder. Raises ConfigError if it exists, DataError for an unusable file."""
     path, target = call.arguments[0], Path(PROJECT_FILE)
     if target.exists():
         raise ConfigError(
             f"{target.absolute()} exists",
-            expected="a folder without one: what you wrote there would be lost",
-            next_command=f"edit it, or move it away: mv {PROJECT_FILE} {PROJECT_FILE}.old",
+            expected="a folder without one, because it would be overwritten",
+            next_command=f"edit it, or rename it: mv {PROJECT_FILE} {PROJECT_FILE}.old",
         )
     columns, rows = read_columns(path, settings.data, stop)
     guess = guess_columns(columns, settings.data, path)
@@ -116,10 +116,10 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 
 def read_columns(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[str, Column], list[dict[str, str]]]:
-    """Read up to MAX_ROWS rows. Return the columns, and the first rows by column. Raises DataError without any row."""
-    wanted = "auto" if config.format == "esci" else config.format
-    files = open_files(path, wanted, stop, "FILE")
-    columns, first, seen = dict[str, Column](), list[dict[str, str]](), 0
+    """Read up to MAX_ROWS rows. Return the columns and the first rows. Raises DataError if there is no row."""
+    file_format = "auto" if config.format == "esci" else config.format
+    files = open_files(path, file_format, stop, "FILE")
+    columns, first, num_rows = dict[str, Column](), list[dict[str, str]](), 0
 
     def everything(names: Sequence[str]) -> ColumnPlan:
         return ColumnPlan(tuple((SLICE + name, name) for name in dict.fromkeys(names)))
@@ -132,11 +132,11 @@ def read_columns(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[
         for row in islice(range(table.num_rows), _SHOWN_ROWS - len(first)):
             cells = [(values[row].as_py() or b"").decode(errors="replace") for values in table.columns]
             first.append(dict(zip(names, cells, strict=True)))
-        seen += table.num_rows
-        if seen >= MAX_ROWS:
+        num_rows += table.num_rows
+        if num_rows >= MAX_ROWS:
             break
-    if not seen:
-        raise DataError(f"{path} has no row that can be read", expected="rows of judgements: query, title, label")
+    if not num_rows:
+        raise DataError(f"no row of {path} can be read", expected="rows of judgements: query, title, label")
     return columns, first
 
 
@@ -194,16 +194,16 @@ def guess_columns(columns: Mapping[str, Column], config: DataConfig | None = Non
     return guess
 
 
-def _fits(wanted: str, column: Column) -> bool:
-    if wanted == "split":
+def _fits(field_name: str, column: Column) -> bool:
+    if field_name == "split":
         return {value.lower() for value in column.values} <= _SPLITS
-    if wanted == "gain":
+    if field_name == "gain":
         return column.is_number and all(0 <= float(value) <= 1 for value in column.values)
-    return len(column.values) <= _MAX_LABELS if wanted == "label" else True
+    return len(column.values) <= _MAX_LABELS if field_name == "label" else True
 
 
 def _guess_labels(guess: Guess, column: Column) -> None:
-    """Put the labels in order, without those that look like mistakes."""
+    """Set the labels in order, without rare ones that look like mistakes."""
     counts = column.values
     names = [*counts] if infer_gains([*counts]) is not None else common_labels(counts)
     if rare := ", ".join(f"{name} ({rows})" for name, rows in counts.items() if name not in names):
@@ -232,7 +232,7 @@ def _guess_feature(guess: Guess, column: Column) -> None:
 
 
 def _preview(guess: Guess, rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the first rows as they will be read, a column for each field."""
+    """Return a table of the first rows by field."""
     shown = [*guess.columns.items(), *((name, name) for name in (*guess.numeric, *guess.categorical))]
     table = [[field for field, _ in shown]]
     for row in rows:
@@ -244,7 +244,7 @@ def _preview(guess: Guess, rows: Sequence[Mapping[str, str]]) -> list[str]:
 def _split(
     guess: Guess, columns: Mapping[str, Column], queries: int, settings: Settings
 ) -> tuple[float | None, list[str]]:
-    """Return data.test_fraction, None for the default, and what the gate will be able to tell."""
+    """Return data.test_fraction (None: default), and lines about the splits and the gate."""
     needed, rows = settings.gate.min_queries, columns[guess.columns["query"]].rows
     lines = [f"{rows:,} rows, {queries:,} queries" + (f" in the first {MAX_ROWS:,} rows" if rows >= MAX_ROWS else "")]
     if "split" in guess.columns:
@@ -254,7 +254,7 @@ def _split(
             "splits by column: " + ", ".join(f"{name} {count:,} rows" for name, count in counts.items()),
         ]
     fraction = settings.data.test_fraction
-    if fraction * queries < 1.5 * needed:  # not every query bears on a metric
+    if fraction * queries < 1.5 * needed:  # not every query counts for a metric
         fraction = fraction_for(queries, round(1.5 * needed)) or fraction_for(queries, needed) or fraction
     sizes = {"test": fraction * queries, "valid": settings.data.valid_fraction * queries}
     sizes = {"train": queries - sum(sizes.values()), **sizes}

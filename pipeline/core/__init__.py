@@ -1,1 +1,1 @@
-"""Pure types and functions. Nothing here uses torch, boto3, a clock or files."""
+"""Pure types and functions that do not depend on torch, boto3, the clock or the file system."""

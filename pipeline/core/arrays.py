@@ -1,4 +1,4 @@
-"""Type aliases of NumPy arrays."""
+"""Type aliases for NumPy arrays."""
 
 import numpy as np
 import numpy.typing as npt

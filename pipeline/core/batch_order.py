@@ -1,12 +1,13 @@
-"""The samples of every global batch, as a pure function of pool sizes, batch size, seed and position.
+"""Compute which samples are in each global batch from the pool sizes, the batch size, the seed and the position.
 
-In every epoch the pool of each bucket is permuted and cut into batches. The remaining samples of a bucket are added to
-the next larger one (buckets are nested), so that an epoch skips fewer samples than one batch. The order of batches is
-also permuted. The order does not depend on the world size: ranks take slices of the global batch.
+Every epoch shuffles the pool of each bucket and splits it into batches. Samples that don't fill a batch are carried
+over to the next larger bucket, which can hold them because buckets are nested. As a result, an epoch skips less than
+one batch in total. The batches themselves are shuffled too. The order does not depend on the world size, because each
+rank processes a slice of the global batch.
 
-Buckets are the few static shapes of a run. Groups are the unit of training batches: a query and up to `slots` of its
-products in one row of tokens, so that a query is encoded once for several products. The positives of a query are spread
-over its groups, and every row is in exactly one group.
+A run uses only a few static shapes, called buckets. Training batches are made of groups. A group is a query with up to
+`slots` of its products in a single row of tokens, so that the query is encoded only once. The positives of a query are
+spread evenly over its groups, and every row of the data belongs to exactly one group.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ class Bucket:
 
     @staticmethod
     def parse(text: str) -> "Bucket":
-        """Read `16x32` (query x product) or `32` (both)."""
+        """Parse a bucket such as `16x32` (query x product), or `32` if both sides have the same length."""
         parts = text.lower().split("x")
         if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
             raise ConfigError(f"invalid bucket {text!r}", expected="QUERYxPRODUCT tokens such as 16x32")
@@ -43,9 +44,10 @@ class Bucket:
 
 
 def check_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Sort buckets by size and check that each fits into the next, so that it can hold samples of smaller buckets.
+    """Sort the buckets by size and verify that each one fits into the next.
 
-    Raises ConfigError if there is no bucket, one has fewer than 3 tokens on a side, or they are not nested.
+    This ensures that samples can be moved to a larger bucket. Raises ConfigError if the list is empty, if a bucket has
+    fewer than 3 tokens on either side, or if the buckets are not nested.
     """
     ordered = tuple(sorted(set(buckets)))
     if not ordered or ordered[0].query_tokens < 3 or ordered[0].product_tokens < 3:
@@ -57,7 +59,7 @@ def check_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
         if small.product_tokens > large.product_tokens:
             raise ConfigError(
                 f"buckets {small.name} and {large.name} are not nested",
-                expected="every bucket at least as long on both sides as the next smaller one",
+                expected="every bucket to be at least as long on both sides as the next smaller one",
             )
     return ordered
 
@@ -65,17 +67,20 @@ def check_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
 def assign_buckets(
     query_lengths: npt.NDArray[np.int64], product_lengths: npt.NDArray[np.int64], buckets: Sequence[Bucket]
 ) -> npt.NDArray[np.int64]:
-    """Return the index [N] of the first of the sorted `buckets` that holds both texts, or of the last if none does."""
+    """Return the index [N] of the smallest bucket that holds both texts, or of the largest bucket if none does.
+
+    `buckets` must be sorted, see `check_buckets`.
+    """
     query_index = np.searchsorted([b.query_tokens for b in buckets], query_lengths, side="left")
     product_index = np.searchsorted([b.product_tokens for b in buckets], product_lengths, side="left")
     return np.minimum(np.maximum(query_index, product_index), len(buckets) - 1)
 
 
 def row_lengths(buckets: Sequence[Bucket], products: int) -> tuple[int, ...]:
-    """Return the ascending lengths of training rows, which contain a query followed by `products` products.
+    """Return the lengths of training rows in ascending order. A row is a query followed by `products` products.
 
-    The last length holds the longest texts of the largest bucket. The others, one for each bucket in multiples of 8,
-    are for texts that fill five eighths of their bucket (titles fill a little less).
+    The last length is long enough for the longest texts of the largest bucket. In addition, every bucket gets a
+    shorter length (a multiple of 8) for texts that fill five eighths of it. Typical titles fill slightly less.
     """
     full = [bucket.query_tokens + products * bucket.product_tokens for bucket in buckets]
     shorter = [-(-size * 5 // 64) * 8 for size in full]
@@ -87,38 +92,55 @@ EMPTY = -1
 
 @dataclass(frozen=True)
 class Groups:
-    """Members of groups, for each row length an int64 array [G, slots] with EMPTY in unused slots (never the first).
+    """The members of all groups, as one int64 array [G, slots] per row length.
 
-    Members are row numbers over all buckets of the data, smallest bucket first.
+    Members are row numbers, counted over all buckets of the data starting with the smallest. Unused slots are EMPTY.
+    The first slot is always used.
     """
 
     members: tuple[Int64s, ...]
 
     @staticmethod
     def from_members(members: Int64s, tokens: Int64s, lengths: Sequence[int]) -> "Groups":
-        """Assign groups [G, slots] of `tokens` [G] tokens to the shortest of `lengths` (ascending) that holds them."""
+        """Assign each group to the shortest row length that holds it.
+
+        Args:
+            members: int64 array [G, slots], one row per group.
+            tokens: number of tokens in each group [G].
+            lengths: the available row lengths in ascending order.
+        """
         index = np.searchsorted(lengths, tokens)
         if len(index) and index.max() == len(lengths):
-            raise ValueError(f"a group of {tokens.max()} tokens for rows of {lengths[-1]}")
+            raise ValueError(f"a group has {tokens.max()} tokens, but rows hold at most {lengths[-1]}")
         return Groups(tuple(members[index == number] for number in range(len(lengths))))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of groups of each length."""
+        """Number of groups for each row length."""
         return tuple(len(members) for members in self.members)
 
     @property
     def fill(self) -> float:
-        """Fraction of slots with a row (1.0 without groups)."""
+        """Fraction of slots that are used (1.0 if there are no groups)."""
         slots = sum(members.size for members in self.members)
         return sum(int((members != EMPTY).sum()) for members in self.members) / slots if slots else 1.0
 
 
 def deal_groups(query_id: Int64s, positive: npt.NDArray[np.bool_], *, slots: int, seed: int) -> Int64s:
-    """Distribute rows to groups [G, slots] of one query each. `query_id` and `positive` are [N], one value per row.
+    """Distribute rows over groups, so that each group contains rows of a single query.
 
-    Depends only on its arguments, so that all ranks and attempts get the same groups. A query of n rows has
-    ceil(n / slots) groups of nearly equal size. Memory: about 80 bytes per row, and 8 bytes per slot for the result.
+    A query with n rows gets ceil(n / slots) groups of nearly equal size. The result only depends on the arguments,
+    which ensures that all ranks and attempts see the same groups. This needs about 80 bytes of memory per row, plus
+    8 bytes per slot for the result.
+
+    Args:
+        query_id: the query of each row [N].
+        positive: whether each row [N] is a positive.
+        slots: maximum number of rows in a group.
+        seed: seed of the order of rows within a query.
+
+    Returns:
+        An int64 array [G, slots] with the row numbers of each group.
     """
     if not len(query_id):
         return np.zeros((0, slots), dtype=np.int64)
@@ -126,10 +148,12 @@ def deal_groups(query_id: Int64s, positive: npt.NDArray[np.bool_], *, slots: int
     order = np.lexsort((tie, positive, query_id))
     rank, count = _rank_in_runs(query_id[order], positive[order])
     quantile = np.empty(len(query_id))
-    quantile[order] = (rank + 0.5) / count  # among the positives or the others of a query: interleaves them evenly
+    # Quantiles are computed separately for the positives and the other rows of a query, so that sorting by quantile
+    # interleaves the two evenly.
+    quantile[order] = (rank + 0.5) / count
     order = np.lexsort((tie, quantile, query_id))
     position, rows = _rank_in_runs(query_id[order])
-    num_groups = -(-rows // slots)  # of the query
+    num_groups = -(-rows // slots)  # number of groups of the row's query
     group_in_query = position * num_groups // rows
     first = np.flatnonzero(position == 0)
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(num_groups[first])])
@@ -141,21 +165,22 @@ def deal_groups(query_id: Int64s, positive: npt.NDArray[np.bool_], *, slots: int
 
 
 def first_rows(sizes: Sequence[int]) -> Int64s:
-    """Return the number of the first row of each bucket. Rows are numbered over all buckets, smallest first."""
+    """Return the number of the first row in each bucket, if rows are numbered across buckets, smallest bucket first."""
     ends = np.cumsum(np.array(sizes, dtype=np.int64))
     return ends - np.array(sizes, dtype=np.int64)
 
 
 def locate(sizes: Sequence[int], numbers: Int64s) -> tuple[Int64s, Int64s]:
-    """Return (bucket, row in it) [N] of rows [N] that are numbered over all buckets as in `first_rows`."""
+    """Look up the bucket [N] and the index within that bucket [N] for row numbers [N] (see `first_rows`)."""
     starts = first_rows(sizes)
-    # An empty bucket has the same start as the next one. `right` finds the last of them, which contains the row.
+    # An empty bucket starts at the same row as the bucket after it. `side="right"` selects the last bucket with a given
+    # start, which is the one that contains the row.
     bucket = np.searchsorted(starts, numbers, side="right") - 1
     return bucket, numbers - starts[bucket]
 
 
 def rank_among_equals(keys: Int64s) -> tuple[Int64s, Int64s]:
-    """Return for each of the keys [N] the number of equal keys before it, and the number of equal keys."""
+    """Return, for each key [N], how many equal keys precede it and how many equal keys there are in total."""
     rank, count = np.empty_like(keys), np.empty_like(keys)
     if len(keys):
         order = np.argsort(keys, kind="stable")
@@ -164,7 +189,7 @@ def rank_among_equals(keys: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _rank_in_runs(*keys: npt.NDArray[np.generic]) -> tuple[Int64s, Int64s]:
-    """Return the index of each element of sorted keys in its run of equal keys, and the length of the run."""
+    """Return each element's index within its run of equal keys, and the length of that run. Keys must be sorted."""
     changes = np.zeros(len(keys[0]), dtype=np.bool_)
     changes[0] = True
     for key in keys:
@@ -189,13 +214,13 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The order of all global batches.
+    """The order in which a training run visits the global batches.
 
     Args:
-        pool_sizes: groups per bucket, smallest bucket first.
-        batch_size: groups in a global batch.
-        seed: seed of the order.
-        run: number of neighbours in a pool that are shuffled together as one run.
+        pool_sizes: number of groups in each bucket, smallest bucket first.
+        batch_size: number of groups in a global batch.
+        seed: seed of the shuffle.
+        run: number of neighbouring groups that are shuffled as one block and stay next to each other.
     """
 
     pool_sizes: tuple[int, ...]
@@ -213,7 +238,7 @@ class BatchPlan:
 
     @property
     def _filled(self) -> list[tuple[int, int]]:
-        """For each bucket (samples carried over from smaller buckets, full batches)."""
+        """The number of samples carried over from smaller buckets and the number of full batches, for each bucket."""
         result, carried = [], 0
         for size in self.pool_sizes:
             result.append((carried, (size + carried) // self.batch_size))
@@ -226,11 +251,14 @@ class BatchPlan:
 
     @property
     def batches_by_bucket(self) -> tuple[int, ...]:
-        """Number of batches of each bucket in one epoch."""
+        """Number of batches in each bucket per epoch."""
         return tuple(batches for _, batches in self._filled)
 
     def batch(self, position: int) -> GlobalBatch:
-        """Return global batch number `position`, counted from 0 over all epochs. O(batch size), stateless."""
+        """Return the global batch at `position`, which counts batches from 0 across epochs.
+
+        Any batch can be computed directly in O(batch size), so that resuming a run requires no other state.
+        """
         epoch, index = divmod(position, self.batches_per_epoch)
         key = stream_key(self.seed, _ORDER_OF_BATCHES, epoch)
         index = int(permute(np.array([index]), self.batches_per_epoch, key)[0])
@@ -242,7 +270,10 @@ class BatchPlan:
         return GlobalBatch(epoch, bucket, pools, rows)
 
     def _resolve(self, bucket: int, positions: Int64s, epoch: int) -> tuple[Int64s, Int64s]:
-        """Return (pool, row) of positions in the shuffled sequence of a bucket, with the samples carried over."""
+        """Look up the pool and the row for positions in the shuffled order of a bucket.
+
+        The order includes the samples that are carried over from smaller buckets, so their pool differs.
+        """
         carried = self._filled[bucket][0]
         size = self.pool_sizes[bucket]
         key = stream_key(self.seed, _ORDER_IN_POOL, epoch, bucket)
@@ -261,7 +292,10 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class RankSlice:
-    """The slice of every global batch that this rank processes. `rank` is the data-parallel rank (core/layout)."""
+    """The slice of every global batch that this rank processes.
+
+    Note that `rank` is the data-parallel rank (core/layout), not the global rank.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -269,7 +303,10 @@ class RankSlice:
 
 
 def rank_slice(batch_size: int, world_size: int, rank: int, accumulation: int, micro_step: int) -> slice:
-    """Return the contiguous slice of a global batch that a rank processes in a micro-step. All have equal size."""
+    """Return the contiguous slice of the global batch that a rank processes in one micro-step.
+
+    All slices have the same size.
+    """
     per_rank = batch_size // world_size
     size = per_rank // accumulation
     start = rank * per_rank + micro_step * size

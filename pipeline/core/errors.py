@@ -1,6 +1,6 @@
 """Error classes and their exit codes.
 
-`trnjobs` derives AWS Batch retry rules from `EXIT_TABLE`. No other module defines exit codes.
+This is the only module that defines exit codes. `trnjobs` derives the AWS Batch retry rules from `EXIT_TABLE`.
 """
 
 import re
@@ -11,10 +11,10 @@ from typing import ClassVar
 
 
 class TrnpipeError(Exception):
-    """An expected failure, with the problem, the expectation and the next command in one message.
+    """Base class for expected failures. These are reported without a traceback.
 
     Args:
-        seen: the problem, with the offending value.
+        seen: the problem, including the offending value.
         expected: a description of valid input.
         next_command: the command or edit that fixes the problem.
     """
@@ -35,44 +35,48 @@ class TrnpipeError(Exception):
 
 
 class ConfigError(TrnpipeError):
-    """Bad settings or command line."""
+    """The settings or the command line are invalid."""
 
     exit_code = 78
 
 
 class DataError(TrnpipeError):
-    """Input that cannot be used."""
+    """The input data cannot be used."""
 
     exit_code = 65
 
 
 class CheckpointError(TrnpipeError):
-    """No valid checkpoint to load."""
+    """There is no valid checkpoint to load."""
 
     exit_code = 74
 
 
 class NumericError(TrnpipeError):
-    """NaN or divergence beyond the guard's patience."""
+    """Training produced NaN or diverged, and kept doing so for longer than the guard tolerates."""
 
     exit_code = 70
 
 
 class GateRefused(TrnpipeError):
-    """The candidate does not pass the gate."""
+    """The candidate did not pass the gate."""
 
     exit_code = 80
 
 
 class TransientError(TrnpipeError):
-    """A failure that a retry may fix: device, other rank, collective time-out, storage deadline, unhealthy host."""
+    """A failure that may not occur again on a retry.
+
+    Examples are device errors, a failure on a different rank, a collective that timed out, a storage request that hit
+    its deadline, and an unhealthy host.
+    """
 
     exit_code = 75
     retry = True
 
 
 class Preempted(TrnpipeError):
-    """Stopped by SIGTERM or SIGINT. The state is saved and another attempt continues."""
+    """The process was stopped by SIGTERM or SIGINT. Its state has been saved, so the next attempt can resume."""
 
     exit_code = 143
     retry = True
@@ -80,7 +84,7 @@ class Preempted(TrnpipeError):
 
 @dataclass(frozen=True)
 class ExitRule:
-    """An exit code, and whether AWS Batch should retry it."""
+    """An exit code and whether AWS Batch should retry a job that exits with it."""
 
     name: str
     exit_code: int
@@ -95,12 +99,13 @@ EXIT_TABLE: tuple[ExitRule, ...] = tuple(
 )
 
 
-# The end of the log of a failed command: trnpipe and trnjobs print `trnpipe train: DataError: seen`, then
-# `  expected: ...` and `  next: ...`. Python prints a traceback. Launchers of ranks may prefix lines with `[0]`.
+# Find the error at the end of a failed command's log. For an expected failure, trnpipe and trnjobs print
+# `trnpipe train: DataError: seen`, followed by `  expected: ...` and `  next: ...`. For a bug, Python prints a
+# traceback. Note that the launcher may prefix every line with the rank, as in `[0]`.
 
 MAX_ERROR_LINES = 12
 MAX_ERROR_CHARACTERS = 1000
-"""Maximum length of a line."""
+"""Longer lines are cut."""
 _CODES = {rule.name: rule.exit_code for rule in EXIT_TABLE}
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _RANK = re.compile(r"\[[\w -]{1,20}\]:? ?")
@@ -111,10 +116,10 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 def error_in_log(lines: Iterable[str], exit_code: int | None = None) -> tuple[str, ...]:
-    """Return the error at the end of a log, in at most MAX_ERROR_LINES lines without control characters.
+    """Return the error at the end of a log as at most MAX_ERROR_LINES lines without control characters.
 
-    This is the last TrnpipeError (one with this exit code if possible), else the last traceback, else the last lines.
-    Empty for an empty log.
+    This is the last TrnpipeError, preferably one that matches `exit_code`. If the log has none, fall back to the last
+    traceback, and then to the last lines of the log. The result is only empty if the log is empty.
     """
     printed = [text for line in lines if (text := _printable(line)).strip()]
     errors = [(index, match) for index, line in enumerate(printed) if (match := _ERROR.match(_RANK.sub("", line, 1)))]
@@ -129,7 +134,7 @@ def error_in_log(lines: Iterable[str], exit_code: int | None = None) -> tuple[st
                 break
             message.append(line)
         num_omitted = len(message) - MAX_ERROR_LINES
-        if num_omitted > 0:  # the expectation and the next command are the last lines
+        if num_omitted > 0:  # cut from the middle, because the last lines say what is expected and what to do next
             message[MAX_ERROR_LINES - 5 : -4] = [f"  ... ({num_omitted + 1} lines)"]
         return tuple(message)
     if trace >= 0:
@@ -141,7 +146,10 @@ def error_in_log(lines: Iterable[str], exit_code: int | None = None) -> tuple[st
 
 
 def headline(error: Sequence[str]) -> str:
-    """Return the most informative line of an error from a log: the problem, or the last line of the command."""
+    """Return the most informative line of an error that was found by `error_in_log`.
+
+    For a TrnpipeError this is the problem. For anything else it is the last line that was not printed by trnpipe.
+    """
     if not error:
         return ""
     name, _, seen = error[0].partition(": ")
@@ -156,13 +164,13 @@ def _rank(line: str) -> str:
 
 
 def _printable(line: str) -> str:
-    """Return a line as a terminal shows it, without colours. Of a progress bar only the last state remains."""
+    """Return a line the way a terminal would display it, without colors and with only the last state of a bar."""
     text = _CONTROL.sub("", line.rstrip().rpartition("\r")[2])[:MAX_ERROR_CHARACTERS]
     return "".join(" " if unicodedata.category(char)[0] == "C" else char for char in text).rstrip()
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the message of an exception, or its class if it has none."""
+    """Return the first line of an exception's message, or the name of its class if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

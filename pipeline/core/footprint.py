@@ -1,9 +1,11 @@
-"""Estimate memory and time of a training step on one core, from sizes only.
+"""Estimate how much memory and time a training step takes on one core, without running it.
 
-Activations: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.1,
-without sharding, and with dropout only if enabled. FLOPs: Chowdhery et al., "PaLM" (2022), appendix B. Two passes: see
-train/step.py. Memory of the compiler (scratch, code, collectives) is only known after compilation and is not included,
-so leave a reserve.
+The activation memory follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+(2022), section 4.1, without sharding, and with dropout only if it is enabled. The FLOPs follow Chowdhery et al., "PaLM"
+(2022), appendix B. See train/step.py for the steps that need two forward passes.
+
+Note that the estimate does not include the memory that the compiler allocates for scratch space, code and collectives,
+because it is only known after compilation. Make sure to leave some room for it, see `Estimate.fits`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,11 @@ Precision = Literal["fp32", "autocast", "bf16"]
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """A BERT-style encoder: V vocabulary, P positions, L layers, D width, H heads, I intermediate width."""
+    """The sizes of a BERT-style encoder.
+
+    The formulas in this module use V for the vocabulary size, P for the number of positions, L for the number of
+    layers, D for the width, H for the number of heads, and I for the intermediate width.
+    """
 
     vocab: int
     positions: int
@@ -28,12 +34,15 @@ class EncoderSizes:
 
     @property
     def matrix_parameters(self) -> int:
-        """Weights of the matrices of all layers, which multiply every token: L (4 D^2 + 2 D I)."""
+        """Number of weights that every token is multiplied with, which are the matrices of all layers.
+
+        This is L (4 D^2 + 2 D I).
+        """
         return self.layers * (4 * self.width**2 + 2 * self.width * self.intermediate)
 
     @property
     def parameters(self) -> int:
-        """Number of parameters: embeddings of words, positions and two types, matrices, biases and layer norms."""
+        """Total number of parameters, including the embeddings of words, positions and two token types."""
         embeddings = (self.vocab + self.positions + 2) * self.width
         norms = 2 * self.width * (1 + 2 * self.layers)
         biases = self.layers * (5 * self.width + self.intermediate)
@@ -42,58 +51,58 @@ class EncoderSizes:
 
 @dataclass(frozen=True)
 class MeasuredTexts:
-    """The texts of one micro-step, each in a separate row, and the measured costs of encoding one of them."""
+    """The number of texts in one micro-step and the measured costs of encoding one of them in a row by itself."""
 
     texts: int
     kept_bytes: int
-    """Activations of one text in fp32 that the backward pass needs."""
+    """Size of the fp32 activations that are kept for the backward pass of one text."""
     widest_bytes: int
-    """The largest of these tensors."""
+    """Size of the largest of these activations."""
     flops: int
-    """FLOPs of the forward pass of one text."""
+    """FLOPs of the forward pass for one text."""
 
 
 @dataclass(frozen=True)
 class ContrastiveBatch:
-    """The contrastive loss, which every core computes over all queries and products of the global batch."""
+    """The size of the contrastive loss. Every core computes it over all queries and products of the global batch."""
 
     queries: int
     products: int
     two_passes: bool
-    """The loss is computed before the backward passes, from the embeddings of a separate forward pass."""
+    """Whether an additional forward pass computes all embeddings, so that the loss can be computed before backward."""
 
     def flops(self, width: int) -> float:
-        """Return the FLOPs of the similarities of embeddings of `width`, forward and backward."""
+        """Return the FLOPs for computing all similarities, including the backward pass."""
         return 6.0 * self.queries * self.products * width
 
     @property
     def similarity_bytes(self) -> int:
-        """Four fp32 matrices [queries, products]: similarities, mask, scores and gradient."""
+        """Size of four fp32 matrices [queries, products], which are the similarities, mask, scores and gradient."""
         return 4 * 4 * self.queries * self.products
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of one core in one optimizer step."""
+    """The work that one core does in one optimizer step."""
 
     rows: int
-    """Rows of the encoder's input in one micro-step."""
+    """Number of input rows per micro-step."""
     row_tokens: int
     samples: int
-    """Samples of one micro-step."""
+    """Number of samples per micro-step."""
     accumulation: int = 1
     precision: Precision = "fp32"
     dropout: bool = False
     contrastive: ContrastiveBatch | None = None
-    """None if the loss is disabled."""
+    """None if the contrastive loss is disabled."""
     recompute: bool = False
-    """Only the inputs of layers are kept for the backward pass, which recomputes the other activations."""
+    """Whether to keep only the inputs of each layer and recompute all other activations in the backward pass."""
     shards: int = 1
-    """Number of cores that shard one optimizer state (parallel/strategies/zero1.py)."""
+    """Number of cores that the optimizer state is sharded over (parallel/strategies/zero1.py)."""
     match_bytes: int = 0
-    """Activations of model/relevance.TokenMatch for the backward pass."""
+    """Size of the activations of model/relevance.TokenMatch that are kept for the backward pass."""
     measured: MeasuredTexts | None = None
-    """Replaces `rows` for an encoder with unknown layers (model/factory.py)."""
+    """Replaces `rows` if the layers of the encoder are unknown (model/factory.py)."""
 
     @staticmethod
     def for_groups(
@@ -110,10 +119,13 @@ class Workload:
         shards: int = 1,
         token_match: bool = False,
     ) -> "Workload":
-        """Return the workload of `samples` products in rows of `row_tokens` tokens: a query and `slots` products.
+        """Return the workload for training on groups, where each row holds a query and `slots` products.
 
-        `mined`: number of mined negatives of each query. `token_match`: include fp32 cosines of all tokens of a row,
-        masked for the query and for each product.
+        Args:
+            samples: number of products per micro-step, not counting mined negatives.
+            mined: number of mined negatives per query.
+            token_match: whether the model computes token matches. These keep the fp32 cosines between all tokens of a
+                row, masked once for the query and once for each product.
         """
         groups = samples // slots
         samples += groups * mined
@@ -125,21 +137,21 @@ class Workload:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory on one core."""
+    """The memory that a training step needs on one core."""
 
     master_bytes: int
-    """fp32 weights that the optimizer updates."""
+    """The fp32 weights that the optimizer updates."""
     compute_bytes: int
-    """Copy of the weights in compute precision (bf16 and autocast), and full weights if the masters are sharded."""
+    """A copy of the weights in bf16 (for bf16 and autocast), and the full weights if the fp32 weights are sharded."""
     optimizer_bytes: int
     gradient_bytes: int
-    """Gradients: with accumulation the sum and the newest, in bf16 also the gradient before the cast to fp32."""
+    """The fp32 gradients. Accumulation also keeps the sum, and bf16 also keeps the gradients before the cast."""
     activation_bytes: int
-    """Activations kept for the backward pass."""
+    """The activations that are kept for the backward pass."""
     workspace_bytes: int
-    """Incoming and outgoing gradients of the widest activations of one layer."""
+    """The gradients with respect to the input and the output of the widest operation in a layer."""
     contrastive_bytes: int
-    """Memory of the contrastive loss in addition to the activations."""
+    """The memory that the contrastive loss needs on top of the activations."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -147,19 +159,19 @@ class Footprint:
 
     @property
     def peak_bytes(self) -> int:
-        """Upper estimate: all memory at the start of the backward pass, without reuse of buffers."""
+        """Upper bound for the memory at the start of the backward pass. This assumes that no buffers are reused."""
         state = self.parameter_bytes + self.optimizer_bytes + self.gradient_bytes
         return state + self.activation_bytes + self.workspace_bytes + self.contrastive_bytes
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate that `trnpipe doctor` prints for one row length on one instance type."""
+    """The estimate for one row length on one instance type, as printed by `trnpipe doctor`."""
 
     instance: Machine
     footprint: Footprint
     flops: float
-    """FLOPs of one optimizer step on one core."""
+    """FLOPs per optimizer step on one core."""
     mfu: float
     step_s: float
 
@@ -168,18 +180,18 @@ class Estimate:
         return self.footprint.peak_bytes / self.instance.core_memory_bytes
 
     def fits(self, reserve: float = 0.2) -> bool:
-        """Return whether the fraction `reserve` of the core's memory is left for the compiler and the collectives."""
+        """Return whether a fraction `reserve` of the memory remains free for the compiler and the collectives."""
         return self.memory_share <= 1.0 - reserve
 
 
 def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Footprint:
-    """Estimate the memory on one core. `parameters`: number of the whole model, including heads."""
+    """Estimate the memory needed on one core. `parameters` is the size of the whole model, including its heads."""
     low = workload.precision != "fp32"
     copies = 2 if workload.accumulation > 1 else 1
     gradients = 4 * copies * parameters + (2 * parameters if workload.precision == "bf16" else 0)
     activations = _activation_bytes(encoder, workload) + workload.match_bytes
     product, other = _bytes_of(workload.precision)
-    # Autocast keeps some of the measured activations in fp32. Their part is unknown.
+    # Autocast keeps some of the activations in fp32, but we don't know how many, so assume that it keeps all of them.
     scale = product / 4 if workload.precision == "bf16" else 1.0
     wide = max(product * encoder.intermediate, product * 3 * encoder.width)
     tokens = workload.rows * workload.row_tokens
@@ -190,9 +202,9 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
     contrastive_bytes = 0
     if workload.contrastive is not None:
         contrastive_bytes = workload.contrastive.similarity_bytes
-        if workload.contrastive.two_passes:  # the loss is computed before the activations of a micro-step exist
+        if workload.contrastive.two_passes:  # the loss runs before the activations of a micro-step are allocated
             embeddings = workload.contrastive.queries + workload.contrastive.products
-            gradient_bytes = 4 * encoder.width * embeddings  # fp32, kept for the second pass
+            gradient_bytes = 4 * encoder.width * embeddings  # fp32 gradients that are kept for the second pass
             contrastive_bytes = gradient_bytes + max(0, contrastive_bytes - activations - workspace)
     compute = 2 * parameters if low else 0
     if workload.shards > 1 and workload.precision != "bf16":
@@ -209,11 +221,14 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
 
 
 def step_flops(encoder: EncoderSizes, workload: Workload, sample_parameters: int = 0) -> float:
-    """Return the FLOPs of one optimizer step on one core. A backward pass counts as two forward passes.
+    """Return the FLOPs of one optimizer step on one core, where the backward pass costs as much as two forward passes.
 
-    A token costs 6 FLOPs per matrix weight and 12 L D T for attention over T tokens (PaLM, appendix B: 6 N + 12 L H Q
-    T). Embeddings are looked up, not multiplied. Recomputation and the first of two passes add a forward pass each.
-    `sample_parameters`: matrix weights applied once per sample (the heads), not in the first pass.
+    Each token costs 6 FLOPs per matrix weight, plus 12 L D T for attention over T tokens (PaLM, appendix B, where this
+    is 6 N + 12 L H Q T). Embedding tables don't count, because they are looked up instead of multiplied. Recomputation
+    adds one forward pass, and so does a contrastive loss with two passes.
+
+    `sample_parameters` is the number of weights in the heads. These are applied once per sample and are not part of the
+    additional forward passes.
     """
     contrastive = workload.contrastive
     per_token = 6 * encoder.matrix_parameters + 12 * encoder.layers * encoder.width * workload.row_tokens
@@ -234,7 +249,16 @@ def estimate(
     mfu: float,
     sample_parameters: int = 0,
 ) -> Estimate:
-    """Estimate memory and time of a step on one core of `instance`. Raises ConfigError for an unknown instance."""
+    """Estimate the memory and the time of a training step on one core.
+
+    Args:
+        parameters: number of parameters of the whole model.
+        encoder: sizes of the encoder.
+        workload: the work of one core in one step.
+        instance: the instance type. Raises ConfigError if it is unknown.
+        mfu: expected model FLOPs utilization, as a fraction of the peak throughput.
+        sample_parameters: see `step_flops`.
+    """
     if instance not in MACHINES:
         raise ConfigError(f"unknown instance type {instance}", expected=f"one of {', '.join(MACHINES)}")
     machine = MACHINES[instance]
@@ -245,18 +269,19 @@ def estimate(
 
 
 def _bytes_of(precision: Precision) -> tuple[int, int]:
-    """Return the bytes per element of (inputs of matrix products and GELU, inputs of layer norms and softmax).
+    """Return the bytes per element for the inputs of matrix products and GELU, and for those of layer norm and softmax.
 
-    Autocast runs layer norm and softmax in fp32 (measured with torch-xla 2.9 on XLA:CPU).
+    The two differ with autocast, which runs layer norm and softmax in fp32 (measured with torch-xla 2.9 on XLA:CPU).
     """
     return {"fp32": (4, 4), "bf16": (2, 2), "autocast": (2, 4)}[precision]
 
 
 def _activation_bytes(encoder: EncoderSizes, workload: Workload) -> int:
-    """Return the activation bytes: per layer and token 6 D + I matrix inputs, I GELU, 2 D layer norm, H T softmax.
+    """Return the size of the activations that are kept for the backward pass.
 
-    Dropout adds its masks. In 2-byte elements with dropout and I = 4 D the sum is 34 D + 5 H T (Korthikanti et al.,
-    equation 1). The score matrix is materialised, because XLA has no fused attention here.
+    Each layer keeps, per token, 6 D + I inputs of matrix products, I inputs of GELU, 2 D inputs of layer norm, and H T
+    inputs of softmax. Dropout adds its masks. With dropout, 2-byte elements and I = 4 D, this adds up to 34 D + 5 H T
+    bytes, as in equation 1 of Korthikanti et al. The score matrix is included, because XLA does not fuse attention.
     """
     product, other = _bytes_of(workload.precision)
     width, scores = encoder.width, encoder.heads * workload.row_tokens

@@ -1,4 +1,4 @@
-"""Formatting of numbers and tables for people. Pure. NaN and infinity are shown as unknown."""
+"""Format numbers and tables in a human-readable way. NaN and infinity are treated as unknown."""
 
 import math
 import re
@@ -10,7 +10,7 @@ BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format as `0.4s`, `45s`, `3m12s`, `2h05m` or `3d04h`, with a sign if negative, and `-` for None, NaN or inf."""
+    """Format a duration as `0.4s`, `45s`, `3m12s`, `2h05m` or `3d04h`, or as `-` if it is unknown."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 0:
@@ -23,7 +23,7 @@ def format_duration(seconds: float | None) -> str:
     minutes, rest_s = divmod(total, 60)
     if minutes < 60:
         return f"{minutes}m{rest_s:02d}s"
-    # Round again at the next unit, so that 3599.6 s is 1h00m and 86399 s is 1d00h.
+    # Round again for each unit, so that 3599.6 s is formatted as 1h00m and 86399 s as 1d00h.
     hours, rest_min = divmod(round(total / 60), 60)
     if hours < 24:
         return f"{hours}h{rest_min:02d}m"
@@ -32,7 +32,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_count(value: float | None) -> str:
-    """Format with three digits and a decimal prefix: `812`, `26.1k`, `1.20M`, `3.40B`, or `-` if unknown."""
+    """Format a number with three digits and a suffix, such as `812`, `26.1k` or `1.20M`, or as `-` if it is unknown."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     if value < 0:
@@ -47,7 +47,7 @@ def format_count(value: float | None) -> str:
 
 
 def format_bytes(size_bytes: float | None) -> str:
-    """Format with binary units: `512 B`, `8.0 MiB`, `1.3 GiB`, or `-` if unknown."""
+    """Format a size in binary units, such as `512 B` or `8.0 MiB`, or as `-` if it is unknown."""
     if size_bytes is None or not math.isfinite(size_bytes):
         return UNKNOWN
     scaled = float(size_bytes)
@@ -59,7 +59,7 @@ def format_bytes(size_bytes: float | None) -> str:
 
 
 def format_percent(fraction: float | None) -> str:
-    """Format a fraction as `0.3%` or `97%`, or `-` if unknown."""
+    """Format a fraction as a percentage, such as `0.3%` or `97%`, or as `-` if it is unknown."""
     if fraction is None or not math.isfinite(fraction):
         return UNKNOWN
     percent = 100 * fraction
@@ -71,7 +71,10 @@ def _decimals(scaled: float) -> int:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Format rows as lines with aligned columns. `left`: indices of left-aligned columns, others are right-aligned."""
+    """Format a table with aligned columns, one line per row.
+
+    Columns are aligned to the right, except for those with an index in `left`.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -84,12 +87,15 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def shortened(text: str, max_length: int) -> str:
-    """Cut a text to `max_length` characters, with `…` at the end if it was cut."""
+    """Truncate a text to `max_length` characters. A truncated text ends in `…`."""
     return text if len(text) <= max_length else f"{text[: max_length - 1]}…"
 
 
 def usd(amount: float | None) -> str:
-    """Format as `$12.30`, `$0.45` or `$0.0012`, with at least two significant digits, or `-` if unknown."""
+    """Format a price as `$12.30`, `$0.45` or `$0.0012`, or as `-` if it is unknown.
+
+    Small amounts are formatted with two significant digits.
+    """
     if amount is None:
         return UNKNOWN
     decimals = 2 if amount >= 0.1 or amount <= 0 else 1 - math.floor(math.log10(amount))
@@ -100,15 +106,16 @@ _QUOTABLE = str.maketrans({'"': "'", "\\": "/"} | dict.fromkeys(map(chr, range(3
 
 
 def quotable(text: str) -> str:
-    """Return a text that needs no escapes in JSON: `"` becomes `'`, a backslash `/`, control characters are removed.
+    """Replace all characters that would have to be escaped in JSON.
 
-    EventBridge inserts the reasons of failed jobs into alarm messages without escaping them (EventBridge user guide,
-    "Common issues with transforming input").
+    This is needed because EventBridge inserts the reason of a failed job into an alarm message without escaping it, see
+    "Common issues with transforming input" in the EventBridge user guide. Double quotes become single quotes,
+    backslashes become slashes, and control characters are removed.
     """
     return text.translate(_QUOTABLE)
 
 
 def natural_key(name: str) -> tuple[list[str | int], str]:
-    """Return a sort key that compares digits in a name as numbers: cycle-9 before cycle-10."""
-    parts = re.split(r"([0-9]+)", name)  # alternates text and digits
+    """Return a sort key that compares the digits in a name as numbers, so that cycle-9 is sorted before cycle-10."""
+    parts = re.split(r"([0-9]+)", name)  # alternates between text and digits
     return [int(part) if index % 2 else part for index, part in enumerate(parts)], name

@@ -1,4 +1,4 @@
-"""Python command lines: start a module of this project, and strip the interpreter from a user's command."""
+"""Build and parse Python command lines."""
 
 import re
 import sys
@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 OWN_MODULE = (sys.executable, "-u", "-P", "-m")
-"""Starts a module of this project, even if the current folder contains a module with the same name."""
+"""Prefix of a command that runs one of our modules. `-P` ignores a module of the same name in the current folder."""
 
 
 def strip_interpreter(command: Sequence[str]) -> list[str]:
-    """Return a command without `python`, at any path, and `-u`. The launcher starts ranks with its own interpreter."""
+    """Strip a leading `python` (with any path) and `-u` from a command.
+
+    The launcher always starts ranks with the interpreter that it runs in itself.
+    """
     program = command[0] if command else ""
     if program != sys.executable and not re.fullmatch(r"python[\d.]*", Path(program).name):
         return list(command)

@@ -1,7 +1,8 @@
-"""Layout of ranks along the axes `replicate` (equal weights), `shard` (slices of weights) and `tensor` (of operators).
+"""Arrange ranks along three axes of parallelism: `replicate`, `shard` and `tensor`.
 
-Ranks of a tensor group are neighbours, because they communicate most. Shard groups are next, so that a group is one
-node if its degree is the number of devices of a node. Replicas are outermost.
+Ranks along `replicate` have identical weights, ranks along `shard` each hold a slice of the weights, and ranks along
+`tensor` each compute a slice of the operators. Tensor groups are innermost, because they communicate the most. Shard
+groups follow, so that a shard group is exactly one node if its size equals the number of devices per node.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ Axis = Literal["replicate", "shard", "tensor"]
 
 @dataclass(frozen=True)
 class Layout:
-    """The position of a rank: rank = (replicate_rank * shard_size + shard_rank) * tensor_size + tensor_rank."""
+    """The position of a rank along each axis.
+
+    It satisfies `rank = (replicate_rank * shard_size + shard_rank) * tensor_size + tensor_rank`.
+    """
 
     rank: int = 0
     replicate_size: int = 1
@@ -39,16 +43,19 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's slice of a global batch. A tensor group reads the same rows and draws equal dropout."""
+        """Index of the slice of the global batch that this rank processes.
+
+        All ranks of a tensor group share this index, so they read the same rows and use the same dropout masks.
+        """
         return self.rank // self.tensor_size
 
     @property
     def data_size(self) -> int:
-        """Number of slices of a global batch, which is the world size for samplers."""
+        """Number of slices that a global batch is split into. Samplers use this as their world size."""
         return self.replicate_size * self.shard_size
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of every group along an axis, in order."""
+        """Return the ranks of each group along an axis, in order."""
         strides = {"tensor": 1, "shard": self.tensor_size, "replicate": self.tensor_size * self.shard_size}
         sizes = {"tensor": self.tensor_size, "shard": self.shard_size, "replicate": self.replicate_size}
         stride, size = strides[axis], sizes[axis]
@@ -57,7 +64,11 @@ class Layout:
 
 
 def layout_of(rank: int, world_size: int, *, shard_degree: int, tensor_degree: int) -> Layout:
-    """Return the layout of a rank (shard_degree 0: all data ranks). Raises ConfigError if a degree does not divide."""
+    """Return the layout of a rank.
+
+    If `shard_degree` is 0, the weights are sharded across all data-parallel ranks. Raises ConfigError if the number of
+    ranks is not divisible by `tensor_degree`, or the number of data-parallel ranks is not divisible by `shard_degree`.
+    """
     data, rest = divmod(world_size, tensor_degree)
     if rest:
         raise ConfigError(

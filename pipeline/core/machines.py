@@ -1,6 +1,6 @@
-"""Table of Neuron instance types: sizes, speed, network, ranks and prices. Pure.
+"""Specifications and prices of the Neuron instance types.
 
-Sources: AWS Neuron documentation, Trn1 and Trn2 architecture pages, unless a row or field names another source.
+Unless stated otherwise, values are from the Trn1 and Trn2 architecture pages of the AWS Neuron documentation.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Node:
-    """Resources that a job can request on one node."""
+    """The resources that a job can request on one node."""
 
     vcpus: int
     memory_mib: int
@@ -21,48 +21,59 @@ class Node:
 
 @dataclass(frozen=True)
 class Machine:
-    """A Trainium instance type. A core is one logical NeuronCore (trn2: LNC=2)."""
+    """A Trainium instance type. Note that a core is a logical NeuronCore, as with LNC=2 on trn2."""
 
     name: str
     vcpus: int
     memory_gib: int
     job_memory_mib: int
-    """Memory that a machine offers AWS Batch, without that of the kernel and the ECS agent. Jobs that request more wait
-    forever."""
+    """Memory available to AWS Batch jobs, which excludes the memory that the kernel and the ECS agent need. A job that
+    requests more is never scheduled."""
     num_devices: int
     num_cores: int
     core_memory_bytes: int
-    """Memory errors on trn2 report 25.8 GB (according to users), which are the 24 GiB below."""
+    """On trn2 this is 24 GiB. According to users, out-of-memory errors report it as 25.8 GB."""
     core_tflops_bf16: float
-    """Dense peak of one core."""
+    """Peak throughput of one core without sparsity."""
     core_tflops_fp32: float
     num_efa: int
-    """EFA interfaces to attach. Without one, jobs are limited to one node."""
+    """Number of EFA interfaces. Multi-node jobs require at least one."""
     rank_counts: tuple[int, ...]
-    """Allowed numbers of ranks. On several nodes only the last one, the number of cores, is allowed."""
+    """Supported numbers of ranks per node. Multi-node jobs must use the last one, which is one rank per core."""
     bus_gib_s: float | None
-    """Bus bandwidth of an all-reduce of 128 MiB over all cores, in 2^30 bytes a second."""
+    """Bus bandwidth of a 128 MiB all-reduce over all cores, in GiB per second."""
     usd_per_hour: float | None
-    """None if no price is published."""
+    """None if AWS publishes no price."""
 
     @property
     def node(self) -> Node:
         return Node(self.vcpus, self.job_memory_mib, self.num_devices, self.num_efa)
 
 
-# TFLOPS of a chip, bf16 and fp32: 190 and 47.5 for the two cores of trn1, 667 and 181 for the four of trn2.
-# trn2.3xlarge: vCPUs and memory from EC2's "Specifications for accelerated computing instances"
-# (docs.aws.amazon.com/ec2/latest/instancetypes/ac.html), as quoted by others. Users see 124 of the 128 GiB and report
-# machines without an EFA device. It is unconfirmed whether one can be attached. Jobs on one machine do not need it.
-# EFA of trn2.48xlarge: github.com/aws-neuron/aws-neuron-eks-samples, pull request 10.
-# trn2u.48xlarge: same column as trn2.48xlarge on the Trn2 architecture page, 16 network cards with EFA on EC2's page
-# above, unknown list price. Four of them are one UltraServer. Trn3 has no row: AWS describes only UltraServers (64 or
-# 144 chips, Trn3 architecture page), and EC2's page lists no Trn3 instance type.
-# Ranks: docs/neuron.md for trn1. No documentation for trn2. Users run trn2.3xlarge with 1, 2 and 4.
-# Bandwidth: examples of the nccom-test user guide. For large machines it is that of two instances, a lower bound.
-# Prices: on-demand list prices in us-east-1 in USD per hour, from third-party tables of November 2026. Other regions,
-# spot and reserved machines differ by a factor of two to three, so `estimate.price_usd_per_hour` overrides them.
-# trn2.3xlarge: the price of a capacity block. trn2.48xlarge: 16 times the chip of trn2.3xlarge.
+# Throughput: A trn1 chip has two cores and reaches 190 TFLOPS in bf16 and 47.5 in fp32. A trn2 chip has four logical
+# cores and reaches 667 and 181.
+#
+# trn2.3xlarge: The vCPUs and the memory are from EC2's "Specifications for accelerated computing instances"
+# (docs.aws.amazon.com/ec2/latest/instancetypes/ac.html), which we only know from quotes. Users see 124 of the 128 GiB
+# and report that the instance has no EFA device. We could not confirm whether one can be attached, but single-node jobs
+# don't need it.
+#
+# trn2.48xlarge: The EFA interfaces are from github.com/aws-neuron/aws-neuron-eks-samples, pull request 10.
+#
+# trn2u.48xlarge: The Trn2 architecture page lists it in the same column as trn2.48xlarge, and the EC2 page above lists
+# 16 network cards with EFA. Its price is unknown. Four of these instances form an UltraServer.
+#
+# Trn3 is missing, because AWS only describes UltraServers with 64 or 144 chips and EC2 lists no Trn3 instance type.
+#
+# Ranks: docs/neuron.md has the source for trn1. For trn2 we found no documentation, but users run trn2.3xlarge with 1,
+# 2 and 4 ranks.
+#
+# Bandwidth: The values are examples from the nccom-test user guide. For large instances the example uses two of them,
+# so the value is a lower bound.
+#
+# Prices: These are on-demand prices in us-east-1 from third-party tables as of November 2026. For trn2.3xlarge this is
+# the price of a capacity block, and for trn2.48xlarge it is 16 times that. Prices in other regions and for spot or
+# reserved instances differ by a factor of two to three, so `estimate.price_usd_per_hour` overrides the table.
 _TRN1 = Machine(
     "trn1.32xlarge",
     vcpus=128,
@@ -128,12 +139,12 @@ MACHINES: Mapping[str, Machine] = {
     )
 }
 NODES: Mapping[str, Node] = {name: machine.node for name, machine in MACHINES.items()}
-"""Resources that a job can request on one node of each instance type."""
+"""The resources that a job can request on one node, by instance type."""
 PRICES_USD_PER_HOUR: dict[str, float] = {
     name: machine.usd_per_hour for name, machine in MACHINES.items() if machine.usd_per_hour is not None
 }
 
 
 def price_usd_per_hour(instance: str, configured: float | None) -> float | None:
-    """Return the price in the settings, else the one in the table, None if unknown."""
+    """Return the configured price, or the list price if none is configured. Returns None if it is unknown."""
     return PRICES_USD_PER_HOUR.get(instance) if configured is None else configured

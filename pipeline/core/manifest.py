@@ -1,4 +1,7 @@
-"""The manifest, the marker of a committed artefact with the size and checksum of each of its files."""
+"""The manifest of an artefact, which lists the size and checksum of each file.
+
+An artefact is committed once its manifest exists.
+"""
 
 import hashlib
 import json
@@ -14,7 +17,7 @@ SCHEMA_VERSION = 1
 
 
 def _check_name(name: str) -> str:
-    """Check that a file name from a manifest, which is untrusted input, does not leave the folder of the artefact."""
+    """Verify that a file name cannot escape the artefact's folder, because manifests are untrusted input."""
     if name == MANIFEST_NAME or "\\" in name or "\0" in name or any(p in ("", ".", "..") for p in name.split("/")):
         raise ValueError(f"file name {name!r} is not a plain relative path")
     return name
@@ -24,14 +27,14 @@ FileName = Annotated[str, AfterValidator(_check_name)]
 
 
 class FileRecord(Record):
-    """The size of a file and the hex xxh3_128 of its bytes."""
+    """The size and the xxh3_128 checksum (in hex) of a file."""
 
     size_bytes: int = Field(ge=0)
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
 
 
 class Manifest(Record):
-    """The content of a committed folder. The meaning of `fields` depends on `kind`."""
+    """The list of files in a committed folder, along with metadata in `fields` that depends on the `kind`."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str = Field(min_length=1)
@@ -41,22 +44,26 @@ class Manifest(Record):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON of all other fields. Equal for equal artefacts."""
+        """SHA-256 of the canonical JSON of all fields. Identical artefacts have the same digest."""
         return _digest(self.model_dump(mode="json"))
 
     @property
     def size_bytes(self) -> int:
-        """Total size of the files."""
+        """Total size of all files."""
         return sum(record.size_bytes for record in self.files.values())
 
     def to_json(self) -> bytes:
-        """Return the stored form. Raises ValueError if a field is NaN or infinite."""
+        """Serialize the manifest together with its digest. Raises ValueError if a field is NaN or infinite."""
         body = self.model_dump(mode="json")
         return json.dumps({**body, "digest": _digest(body)}, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes, *, source: str = "manifest") -> "Manifest":
-        """Parse and check a manifest. Raises DataError naming `source` if it is invalid, modified or too new."""
+        """Parse and validate a manifest.
+
+        Raises DataError if the manifest is invalid, if it was modified after it was written, or if a newer version of
+        trnpipe wrote it. `source` is the name of the manifest in the error message.
+        """
         try:
             body: Any = json.loads(data)
         except ValueError as error:
@@ -86,6 +93,6 @@ def _digest(body: dict[str, Any]) -> str:
 def _bad(source: str, problem: str) -> DataError:
     return DataError(
         f"{source} {problem}",
-        expected="the manifest as it was committed",
+        expected="the manifest exactly as it was committed",
         next_command="delete that folder and run the stage that wrote it again",
     )

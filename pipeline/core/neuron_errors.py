@@ -1,8 +1,10 @@
-"""Table of errors of the Neuron runtime, driver, network and compiler, and the error to raise for an output.
+"""Find known errors of the Neuron runtime, driver, network and compiler in the output of a program.
 
-Status codes: the Neuron runtime's nrt_status.h. Log patterns: AWS Neuron documentation, runtime troubleshooting.
-RETRY: the same work may succeed later or elsewhere. FIX: it fails on every machine. Unclear cases are RETRY, because a
-few short attempts cost less than a night lost to a faulty machine.
+The status codes are from nrt_status.h of the Neuron runtime, and the log patterns are from the runtime troubleshooting
+page of the AWS Neuron documentation.
+
+Errors marked RETRY may not occur again later or on a different machine, while errors marked FIX would occur everywhere.
+If this is unclear, we choose RETRY, because a few short attempts are cheaper than a night lost to a faulty machine.
 """
 
 import re
@@ -12,28 +14,29 @@ from enum import IntEnum
 
 from pipeline.core.errors import ConfigError, NumericError, TransientError, TrnpipeError
 
-# -9 is the return code in Python of a process killed by SIGKILL. neuronx-cc reports F137 if a child was killed.
+# Python reports -9 as the return code of a process that was killed by SIGKILL. neuronx-cc prints F137 if one of its
+# child processes was killed.
 COMPILER_KILLED = re.compile(
     r"neuronx-cc was forcibly killed|\[F137\]|neuronx-cc.*Signals\.SIGKILL"
     r"|(?:neuronx-cc|[Cc]ompil\w*)\b.*(?:failed|exited|returned|status|code|terminated)\D{0,20}(?<![\w.])-9(?!\.?\w)"
     r"|failed compilation:\D{0,80}(?<![\w.])-9(?!\.?\w)"
 )
-"""Matches a line in the log of a compilation which reports that the compiler was killed."""
+"""Matches a line of a compilation log if it reports that the compiler was killed."""
 
 
 class Evidence(IntEnum):
-    """The strength of a row as evidence of the cause. A single fault causes many messages in a log."""
+    """How likely an error is to be the root cause, given that a single fault often causes many other errors."""
 
     ECHO = 0
-    """Often the consequence of another error, possibly on another rank."""
+    """Often just the consequence of a different error, possibly on a different rank."""
     LIKELY = 1
     PROOF = 2
-    """Reports broken hardware, which is the cause regardless of other messages."""
+    """Reports faulty hardware, which is always the root cause."""
 
 
 @dataclass(frozen=True)
 class NeuronError:
-    """A row of the table. `pattern`: NRT status, or a regular expression for one line."""
+    """A known error. `pattern` is either an NRT status code or a regular expression that matches within a line."""
 
     name: str
     error: type[TrnpipeError]
@@ -84,7 +87,7 @@ ROWS = (
         "hardware error",
         RETRY,
         f"{_REPLACE}; a memory error may be repaired with: {_RELOAD}",
-        # Any unknown type is treated as a hardware error, because the kernel reports it as one.
+        # Treat unknown types as hardware errors too, because that is how the kernel reports them.
         r"NEURON_HW_ERR=(?!HANG_ON_COLLECTIVES\b)\w|Uncorrectable (?:HBM )?memory error"
         r"|DMA [TR]X engine \d+ is in an abort state",
         PROOF,
@@ -131,7 +134,7 @@ ROWS = (
     NeuronError("killed with SIGTERM", RETRY, "check dmesg for out of memory", r"Received 15 death signal", ECHO),
 )
 
-# `nrt_execute: status=1004`, `nrt_init failed with error code 1`, `Inference completed with err: 1004`.
+# Examples: `nrt_execute: status=1004`, `nrt_init failed with error code 1`, `Inference completed with err: 1004`.
 _CODE = re.compile(
     r"\b(?:nrt\w*|inference completed)\b[^\n]{0,80}?\b(?:status|code|err|error)(?:[ _]code)?\s*[=:]?\s*\(?(\d{1,4})\b",
     re.IGNORECASE,
@@ -141,14 +144,14 @@ _NAME = re.compile(r"\b(NRT_[A-Z_]+)\b")
 
 @dataclass(frozen=True)
 class Match:
-    """A row of the table and the first line that matches it."""
+    """A known error and the first line of the output that matches it."""
 
     row: NeuronError
     line: str
 
 
 def classify(text: str) -> tuple[Match, ...]:
-    """Return the rows that match `text`, each once, in order of appearance."""
+    """Return all known errors that occur in `text`, in order of their first occurrence."""
     starts: dict[str, int] = {}
     for pattern in (_CODE, _NAME):
         for match in pattern.finditer(text):
@@ -170,12 +173,15 @@ def classify(text: str) -> tuple[Match, ...]:
 
 
 def decisive(matches: Iterable[Match]) -> Match | None:
-    """Return the match to act on: strongest evidence first, then FIX before RETRY, then the first."""
+    """Return the match that is most likely to be the root cause, or None if there are no matches.
+
+    If several matches are equally likely, FIX takes precedence over RETRY, and earlier matches over later ones.
+    """
     return max(matches, key=lambda match: (match.row.evidence, match.row.error is not RETRY), default=None)
 
 
 def device_error(text: str) -> TrnpipeError | None:
-    """Return the error to raise for the output of a program on Neuron devices, None if no row matches."""
+    """Return the error to raise for the output of a Neuron program, or None if it contains no known error."""
     match = decisive(classify(text))
     if match is None:
         return None

@@ -1,8 +1,8 @@
-"""Optional packages, with the command to install them and the error if one is missing.
+"""Optional packages, the commands that install them, and the error to raise if one of them is missing.
 
-Importing the module that uses such a package raises ImportError, which the caller of the feature translates with
-`missing_package`. Commands install the package instead of an extra of trnpipe, because trnpipe is not on a package
-index: a package with this name there would be a stranger's.
+A module that uses an optional package imports it at the top. Callers catch the ImportError and convert it with
+`missing_package`. Note that we recommend to install the package itself instead of an extra such as
+`trnpipe[tensorboard]`, because trnpipe is not published on PyPI and that name could belong to someone else.
 """
 
 import shlex
@@ -17,16 +17,19 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "tensorboard": ("tensorboard>=2.18",),
     "torch_xla": ("torch-xla==2.9.0", "torch==2.9.1"),
 }
-"""Requirements by the name of the imported module, as in the extras of pyproject.toml."""
+"""Requirements by the name of the imported module. These must match the extras in pyproject.toml."""
 
 
 def install_command(module: str) -> str:
-    """Return the command that installs the packages of `module`."""
+    """Return the command that installs the packages required for `module`."""
     return f"pip install {' '.join(map(shlex.quote, REQUIREMENTS[module]))}"
 
 
 def missing_package(module: str, feature: str, error: ImportError, *, otherwise: str = "") -> ConfigError:
-    """Return the error for a feature whose package cannot be imported. `otherwise`: alternative to installing it."""
+    """Return the error for a feature that needs a missing package.
+
+    `otherwise` is an alternative to installing the package, if any.
+    """
     return ConfigError(
         f"{feature} needs {module}, which cannot be imported: {first_line(error)}",
         expected=" and ".join(REQUIREMENTS[module]),

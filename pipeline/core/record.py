@@ -1,4 +1,4 @@
-"""The base class of settings and of records that are stored as JSON."""
+"""The base class for settings and for records that are stored as JSON."""
 
 import shlex
 from collections.abc import Mapping
@@ -10,13 +10,14 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Record(BaseModel):
-    """Base class of immutable models that reject unknown fields."""
+    """Base class for immutable models that reject unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     retired: ClassVar[Mapping[str, Any]] = {}
-    """Fields of earlier versions, each with the only value that is still accepted in records and files (...: any)."""
+    """Fields that were removed, with the only value that is still accepted for each (or `...` to accept any value).
+    This keeps old records and settings files readable."""
     short: ClassVar[tuple[str, ...]] = ()
-    """The two fields that the short form `a=b` sets, for records in a list of the settings."""
+    """The two fields that are set by the short form `a=b`, if settings contain a list of these records."""
 
     @model_validator(mode="before")
     @classmethod
@@ -25,7 +26,7 @@ class Record(BaseModel):
 
 
 def without_retired(retired: Mapping[str, Any], value: Any) -> Any:
-    """Return a mapping without its retired fields. Raises ValueError if one of them has an unsupported value."""
+    """Remove retired fields from a mapping. Raises ValueError if one of them has a value that is no longer accepted."""
     if not retired or not isinstance(value, Mapping):
         return value
     for name in retired.keys() & value.keys():
@@ -36,7 +37,7 @@ def without_retired(retired: Mapping[str, Any], value: Any) -> Any:
 
 
 def with_retired(record: Record) -> dict[str, Any]:
-    """Return the fields for JSON, with retired ones at their neutral values, so that hashes do not change."""
+    """Return the fields for JSON, including retired fields at their accepted values, so that hashes do not change."""
     fields = {name: value for name, value in record.retired.items() if value is not ...}
     for name, value in record.model_dump(mode="json").items():
         inner = getattr(record, name)
@@ -45,7 +46,11 @@ def with_retired(record: Record) -> dict[str, Any]:
 
 
 def coerce_texts(kind: Any, value: Any, *, inside: bool = False) -> Any:
-    """Convert values `inside` lists and mappings of strings to strings, and expand the short form of records."""
+    """Prepare a value from TOML or JSON for validation against the type `kind`.
+
+    In lists and mappings of strings, numbers, booleans and dates are converted to strings. The short form of records is
+    expanded. `inside` is set for the elements of a collection.
+    """
     options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     for option in (get_args(option)[0] if get_origin(option) is Annotated else option for option in options):
         origin, args = get_origin(option), get_args(option)
@@ -69,7 +74,7 @@ def _as_text(value: Any) -> Any:
 
 
 def _record(model: type[Record], value: Any) -> Any:
-    """Return the fields of a record in a list, from a table or its short form."""
+    """Return the fields of a record that is an element of a list, given either a table or the short form `a=b`."""
     if isinstance(value, str) and model.short:
         first, equals, second = value.partition("=")
         is_tuple = get_origin(model.model_fields[model.short[1]].annotation) is tuple

@@ -1,4 +1,4 @@
-"""Detection and masking of secrets. Pure."""
+"""Detect and mask secrets."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,27 @@ _USER_OF_URI = re.compile(r"(?<=://)[^/@\s\"']+@")
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a word of a name denotes a secret: in `HF_TOKEN`, but not in `MAX_TOKENS`."""
+    """Return whether a name looks like the name of a secret, such as `HF_TOKEN` (but not `MAX_TOKENS`)."""
     return not SECRET_WORDS.isdisjoint(re.split(r"[^A-Z0-9]+", name.upper()))
 
 
 def secret_values(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the values of secret environment variables, to mask them in the output of commands."""
+    """Return the values of all environment variables that look like secrets. Values under 8 characters are skipped."""
     return tuple(value for name, value in env.items() if is_secret(name) and len(value) >= 8)
 
 
 def without_secret(name: str, value: Any) -> Any:
-    """Return the value of a setting, given its dotted name, with secrets masked."""
+    """Mask secrets in the value of a setting, given the dotted name of the setting."""
     last = name.rpartition(".")[2]
     return without_secrets({last: value}, ())[last]
 
 
 def without_secrets(value: Any, secrets: Sequence[str]) -> Any:
-    """Mask these secrets, passwords in URIs, and values under the name of a secret."""
+    """Mask secrets in a nested value.
+
+    This covers the given secrets, user names and passwords in URIs, and everything under a key that looks like the name
+    of a secret.
+    """
     if isinstance(value, Mapping):
         return {key: HIDDEN if is_secret(str(key)) else without_secrets(item, secrets) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,21 +1,24 @@
-"""Keyed permutations of samples that are computed on the fly and never stored.
+"""Shuffle samples with keyed permutations that are computed on the fly, so that they never need to be stored.
 
-A Feistel network over the smallest even-bit domain that holds `size`, cycle-walked back into range (Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", CT-RSA 2002): a bijection of [0, size) in O(1) memory for any size.
+The permutation is a Feistel network over the smallest domain with an even number of bits that holds `size` items.
+Results outside of [0, size) are encrypted again until they are in range ("cycle walking"). This yields a bijection of
+[0, size) in O(1) memory for any size. See Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
 """
 
 import numpy as np
 
 from pipeline.core.arrays import Int64s, UInt64s
 
-_ROUNDS = 8  # with 4, one of 5 positions was 34% off uniform over 3,000 keys, with 8 within chance
+# With 4 rounds, one of the 5 positions that we tested deviated by 34% from a uniform distribution over 3,000 keys. With
+# 8 rounds, no deviation was statistically significant.
+_ROUNDS = 8
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = 2**64 - 1
 
 
 def mix64(values: UInt64s) -> UInt64s:
-    """Return an elementwise 64-bit hash, the finaliser of splitmix64 (Steele et al. 2014)."""
+    """Hash each element to 64 bits with the finalizer of splitmix64 (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * _MIX1
         values = (values ^ (values >> np.uint64(27))) * _MIX2
@@ -23,9 +26,9 @@ def mix64(values: UInt64s) -> UInt64s:
 
 
 def stream_key(seed: int, *parts: int) -> int:
-    """Return a 64-bit key for one use of a seed: (seed, purpose, epoch, ...)."""
+    """Derive a 64-bit key from a seed and any number of integers, such as a purpose and an epoch."""
     key = seed & _MASK64
-    for part in parts:  # mix64 with Python integers, which is 15 times faster for a single value
+    for part in parts:  # this is mix64 in Python integers, which is 15 times faster than NumPy for a single value
         key = (key * int(_GOLDEN) + part + int(_GOLDEN)) & _MASK64
         key = ((key ^ (key >> 30)) * int(_MIX1)) & _MASK64
         key = ((key ^ (key >> 27)) * int(_MIX2)) & _MASK64
@@ -34,29 +37,29 @@ def stream_key(seed: int, *parts: int) -> int:
 
 
 def permute(positions: Int64s, size: int, key: int) -> Int64s:
-    """Return the item at each position of a shuffled sequence of `size` items.
+    """Return the item at each of the given positions in a shuffled sequence of `size` items.
 
     Args:
-        positions: int64 of any shape, each in [0, size).
-        size: number of items. All positions map one to one onto [0, size).
-        key: 64-bit key, see `stream_key`.
+        positions: int64 array of any shape with values in [0, size).
+        size: number of items. Different positions always return different items.
+        key: 64-bit key that selects the permutation, see `stream_key`.
     """
     if size <= 1:
         return np.zeros_like(positions)
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     result = _encrypt(positions.astype(np.uint64), half_bits, key)
     outside = result >= np.uint64(size)
-    while outside.any():  # the domain is under 4 x size, so each walk takes under 4 rounds on average
+    while outside.any():  # the domain is less than 4 times `size`, so this takes less than 4 iterations on average
         result[outside] = _encrypt(result[outside], half_bits, key)
         outside = result >= np.uint64(size)
     return result.astype(np.int64)
 
 
 def permute_runs(positions: Int64s, size: int, key: int, run: int) -> Int64s:
-    """Permute runs of `run` neighbouring items, which stay in order. O(1) memory.
+    """Shuffle like `permute`, but keep blocks of `run` neighbouring items together and in order.
 
-    The first run starts at an item that the key selects, and the sequence wraps around, so that another key keeps other
-    items together. Items that do not fill a run are last.
+    The first block starts at an offset that depends on the key, and blocks wrap around at the end. As a result,
+    different keys keep different items together. Items that don't fill a block are placed at the end.
     """
     if run == 1 or size <= run:
         return permute(positions, size, key)

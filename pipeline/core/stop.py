@@ -1,4 +1,4 @@
-"""The stop signal that every long loop polls."""
+"""The stop signal, which every long-running loop polls."""
 
 import threading
 
@@ -6,16 +6,16 @@ from pipeline.core.errors import Preempted
 
 
 class StopSignal:
-    """Flag that a signal handler sets and all loops poll. Thread-safe."""
+    """A thread-safe flag that is set by signal handlers and polled by all long-running loops."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self.reason = ""
         self.has_live_display = False
-        """A live display on the terminal responds to Ctrl-C, so no line may be printed."""
+        """Whether a live display is using the terminal. It reacts to Ctrl-C itself, so nothing else may be printed."""
 
     def set(self, reason: str) -> None:
-        """Request all loops to stop at their next safe point. The first reason is kept."""
+        """Request that all loops stop at the next safe point. Only the first call sets the reason."""
         if not self._event.is_set():
             self.reason = reason
             self._event.set()
@@ -24,11 +24,11 @@ class StopSignal:
         return self._event.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until the signal is set or the time-out. Return whether it is set."""
+        """Sleep until the signal is set or the timeout expires. Return whether the signal is set."""
         return self._event.wait(timeout_s)
 
     def raise_if_set(self, doing: str) -> None:
-        """Raise Preempted if set. `doing` describes the interrupted work."""
+        """Raise Preempted if the signal is set. `doing` describes the work that was interrupted."""
         if self.is_set():
             raise Preempted(
                 f"stopped by {self.reason} while {doing}",

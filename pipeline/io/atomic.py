@@ -1,4 +1,7 @@
-"""Atomic, durable local files (temp file next to the target, fsync, rename), and locks between processes."""
+"""Write local files atomically and durably, and lock files across processes.
+
+A file is written to a temp file in the same folder, which is fsynced and then renamed.
+"""
 
 import errno
 import fcntl
@@ -15,17 +18,17 @@ from pipeline.core.stop import StopSignal
 
 TEMP_PREFIX = ".trnpipe-tmp-"
 COPY_BLOCK_BYTES = 8 * 2**20
-# A temp file is created shortly before it is locked, so younger ones are not swept.
+# There is a short delay between creating a temp file and locking it, so files younger than this are never removed.
 SWEEP_MIN_AGE_S = 10.0
 
 
 def is_temp(name: str) -> bool:
-    """Return whether a file name, without its folder, is that of a temp file."""
+    """Return whether a file name (without its folder) belongs to a temp file."""
     return name.startswith(TEMP_PREFIX)
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or a folder to the device."""
+    """Flush a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,7 +37,7 @@ def fsync_path(path: Path) -> None:
 
 
 def make_dirs(path: Path) -> None:
-    """Create a folder and its parents, durably: the new entries survive a power cut."""
+    """Create a folder and its parents, and fsync them so that they survive a power failure."""
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -45,13 +48,13 @@ def make_dirs(path: Path) -> None:
 
 
 def temp_path_for(path: Path) -> Path:
-    """Return a new hidden name in the folder of `path`."""
+    """Return a unique hidden path in the same folder as `path`."""
     return path.with_name(f"{TEMP_PREFIX}{secrets.token_hex(8)}")
 
 
 @contextmanager
 def temp_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """Open a locked temp file in the folder of `path`. It is removed on exit unless it was renamed."""
+    """Open and lock a temp file in the same folder as `path`. It is removed on exit unless it has been renamed."""
     make_dirs(path.parent)
     temp = temp_path_for(path)
     try:
@@ -64,7 +67,7 @@ def temp_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
 
 @contextmanager
 def temp_dir(path: Path) -> Iterator[Path]:
-    """Create a locked temp folder next to `path`. It is removed with its content on exit."""
+    """Create and lock a temp folder in the same folder as `path`. It is removed on exit along with its contents."""
     temp = temp_path_for(path)
     temp.mkdir()
     descriptor = os.open(temp, os.O_RDONLY)
@@ -78,7 +81,10 @@ def temp_dir(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def staging_dir(folder: Path) -> Iterator[Path]:
-    """Create a temp folder inside `folder`, which writers may share, after sweeping those of dead writers."""
+    """Create a temp folder inside of `folder`. Several writers may use the same `folder`.
+
+    This first removes the temp folders that were left behind by killed writers.
+    """
     make_dirs(folder)
     sweep_temps(folder)
     with temp_dir(folder / "staged") as temp:
@@ -86,7 +92,7 @@ def staging_dir(folder: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Replace `path` with the bytes that `fill` writes. If it raises OSError, the temp file is removed."""
+    """Replace a file with the bytes that `fill` writes. If `fill` raises, `path` is left unchanged."""
     with temp_file(path) as (file, temp):
         fill(file)
         file.flush()
@@ -100,7 +106,10 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 
 
 def create_atomic(path: Path, data: bytes) -> bool:
-    """Create `path` with `data`. Return False if it exists. Exactly one of several racing writers gets True."""
+    """Create a file, or return False if it already exists.
+
+    If several writers race to create the same file, exactly one of them gets True.
+    """
     with temp_file(path) as (file, temp):
         file.write(data)
         file.flush()
@@ -114,7 +123,7 @@ def create_atomic(path: Path, data: bytes) -> bool:
 
 
 def copy_into(source: Path, target: BinaryIO, stop: StopSignal) -> None:
-    """Copy the bytes of `source`, polling `stop` every 8 MiB."""
+    """Copy the contents of `source` to an open file. `stop` is polled every 8 MiB."""
     with source.open("rb") as file:
         while block := file.read(COPY_BLOCK_BYTES):
             stop.raise_if_set(f"copying {source}")
@@ -122,9 +131,10 @@ def copy_into(source: Path, target: BinaryIO, stop: StopSignal) -> None:
 
 
 def publish_file(source: Path, path: Path, stop: StopSignal) -> None:
-    """Publish `source` at `path` atomically, as a hard link if possible, else as a copy. `source` is kept.
+    """Publish a file at `path` atomically without removing `source`.
 
-    The target of a symbolic link is copied, because its owner may change it.
+    This creates a hard link if possible and falls back to a copy. If `source` is a symbolic link, its target is always
+    copied, because the owner of the target may still modify it.
     """
     make_dirs(path.parent)
     temp = temp_path_for(path)
@@ -137,10 +147,11 @@ def publish_file(source: Path, path: Path, stop: StopSignal) -> None:
                     raise OSError(errno.ELOOP, "a symbolic link")
                 os.link(source, temp)
             except OSError:
-                # Another file system, or one without hard links. The copy reports any real fault of the target.
+                # The target is on a different file system, or on one without hard links. If there is a real problem
+                # with the target, the copy fails as well and reports it.
                 write_atomic(path, lambda out: copy_into(source, out, stop))
                 return
-            # rename() does nothing if both names are one file, so the temp name must be removed below.
+            # If both names already refer to the same file, rename() does nothing, so remove the temp name below.
             temp.replace(path)
     finally:
         temp.unlink(missing_ok=True)
@@ -148,7 +159,11 @@ def publish_file(source: Path, path: Path, stop: StopSignal) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder: rename it to a temp name, then delete it. After a kill, a later commit sweeps the rest."""
+    """Remove a folder by renaming it to a temp name and then deleting it.
+
+    As a result, readers never see a partially deleted folder. If the process is killed in between, a later commit
+    removes the rest.
+    """
     doomed = temp_path_for(folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -161,9 +176,15 @@ def remove_tree(folder: Path) -> None:
 
 
 def sweep_temps(folder: Path, min_age_s: float | None = None) -> int:
-    """Remove unlocked temp files and folders of dead writers directly in `folder`. Return their number.
+    """Remove temp files and folders that were left behind by killed writers directly in `folder`.
 
-    `min_age_s`: seconds since their last change (default: SWEEP_MIN_AGE_S). A living writer locks its file by then.
+    Args:
+        folder: the folder to clean up. Subfolders are not visited.
+        min_age_s: minimum number of seconds since the last change (default: SWEEP_MIN_AGE_S). A live writer must have
+            locked its file by then.
+
+    Returns:
+        The number of files and folders that were removed.
     """
     if not folder.is_dir():
         return 0
@@ -174,13 +195,13 @@ def sweep_temps(folder: Path, min_age_s: float | None = None) -> int:
         except OSError:  # removed since the scan, or owned by another user
             continue
         try:
-            # The change time, not the modification time: a new hard link has an old mtime.
+            # Use the change time instead of the modification time, because a new hard link keeps the mtime of its file.
             if time.time() - os.fstat(descriptor).st_ctime < (SWEEP_MIN_AGE_S if min_age_s is None else min_age_s):
                 continue
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             removed += 1
-        except OSError:  # locked by a living writer, or a file system without locks
+        except OSError:  # locked by a live writer, or the file system doesn't support locks
             continue
         finally:
             os.close(descriptor)
@@ -188,21 +209,28 @@ def sweep_temps(folder: Path, min_age_s: float | None = None) -> int:
 
 
 def mark_in_use(descriptor: int) -> None:
-    """Take a shared lock on a temp file, so that it is not swept. Without lock support nothing is ever swept."""
+    """Take a shared lock on a temp file, so that `sweep_temps` doesn't remove it.
+
+    If the file system doesn't support locks, this does nothing, and `sweep_temps` never removes anything either.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return
 
 
-# A lock between processes of one machine (or of one file system with flock). The kernel releases it when they die.
+# A lock for the processes on one machine, or on one file system if it supports flock. The kernel releases the lock when
+# its holder dies.
 
 POLL_S = 0.05
 
 
 @contextmanager
 def exclusive(path: Path, stop: StopSignal) -> Iterator[None]:
-    """Lock a folder, or a file that is created if missing. Raises Preempted if stopped while waiting."""
+    """Hold an exclusive lock on a file or a folder. If `path` doesn't exist, it is created as a file.
+
+    Raises Preempted if `stop` is set while waiting for the lock.
+    """
     flags = os.O_RDONLY
     if not path.is_dir():
         flags = os.O_RDWR | os.O_CREAT
@@ -215,7 +243,7 @@ def exclusive(path: Path, stop: StopSignal) -> Iterator[None]:
                 break
             except BlockingIOError:
                 stop.wait(POLL_S)
-                stop.raise_if_set(f"waiting for the lock of {path}")
+                stop.raise_if_set(f"waiting for the lock on {path}")
         yield
     finally:
         os.close(descriptor)

@@ -1,7 +1,8 @@
 """Commit, verify and fetch artefacts.
 
-Commit rule: the files are written first, their sizes are checked in place, then MANIFEST.json is written as the only
-marker. Readers ignore a folder without it. A writer killed at any byte leaves an uncommitted folder and may run again.
+An artefact is a folder with a MANIFEST.json. To commit one, we first write all files, then verify their sizes in the
+final location, and finally write the manifest. Readers ignore folders without a manifest. This means that a writer can
+be killed at any time, because it only leaves behind an uncommitted folder and can simply run again.
 """
 
 from collections.abc import Mapping
@@ -20,18 +21,21 @@ from pipeline.io import atomic
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import KeyNotFound, Storage, check_key, folder_key, join_key, key_not_found, os_errors
 
-# xxh3_128: the content checksum of every artefact. It is fast enough to be disk-bound, and not cryptographic.
+# Files are hashed with xxh3_128. It is not cryptographic, but fast enough that hashing is limited by the disk.
 
 BLOCK_BYTES = 8 * 2**20
 
 
 def hash_bytes(data: bytes) -> str:
-    """Return the hex xxh3_128 of `data`."""
+    """Return the xxh3_128 checksum of `data` in hex."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def stream_record(file: BinaryIO, stop: StopSignal | None = None, advance: Advance = lambda count: None) -> FileRecord:
-    """Return size and checksum of the rest of a stream. Polls `stop` and calls `advance` every 8 MiB."""
+    """Read a stream to its end and return its size and checksum.
+
+    `stop` is polled and `advance` is called every 8 MiB.
+    """
     hasher, size_bytes = xxhash.xxh3_128(), 0
     while block := file.read(BLOCK_BYTES):
         if stop is not None:
@@ -43,18 +47,21 @@ def stream_record(file: BinaryIO, stop: StopSignal | None = None, advance: Advan
 
 
 def file_record(path: Path, stop: StopSignal | None = None) -> FileRecord:
-    """Return size and checksum of a local file."""
+    """Return the size and the checksum of a local file."""
     with path.open("rb") as file:
         return stream_record(file, stop)
 
 
-# Read the manifest of a committed folder and check the files against it.
+# Verify the files of a committed folder against its manifest.
 
 NUM_VERIFY_THREADS = 4
 
 
 def read_manifest(storage: Storage, prefix: str) -> Manifest | None:
-    """Return the manifest of a folder, None if it is not committed. Raises DataError if the manifest is damaged."""
+    """Return the manifest of a folder, or None if the folder is not committed.
+
+    Raises DataError if the manifest is damaged.
+    """
     key = join_key(prefix, MANIFEST_NAME)
     try:
         data = storage.read_bytes(key)
@@ -64,7 +71,7 @@ def read_manifest(storage: Storage, prefix: str) -> Manifest | None:
 
 
 def require_manifest(storage: Storage, prefix: str) -> Manifest:
-    """Return the manifest of a folder. Raises KeyNotFound (a DataError) if it is not committed."""
+    """Return the manifest of a folder. Raises KeyNotFound, which is a DataError, if the folder is not committed."""
     manifest = read_manifest(storage, prefix)
     if manifest is None:
         raise key_not_found(storage.uri(join_key(prefix, MANIFEST_NAME)))
@@ -72,9 +79,11 @@ def require_manifest(storage: Storage, prefix: str) -> Manifest:
 
 
 def verify_dir(storage: Storage, prefix: str, *, deep: bool) -> Manifest:
-    """Check the size of every file with one listing and, if `deep`, the checksums by reading all bytes.
+    """Verify the files of a committed folder and return its manifest.
 
-    Raises DataError naming the first bad file (in name order), KeyNotFound if the folder is not committed.
+    The sizes of all files are verified with a single listing. If `deep` is set, all files are read to verify their
+    checksums as well. Raises DataError with the name of the first bad file, or KeyNotFound if the folder is not
+    committed.
     """
     manifest = require_manifest(storage, prefix)
     check_sizes(storage, prefix, manifest)
@@ -98,7 +107,7 @@ def verify_dir(storage: Storage, prefix: str, *, deep: bool) -> Manifest:
 
 
 def check_sizes(storage: Storage, prefix: str, manifest: Manifest) -> None:
-    """Raise DataError naming the first file that is missing or has another size."""
+    """Raise DataError if a file is missing or has the wrong size."""
     sizes = _sizes(storage, prefix, manifest)
     for name, record in sorted(manifest.files.items()):
         if sizes.get(name) != record.size_bytes:
@@ -107,7 +116,10 @@ def check_sizes(storage: Storage, prefix: str, manifest: Manifest) -> None:
 
 
 def _sizes(storage: Storage, prefix: str, manifest: Manifest) -> dict[str, int]:
-    """Return the sizes of the existing files. On disk no listing is used, because it hashes files for the etags."""
+    """Return the sizes of all files that exist.
+
+    This avoids `Storage.list` for local storage, because it would hash files in order to return their etags.
+    """
     folder = storage.local_path(prefix)
     if folder is not None:
         return {name: (folder / name).stat().st_size for name in manifest.files if (folder / name).is_file()}
@@ -116,7 +128,7 @@ def _sizes(storage: Storage, prefix: str, manifest: Manifest) -> dict[str, int]:
 
 
 def check_record(uri: str, expected: FileRecord, actual: FileRecord) -> None:
-    """Raise DataError if size or checksum differ."""
+    """Raise DataError if the size or the checksum of a file is wrong."""
     if actual != expected:
         raise bad_file(
             uri,
@@ -129,21 +141,23 @@ def bad_file(uri: str, seen: str, expected: str) -> DataError:
     """Return the error for a file that does not match its manifest."""
     return DataError(
         f"{uri} {seen}",
-        expected=f"{expected} as in its {MANIFEST_NAME}",
+        expected=f"{expected}, as listed in {MANIFEST_NAME}",
         next_command="delete that folder and run the stage that wrote it again",
     )
 
 
-# Fetch a committed folder as verified local files, shared by the processes of one machine.
+# Fetch a committed folder to a local cache, which all processes on a machine may share.
 
 
 def fetch_dir(storage: Storage, prefix: str, cache_dir: Path, *, deep: bool = True) -> Path:
-    """Return a local folder with the verified files of a committed one: itself on disk, else `cache_dir/<digest>`.
+    """Return a local folder with the verified files of a committed folder.
 
-    A download resumes file by file, is verified and is marked with the manifest. Processes that fetch the same content
-    at the same time download it once. With `deep=False` only the sizes of files that are already local are checked. A
-    download is always checked in full. Raises DataError naming the bad file, KeyNotFound if the folder is not
-    committed.
+    If the storage is local, this is the folder itself. Otherwise, the files are downloaded to `cache_dir/<digest>`. An
+    interrupted download continues with the files that are still missing. If several processes fetch the same folder at
+    the same time, it is downloaded only once.
+
+    If `deep` is False, only the sizes are verified for files that are already local. Downloaded files are always
+    verified in full. Raises DataError with the name of a bad file, or KeyNotFound if the folder is not committed.
     """
     real = storage.local_path(prefix)
     if real is not None:
@@ -157,7 +171,7 @@ def fetch_dir(storage: Storage, prefix: str, cache_dir: Path, *, deep: bool = Tr
             return folder
         atomic.make_dirs(folder)
         with atomic.exclusive(folder.with_suffix(".lock"), storage.stop):
-            # Without the marker a file may come from a dead writer: only its checksum proves that it is complete.
+            # Without a manifest the files may be from a process that was killed, so we can't rely on their sizes.
             missing = _bad_names(folder, manifest, storage, deep=deep or not marker.exists())
             if missing:
                 _download(storage, prefix, folder, manifest, missing)
@@ -167,7 +181,7 @@ def fetch_dir(storage: Storage, prefix: str, cache_dir: Path, *, deep: bool = Tr
 
 
 def _download(storage: Storage, prefix: str, folder: Path, manifest: Manifest, names: list[str]) -> None:
-    """Download the named files. A damaged file is downloaded once more before it is reported."""
+    """Download some files of a folder. A file that arrives damaged is downloaded again before an error is raised."""
     for part in {folder, *((folder / name).parent for name in names)}:
         atomic.sweep_temps(part)
     storage.download_dir(prefix, folder, names)
@@ -182,7 +196,7 @@ def _download(storage: Storage, prefix: str, folder: Path, manifest: Manifest, n
 
 
 def _bad_names(folder: Path, manifest: Manifest, storage: Storage, *, deep: bool) -> list[str]:
-    """Return the files that are missing or differ from the manifest, in name order."""
+    """Return the sorted names of files that are missing or don't match the manifest."""
 
     def is_bad(name: str) -> bool:
         path, record = folder / name, manifest.files[name]
@@ -208,12 +222,14 @@ NUM_HASH_THREADS = 4
 def commit_dir(
     storage: Storage, local_dir: Path, prefix: str, *, kind: str, fields: Mapping[str, JsonValue]
 ) -> Manifest:
-    """Publish every file below `local_dir` under `prefix` and return the manifest, which is written last.
+    """Commit all files in a local folder to `prefix` and return the manifest.
 
-    On S3 the files are uploaded and `local_dir` is kept. On file:// they are moved into place (copied from another file
-    system) and `local_dir` is emptied. If `local_dir` is the target itself, its files are only made durable. An earlier
-    manifest is deleted first, so that no reader sees old and new files under one manifest.
-    Raises DataError if `local_dir` is missing, DiskFull, TransientError, ConfigError, Preempted.
+    On S3, the files are uploaded and `local_dir` is kept. On file://, the files are moved (or copied, if `local_dir` is
+    on a different file system) and `local_dir` is left empty. If `local_dir` already is the target folder, its files
+    are only fsynced.
+
+    If the target has already been committed, the old manifest is deleted first, so that readers never see a mix of old
+    and new files. Raises DataError if `local_dir` doesn't exist.
     """
     prefix = check_key(folder_key(prefix))
     names = _names(local_dir)
@@ -246,10 +262,10 @@ def commit_dir(
 def commit_files(
     storage: Storage, prefix: str, *, kind: str, fields: Mapping[str, JsonValue], files: Mapping[str, FileRecord]
 ) -> Manifest:
-    """Write the manifest of files that their writers have already stored under `prefix`, durably.
+    """Commit files that have already been stored under `prefix` by writing their manifest.
 
-    Several processes may commit the same files at once, because they write the same manifest. Raises DataError naming
-    a file that is missing or has another size.
+    It is safe for several processes to commit the same files concurrently, because they all write the same manifest.
+    Raises DataError if a file is missing or has the wrong size.
     """
     manifest = _manifest(kind, fields, {name: files[name] for name in sorted(files)})
     check_sizes(storage, prefix, manifest)
@@ -262,20 +278,20 @@ def _manifest(kind: str, fields: Mapping[str, JsonValue], files: dict[str, FileR
 
 
 def _names(local_dir: Path) -> list[str]:
-    """Return the files to commit, relative and sorted, without the manifest and temp files of dead writers."""
+    """Return the sorted relative paths of all files to commit. The manifest and temp files are skipped."""
     if not local_dir.is_dir():
-        raise DataError(f"{local_dir} is not a folder", expected="the folder with the files to commit")
+        raise DataError(f"{local_dir} is not a folder", expected="a folder with the files to commit")
     paths = (path.relative_to(local_dir) for path in local_dir.rglob("*") if path.is_file())
     names = [path.as_posix() for path in paths if not any(atomic.is_temp(part) for part in path.parts)]
     return sorted(name for name in names if name != MANIFEST_NAME)
 
 
 def _move_into_place(storage: Storage, local_dir: Path, target: Path, names: list[str]) -> None:
-    """Publish the files under their final names, durably. The sources are kept until the manifest is written."""
+    """Publish the files in their final location and fsync them. The sources are kept until the manifest is written."""
     atomic.make_dirs(target)
     for folder in {target.parent, target, *((target / name).parent for name in names)}:
         atomic.sweep_temps(folder)
-    atomic.fsync_path(target)  # makes the deletion of an earlier manifest durable before its files change
+    atomic.fsync_path(target)  # ensure that the old manifest is really gone before its files change
     if not local_dir.samefile(target):
         for name in names:
             storage.stop.raise_if_set(f"committing {target}")
@@ -289,7 +305,7 @@ def _move_into_place(storage: Storage, local_dir: Path, target: Path, names: lis
 
 
 def _remove_sources(local_dir: Path, names: list[str]) -> None:
-    """Delete the committed sources and the folders that become empty."""
+    """Delete the source files that have been committed, and any folders that are empty as a result."""
     for name in names:
         (local_dir / name).unlink(missing_ok=True)
     folders = sorted((path for path in local_dir.rglob("*") if path.is_dir()), reverse=True)

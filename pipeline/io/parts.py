@@ -1,8 +1,9 @@
-"""Output parts: several workers commit them in any order, and a worker that sees all of them combines them.
+"""Split the output of a computation into parts that several workers write independently.
 
-A part consists of its files and a record with their sizes and checksums, which is written last and is the marker.
-Files are never overwritten: the first file under a name is kept and the record describes it. So a worker that was
-presumed dead and resumes does no harm, and every part exists once.
+Workers may commit their parts in any order, and a worker that notices that all parts exist combines them. A part
+consists of its files and a record with their sizes and checksums. The part is complete once the record exists, so it is
+written last. Existing files are kept instead of overwritten, and the record always describes the files that are stored.
+This means that it does no harm if a worker that was presumed dead resumes and writes the same part again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ _RECORDS_AT_A_TIME = 64
 
 
 class Part(Record):
-    """The record of one part. Subclasses add the metadata that readers need without reading the files."""
+    """The record of a single part. Subclasses add metadata that can be used without reading the files."""
 
     index: int
     files: dict[str, FileRecord] = Field({})
@@ -39,12 +40,13 @@ class Parts(Generic[P]):
     """The output parts of one computation.
 
     Args:
-        records: prefix of the records. It must identify the computation, for example by a fingerprint.
-        files: prefix of the files.
+        storage: the storage that all workers share.
+        records: prefix for the records. It must be unique to this computation, for example by including a fingerprint.
+        files: prefix for the files.
         kind: class of the records.
-        names: returns the file names of the part with an index, in the order in which they are written.
-        is_same_work: takes the bytes of the last file of a part and returns whether this computation wrote it. Only
-            needed if `files` does not identify the computation.
+        names: returns the file names of a part, given its index, in the order in which they are written.
+        is_same_work: given the contents of a part's last file, returns whether this computation wrote it. This is only
+            needed if `files` is not unique to this computation.
     """
 
     storage: Storage
@@ -55,25 +57,28 @@ class Parts(Generic[P]):
     is_same_work: Callable[[bytes], bool] = lambda last: True
 
     def done(self) -> set[int]:
-        """Return the indices of the complete parts. Takes two listings."""
+        """Return the indices of all complete parts. This takes two listings."""
         records = list_names(self.storage, self.records)
         files = list_names(self.storage, self.files) if records else set()
         indices = (int(name.removesuffix(".json")) for name in records if name.removesuffix(".json").isdecimal())
         return {index for index in indices if files.issuperset(self.names(index))}
 
     def commit(self, part: P, files: Mapping[str, bytes]) -> P:
-        """Publish the files of one part, then its record. Return the stored record. May be repeated."""
+        """Store the files of a part, followed by its record. Return the record that is stored.
+
+        It is safe to call this again for the same part.
+        """
         record = part.model_copy(update={"files": self._put(files)})
         key, data = self._key(part.index), record.model_dump_json().encode()
         if not self.storage.write_if_absent(key, data):
             earlier = self.read(part.index)
             if earlier.files == record.files:
                 return earlier
-            self.storage.write_bytes(key, data)  # the files described by the earlier record were deleted
+            self.storage.write_bytes(key, data)  # the files that the earlier record describes have been deleted
         return record
 
     def read(self, index: int) -> P:
-        """Return the record of a part. Raises TransientError if there is none, DataError if it is damaged."""
+        """Return the record of a part. Raises TransientError if it doesn't exist and DataError if it is damaged."""
         key = self._key(index)
         record = read_record(self.storage, key, self.kind, "the record of a part", "the same command")
         if record is None:
@@ -81,7 +86,7 @@ class Parts(Generic[P]):
         return record
 
     def read_all(self, indices: Iterable[int]) -> Iterator[P]:
-        """Yield the records of some parts in order, reading 64 at a time. Raises the errors of `read`."""
+        """Yield the records of several parts in order. Records are read in batches of 64 parallel requests."""
         remaining = list(indices)
         while remaining:
             batch, remaining = remaining[:_RECORDS_AT_A_TIME], remaining[_RECORDS_AT_A_TIME:]
@@ -90,16 +95,16 @@ class Parts(Generic[P]):
             )
 
     def fetch(self, index: int, cache_dir: Path) -> list[Path]:
-        """Return verified local copies of the files of a part, in the order of `names`.
+        """Return local paths to the verified files of a part, in the order of `names`.
 
-        Files on S3 are downloaded into `cache_dir`, which processes may share. Raises TransientError if the part does
-        not exist, DataError naming a missing or damaged file.
+        Files on S3 are downloaded to `cache_dir`, which several processes may share. Raises TransientError if the part
+        doesn't exist, and DataError if a file is damaged.
         """
         record = self.read(index)
         return [self._fetch(name, record.files[name], cache_dir.absolute()) for name in self.names(index)]
 
     def delete(self) -> None:
-        """Delete all parts, records first. Call it once their combination is committed elsewhere."""
+        """Delete all parts, starting with their records. Call this after the combined output has been committed."""
         self.storage.delete_prefix(self.records)
         self.storage.delete_prefix(self.files)
 
@@ -122,7 +127,10 @@ class Parts(Generic[P]):
         return path
 
     def _put(self, files: Mapping[str, bytes]) -> dict[str, FileRecord]:
-        """Write the missing files and replace those of another computation. Return the records of the stored files."""
+        """Write the files of a part unless they already exist. Return the records of the files that are stored.
+
+        If an existing file was written by a different computation, it is replaced.
+        """
         stored: dict[str, FileRecord] = {}
         for name, data in files.items():
             key = join_key(self.files, name)
@@ -143,7 +151,7 @@ class Parts(Generic[P]):
 
 def _missing_part(uri: str) -> TransientError:
     return TransientError(
-        f"{uri} does not exist: the part was not finished, or was combined with the others and deleted",
+        f"{uri} does not exist: the part was never finished, or it was deleted after all parts were combined",
         expected="the files of a finished part and its record",
-        next_command="run the same command again: finished parts are reused",
+        next_command="run the same command again, which reuses the parts that are finished",
     )

@@ -1,4 +1,4 @@
-"""Local paths as users type them, and the default cache and temporary folders."""
+"""Resolve local paths that users type, and determine the default cache and temporary folders."""
 
 import os
 import tempfile
@@ -9,13 +9,16 @@ from pipeline.core.errors import ConfigError
 
 
 def user_path(text: str) -> Path:
-    """Expand `~` and `~user` and return an absolute path. Raises ConfigError without a home or current folder."""
+    """Expand `~` and `~user`, and return an absolute path.
+
+    Raises ConfigError if the user has no home folder or if the current folder no longer exists.
+    """
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError:
         raise ConfigError(
             f"{text}: {text.partition('/')[0]} has no home folder",
-            expected="a user with a home folder (for ~: HOME in the environment)",
+            expected="a user with a home folder (~ requires HOME in the environment)",
             next_command="use an absolute path",
         ) from None
     except FileNotFoundError:
@@ -27,7 +30,10 @@ def user_path(text: str) -> Path:
 
 
 def display_path(uri: str) -> str:
-    """Return a path or a file:// URI as a path to paste, relative to the current folder if inside it."""
+    """Return a short path that users can paste, given a path or a URI.
+
+    The path is relative to the current folder if it is inside of it. The URI of a remote file is returned unchanged.
+    """
     path = uri.removeprefix("file://")
     return (
         path if "://" in path or not Path(path).is_relative_to(Path.cwd()) else str(Path(path).relative_to(Path.cwd()))
@@ -35,9 +41,10 @@ def display_path(uri: str) -> str:
 
 
 def cache_folder(env: Mapping[str, str]) -> Path:
-    """Return the cache folder: `$XDG_CACHE_HOME/trnpipe`, else ~/.cache/trnpipe, else a temporary folder of this user.
+    """Return the cache folder.
 
-    Raises ConfigError if that temporary folder cannot be created or belongs to another user.
+    This is `$XDG_CACHE_HOME/trnpipe` if set, or ~/.cache/trnpipe if it is writable. Otherwise, fall back to a temporary
+    folder. Raises ConfigError if the temporary folder can't be created or belongs to a different user.
     """
     if env.get("XDG_CACHE_HOME"):
         return user_path(env["XDG_CACHE_HOME"]) / "trnpipe"
@@ -54,20 +61,20 @@ def cache_folder(env: Mapping[str, str]) -> Path:
         is_own = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
     except OSError:
         is_own = False
-    if not is_own:  # any user can create this name
+    if not is_own:  # any user may have created a folder with this name
         raise ConfigError(
             f"there is no writable home folder, and {folder} is not a folder of this user",
             expected="a writable folder for the cache",
-            next_command="set XDG_CACHE_HOME to one",
+            next_command="set XDG_CACHE_HOME to a writable folder",
         )
     return folder
 
 
 def temporary_folder() -> Path:
-    """Return the folder for temporary files. Raises ConfigError if none is writable."""
+    """Return the folder for temporary files. Raises ConfigError if there is no writable folder."""
     try:
         return Path(tempfile.gettempdir())
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{error.strerror}", expected="a folder for temporary files", next_command="set TMPDIR to one"
+            f"{error.strerror}", expected="a folder for temporary files", next_command="set TMPDIR to a writable folder"
         ) from None

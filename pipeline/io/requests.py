@@ -1,4 +1,4 @@
-"""Storage requests: retried under one deadline, and run in parallel threads."""
+"""Retry storage requests until a deadline, and run them in parallel threads."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -16,11 +16,13 @@ T = TypeVar("T")
 
 
 class RetryPolicy(Record):
-    """Retry policy of one storage request. A large transfer has this budget for each of its parts."""
+    """The retry policy for a storage request. It applies to each part of a multipart transfer separately."""
 
-    first_wait_s: float = Field(0.2, gt=0, le=60, description="Maximum first random wait, doubled with every attempt")
+    first_wait_s: float = Field(
+        0.2, gt=0, le=60, description="Upper bound of the first random wait; doubles with every attempt"
+    )
     max_wait_s: float = Field(20.0, gt=0, le=300, description="Maximum wait between two attempts")
-    total_deadline_s: float = Field(120.0, ge=0, le=3600, description="Time after which no further attempt starts")
+    total_deadline_s: float = Field(120.0, ge=0, le=3600, description="Time after which requests are no longer retried")
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -37,10 +39,20 @@ def call_with_retry(
     stop: StopSignal,
     doing: str,
 ) -> T:
-    """Return the result of `call`, retried while `retryable(error)` holds and the deadline has not passed.
+    """Call a function, and retry it with exponential backoff if it raises a retryable error.
 
-    Waits are uniform in 0..first_wait_s * 2^n (full jitter: AWS Architecture Blog, "Exponential Backoff and Jitter").
-    Raises the last error of `call`, or Preempted if `stop` is set before an attempt or during a wait.
+    The wait before retry n is drawn uniformly between 0 and `first_wait_s * 2^n`. This is known as full jitter, see
+    "Exponential Backoff and Jitter" in the AWS Architecture Blog.
+
+    Args:
+        call: the function to call.
+        policy: the waits between attempts and the total deadline.
+        retryable: returns whether an error should be retried.
+        stop: polled before the first attempt and during each wait.
+        doing: describes the request in the message of Preempted.
+
+    Returns:
+        The result of `call`. Raises its last error once the deadline has passed, or Preempted if `stop` is set.
     """
 
     def sleep(seconds: float) -> None:
@@ -71,10 +83,10 @@ def run_parallel(
     doing: str,
     size_bytes: Callable[[Item], int] | None = None,
 ) -> list[Result]:
-    """Return [call(item) for item in items], computed in at most `num_threads` threads.
+    """Call a function for every item, using up to `num_threads` threads, and return the results in order.
 
-    Progress is shown as `doing`, in bytes if `size_bytes` returns the size of an item, else in items. Raises the error
-    of the first item that failed.
+    The progress is displayed under the name `doing`. It counts bytes if `size_bytes` is set and items otherwise. If a
+    call fails, its error is raised and the items that have not started yet are skipped.
     """
 
     def checked(item: Item) -> Result:
@@ -97,7 +109,8 @@ def _in_threads(
 ) -> list[Result]:
     with ThreadPoolExecutor(min(num_threads, len(items)), thread_name_prefix="storage") as pool:
         futures = list[Future[Result]]()
-        with suppress(RuntimeError):  # the interpreter is shutting down and waits for the calling thread
+        # submit() raises RuntimeError while the interpreter is shutting down. The remaining items are processed below.
+        with suppress(RuntimeError):
             for item in items:
                 futures.append(pool.submit(call, item))
         for future, size in zip(futures, sizes, strict=False):

@@ -1,4 +1,7 @@
-"""Storage on S3 and compatible services. S3 writes are atomic: an object becomes visible as a whole or not at all."""
+"""Storage on S3 and compatible services.
+
+Note that S3 writes are always atomic, which means that an object is never partially visible.
+"""
 
 import io
 import os
@@ -36,7 +39,7 @@ from pipeline.io.s3_client import (
 )
 from pipeline.io.storage import Names, ObjectStat, key_not_found, os_errors
 
-DELETE_BATCH = 1000  # S3 limit of DeleteObjects
+DELETE_BATCH = 1000  # the limit of DeleteObjects
 WRITER_TAG = "trnpipe-writer"
 MIB = 2**20
 BODY_BLOCK_BYTES = MIB
@@ -44,19 +47,23 @@ BODY_BLOCK_BYTES = MIB
 
 @dataclass(frozen=True)
 class TransferSettings:
-    """Part size (S3 minimum 5 MiB) and number of threads. A download holds 8 x 16 MiB in memory."""
+    """The part size and the number of threads for transfers.
+
+    S3 requires parts of at least 5 MiB. A download needs `num_threads * part_bytes` of memory, which is 128 MiB by
+    default.
+    """
 
     part_bytes: int = 16 * MIB
     num_threads: int = 8
 
 
-# A seekable file over ranged GETs.
+# A seekable file that is read with ranged GET requests.
 
 MIN_RANGE_BYTES = 8 * 2**20
 
 
 class RangeFile(io.RawIOBase):
-    """Raw reader that sends one request for each read."""
+    """An unbuffered reader that sends one request per read."""
 
     def __init__(self, read_range: Callable[[int, int], bytes], size_bytes: int) -> None:
         super().__init__()
@@ -92,24 +99,28 @@ class RangeFile(io.RawIOBase):
 
 
 def checked_length(data: bytes, expected: int) -> bytes:
-    """Return `data`. Raises PartialBody, which is retried, if it does not have `expected` bytes."""
+    """Return `data` if it has the expected length. Otherwise, raise PartialBody, which causes a retry."""
     if len(data) != expected:
         raise PartialBody(f"{len(data)} of {expected} bytes")
     return data
 
 
-# Files are transferred by s3transfer, as in boto3: it sends parts in parallel and aborts failed uploads. Its requests
-# are sent through S3Client, because boto3's retries have no total deadline and do not poll the stop signal.
+# Like boto3, we use s3transfer to transfer files, because it handles parallel parts and aborts failed uploads. However,
+# its requests go through S3Client, because the retries of boto3 have no total deadline and can't be interrupted by the
+# stop signal.
 
 
 class _TransferClient:
-    """The boto3 client that s3transfer uses, with the retry policy and the errors of S3Client."""
+    """A wrapper around S3Client with the interface of a boto3 client, which s3transfer expects."""
 
     def __init__(self, client: S3Client) -> None:
         self._client, self.meta = client, client.raw.meta
 
     def __getattr__(self, operation: str) -> Callable[..., Any]:
-        """Return put_object, create_multipart_upload or upload_part. A retry sends the body from its start."""
+        """Return an operation that sends data, such as put_object or upload_part.
+
+        If the request is retried, the body is sent again from its start.
+        """
 
         def send(**request: Any) -> Any:
             def attempt(raw: Any) -> Any:
@@ -122,7 +133,7 @@ class _TransferClient:
         return send
 
     def get_object(self, **request: Any) -> dict[str, Any]:
-        """Get a part and read its body into memory, so that an interrupted one is requested again."""
+        """Get a part of an object and read it into memory, so that it is requested again if the connection breaks."""
 
         def get(raw: Any) -> dict[str, Any]:
             response = raw.get_object(**request)
@@ -131,7 +142,11 @@ class _TransferClient:
         return self._client.call("reading", _uri(request), get)
 
     def complete_multipart_upload(self, *, MpuObjectSize: int, **request: Any) -> None:
-        """Make the object visible. If a retry after a lost response finds no upload, check for the object instead."""
+        """Complete a multipart upload, which makes the object visible.
+
+        If S3 completes the upload but the response is lost, the retry fails with NoSuchUpload. In that case, check
+        whether the object exists with the right size.
+        """
         try:
             self._client.attempt("writing", _uri(request), lambda raw: raw.complete_multipart_upload(**request))
         except S3_ERRORS as error:
@@ -143,12 +158,15 @@ class _TransferClient:
             raise translate(error, "writing", _uri(request)) from error
 
     def abort_multipart_upload(self, **request: Any) -> None:
-        """Delete the uploaded parts. Not retried, because the process may be about to be killed."""
+        """Delete the parts that have been uploaded. This isn't retried, because the process may be killed soon."""
         self._client.raw.abort_multipart_upload(**request)
 
 
 class _TransferProgress(BaseSubscriber):  # type: ignore[misc]
-    """Subscriber that shows the progress of a file, stops its transfer, and pins a download to one version."""
+    """An s3transfer subscriber that reports the progress of a file and aborts its transfer once `stop` is set.
+
+    For a download, it also ensures that all parts are from the same version of the object.
+    """
 
     def __init__(self, advance: Advance, stop: StopSignal, doing: str, version: ObjectStat | None = None) -> None:
         self._advance, self._stop, self._doing, self._version = advance, stop, doing, version
@@ -164,7 +182,7 @@ class _TransferProgress(BaseSubscriber):  # type: ignore[misc]
 
 
 class _DurableFiles(OSUtils):  # type: ignore[misc]
-    """File operations of s3transfer that make each download atomic and durable."""
+    """File operations for s3transfer that make downloads atomic and durable."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes, self._names = sizes, dict[str, str]()
@@ -175,7 +193,10 @@ class _DurableFiles(OSUtils):  # type: ignore[misc]
         return temp
 
     def open(self, filename: str, mode: str) -> BinaryIO:
-        """Open and lock a temp file, and reserve its space so that a full disk fails at once, not after hours."""
+        """Open and lock a temp file.
+
+        Its space is reserved up front, so that a download fails immediately instead of after hours if the disk is full.
+        """
         file = cast(BinaryIO, Path(filename).open(mode))  # noqa: SIM115 - s3transfer closes it
         atomic.mark_in_use(file.fileno())
         if size_bytes := self._sizes[self._names[filename]]:
@@ -195,7 +216,10 @@ def _uri(request: Mapping[str, Any]) -> str:
 
 
 def _age_s(response: Mapping[str, Any], modified: datetime) -> float | None:
-    """Return the seconds between `modified` and the Date header of the response. The local clock is not used."""
+    """Return the age of an object in seconds.
+
+    This relies on the Date header of the response instead of the local clock, which may be wrong.
+    """
     date = response["ResponseMetadata"]["HTTPHeaders"].get("date")
     return None if date is None else (parsedate_to_datetime(date) - modified).total_seconds()
 
@@ -232,7 +256,7 @@ class S3Storage:
         cut = len(self._folder(""))
         for page in self._pages(prefix):
             for item in page.get("Contents", ()):
-                # Consoles create an empty object with a key that ends in '/' to show an empty folder.
+                # S3 consoles represent an empty folder as an empty object with a key that ends in '/', so skip those.
                 if item["Size"] or not item["Key"].endswith("/"):
                     age_s = _age_s(page, item["LastModified"])
                     yield ObjectStat(item["Key"][cut:], int(item["Size"]), str(item["ETag"]), age_s)
@@ -241,7 +265,7 @@ class S3Storage:
         cut = len(self._folder(prefix))
         pages = self._pages(prefix, Delimiter="/")
         names = (item["Prefix"][cut:].rstrip("/") for page in pages for item in page.get("CommonPrefixes", ()))
-        return sorted(names, key=str.encode)  # S3 sorts them with their '/', which puts a-b before a
+        return sorted(names, key=str.encode)  # S3 includes the '/' when sorting, so that a-b/ precedes a/
 
     def read_bytes(self, key: str) -> bytes:
         location = self._location(key, is_new=False)
@@ -271,7 +295,7 @@ class S3Storage:
         def remove(raw: Any) -> None:
             response = raw.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
             for error in response.get("Errors", ()):
-                # The status is 200 even if single keys fail. Raise the error of such a key in its usual form.
+                # DeleteObjects returns status 200 even if it can't delete some of the keys, so raise their error here.
                 raise ClientError({"Error": {"Code": error["Code"]}, "ResponseMetadata": {}}, "DeleteObjects")
 
         for start in range(0, len(objects), DELETE_BATCH):
@@ -320,7 +344,8 @@ class S3Storage:
         sizes = {str(local): stat.size_bytes for local, stat in files.items()}
         with (
             progress(doing, sum(sizes.values()), "bytes") as advance,
-            self._manager(_DurableFiles(sizes), 1) as manager,  # small files in ranges too: only these pin a version
+            # Use ranged requests even for small files, because only those ensure that the version doesn't change.
+            self._manager(_DurableFiles(sizes), 1) as manager,
         ):
             futures = {}
             for local, stat in files.items():
@@ -339,17 +364,20 @@ class S3Storage:
             max_request_concurrency=self._transfer.num_threads,
             max_io_queue_size=64,
             io_chunksize=BODY_BLOCK_BYTES,
-            num_download_attempts=1,  # S3Client retries
+            num_download_attempts=1,  # retries are handled by S3Client
         )
         return TransferManager(_TransferClient(self._client), config, files)
 
     def _location(self, key: str, *, is_new: bool = True) -> dict[str, str]:
-        """Return bucket and key of an object for a request. Existing keys of other programs may have empty parts."""
+        """Return the bucket and the key of an object as arguments for a request.
+
+        Only new keys are checked for empty parts, because objects of other programs may have such keys.
+        """
         storage.check_key(key if is_new else "/".join(filter(None, key.split("/"))))
         return {"Bucket": self._bucket, "Key": storage.join_key(self._prefix, key)}
 
     def _folder(self, prefix: str) -> str:
-        """Return the S3 prefix of a folder. It ends in '/', or is '' for the whole bucket."""
+        """Return the S3 prefix of a folder. It ends in '/', except that the prefix of the whole bucket is empty."""
         folder = storage.join_key(self._prefix, storage.folder_key(prefix)).strip("/")
         return f"{folder}/" if folder else ""
 
@@ -369,7 +397,10 @@ class S3Storage:
             request["ContinuationToken"] = page["NextContinuationToken"]
 
     def _read_range(self, key: str, start: int, length: int, **options: str) -> bytes:
-        """Return at most `length` bytes from `start`. S3 responds with 416 if `start` is at or after the end."""
+        """Return up to `length` bytes, starting at offset `start`.
+
+        This is empty if `start` is past the end of the object, in which case S3 responds with status 416.
+        """
         location = self._location(key, is_new=False)
         if length <= 0:
             return b""
@@ -388,7 +419,11 @@ class S3Storage:
             raise translate(error, "reading", self.uri(key)) from error
 
     def _write_if(self, key: str, data: bytes, **condition: str) -> bool:
-        """Send a conditional PUT. After a lost response the retry finds this writer's object, known by its tag."""
+        """Write an object if `condition` holds. Return whether it was written.
+
+        If S3 writes the object but the response is lost, the condition fails for the retry. To detect this, the object
+        carries a random tag of its writer.
+        """
         location, writer = self._location(key), secrets.token_hex(8)
         attempts = 0
 
@@ -412,12 +447,15 @@ class S3Storage:
 
 
 def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
-    """Open the storage of an s3:// URI. Raises ConfigError if the bucket or credentials are missing."""
+    """Open the storage at an s3:// URI.
+
+    Raises ConfigError if the URI is invalid, the bucket doesn't exist, or there are no credentials.
+    """
     parts = urlsplit(uri)
     if not parts.netloc or "@" in parts.netloc or ":" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError(
-            "the s3:// URI has no bucket, or has a user, a port, '?' or '#'",
-            expected="s3://bucket/prefix (credentials are read from the AWS environment)",
+            "the s3:// URI has no bucket, or it contains a user name, a port, '?' or '#'",
+            expected="s3://bucket/prefix (credentials are taken from the AWS environment)",
             next_command="correct the URI in the settings",
         )
     prefix, root = storage.folder_key(parts.path), f"s3://{parts.netloc}"
@@ -434,14 +472,15 @@ def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
     except S3_ERRORS as error:
         if is_missing(error):
             raise missing_bucket(root) from error
-        # A policy may allow only the prefix and deny HeadBucket. Missing permissions then show up at the first use.
+        # The policy may deny HeadBucket but still allow access to the prefix, so ignore this error. If the permissions
+        # really are missing, the first request that needs them fails.
         if http_status(error) != 403:
             raise translate(error, "opening", root) from error
     return S3Storage(client, parts.netloc, prefix)
 
 
 def _body(response: dict[str, Any], stop: StopSignal) -> bytes:
-    """Read the body of a response, polling `stop` every MiB."""
+    """Read the body of a response. `stop` is polled every MiB."""
     blocks = []
     with response["Body"] as body:
         while block := body.read(BODY_BLOCK_BYTES):

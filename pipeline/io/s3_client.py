@@ -1,4 +1,4 @@
-"""The boto3 client with its configuration, retries and error translation."""
+"""A boto3 client that retries requests until a deadline and translates errors to those of trnpipe."""
 
 import os
 import threading
@@ -17,11 +17,13 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy, call_with_retry
 from pipeline.io.storage import key_not_found
 
-# Classification of S3 errors: retryable or not, and the message for the user.
+# Determine which S3 errors are retryable and translate them to messages for the user.
 #
-# Messages contain only the error code and HTTP status, because boto3's text may quote an endpoint with a password.
+# Our messages only contain the error code and the HTTP status, because the messages of boto3 may contain the URL of an
+# endpoint with a password.
 
-# S3 API reference, "List of error codes". RequestTimeout is a 400, the two conflicts are 409.
+# See "List of error codes" in the S3 API reference. These are listed by name because some of them don't have a
+# retryable status. RequestTimeout has status 400, and the two conflicts have status 409.
 RETRYABLE_CODES = frozenset(
     {
         "SlowDown",
@@ -52,7 +54,8 @@ RETRYABLE_TYPES: tuple[type[BaseException], ...] = (
     ConnectionError,
     TimeoutError,
 )
-# Errors of a request. Local OSErrors are not among them: a full disk must not be reported as an S3 error.
+# All errors that a request may raise. This does not include OSError, because a full local disk must not be reported as
+# an S3 error.
 S3_ERRORS: tuple[type[Exception], ...] = (
     boto.BotoCoreError,
     boto.ClientError,
@@ -63,30 +66,33 @@ S3_ERRORS: tuple[type[Exception], ...] = (
 
 
 class PartialBody(ConnectionError):
-    """A response with fewer bytes than announced or requested."""
+    """The response has fewer bytes than announced or requested."""
 
 
 def error_code(error: BaseException) -> str:
-    """Return the S3 error code, or '' if the error is not a response of the service."""
+    """Return the S3 error code, or an empty string if the error is not a response from S3."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, boto.ClientError) else ""
 
 
 def http_status(error: BaseException) -> int:
-    """Return the HTTP status, or 0 if the error is not a response of the service."""
+    """Return the HTTP status, or 0 if the error is not a response from S3."""
     if not isinstance(error, boto.ClientError):
         return 0
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return whether an error is throttling, a server fault, a time-out or a broken connection. No other 4xx is."""
+    """Return whether a request should be retried after this error.
+
+    This includes throttling, server errors, timeouts and broken connections, but no other 4xx status.
+    """
     if isinstance(error, boto.ClientError):
         return error_code(error) in RETRYABLE_CODES or http_status(error) in RETRYABLE_STATUS
     return isinstance(error, RETRYABLE_TYPES)
 
 
 def is_missing(error: BaseException) -> bool:
-    """Return whether the error means that the key, not the bucket, does not exist."""
+    """Return whether the error means that the key doesn't exist (as opposed to the bucket)."""
     return error_code(error) in MISSING_CODES
 
 
@@ -95,14 +101,14 @@ def is_precondition_failed(error: BaseException) -> bool:
 
 
 def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
-    """Return the TrnpipeError for an S3 error that is not retried (any more)."""
+    """Translate an S3 error to a TrnpipeError, after retries have been exhausted or if it is not retryable."""
     code, status = error_code(error), http_status(error)
     name = f"{code or type(error).__name__}" + (f", HTTP {status}" if status else "")
     if is_retryable(error):
         return TransientError(
-            f"{uri}: {name} while {doing} it, until the retry deadline",
-            expected="S3 to answer within storage retry total_deadline_s",
-            next_command="run the same command again; check AWS_ENDPOINT_URL and the network if it repeats",
+            f"{uri}: still failed with {name} while {doing} it when the retry deadline passed",
+            expected="a successful response from S3 within storage.total_deadline_s",
+            next_command="run the same command again; if it still fails, check AWS_ENDPOINT_URL and the network",
         )
     if code == "NoSuchBucket":
         return missing_bucket(uri)
@@ -133,8 +139,8 @@ def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
         )
     if is_precondition_failed(error):
         return TransientError(
-            f"{uri} was replaced while {doing} it",
-            expected="one version from the first byte to the last",
+            f"{uri} was replaced by a new version while {doing} it",
+            expected="an object that does not change while it is read",
             next_command="run the same command again",
         )
     return ConfigError(
@@ -145,30 +151,31 @@ def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
 
 
 def missing_bucket(uri: str) -> ConfigError:
-    """Return the error for a bucket that does not exist."""
+    """Return the error for a bucket that doesn't exist."""
     bucket = uri.removeprefix("s3://").split("/")[0]
     return ConfigError(
         f"bucket {bucket} does not exist (needed for {uri})",
-        expected="an existing bucket of this account and endpoint",
+        expected="an existing bucket in this account and at this endpoint",
         next_command=f"aws s3 mb s3://{bucket}; or correct the URI in the settings",
     )
 
 
 T = TypeVar("T")
 
-# Batch sends SIGKILL 30 s after SIGTERM and commands must end within 20 s, also with a thread in a dead connection.
+# AWS Batch sends SIGKILL 30 s after SIGTERM. Commands must exit within 20 s, even if a thread is waiting for a
+# connection that is dead.
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 10
 MAX_CONNECTIONS = 32
 
-# Each client has a separate session with the current credentials, but they share the parsed service models (0.2 s to
-# load each). Clients are thread-safe, creating them is not.
+# Every client has its own session, so that it picks up the current credentials. However, all sessions share one loader
+# for the service models, because loading a model takes 0.2 s. Clients are thread-safe, but creating them is not.
 _LOADER = botocore.loaders.create_loader()
 _CREATE_LOCK = threading.Lock()
 
 
 def new_client(service: str, config: Config | None = None) -> Any:
-    """Create a boto3 client from the standard AWS environment. Sends no request."""
+    """Create a boto3 client that is configured by the standard AWS environment. This doesn't send any requests."""
     with _CREATE_LOCK:
         core = botocore.session.Session()
         core.register_component("data_loader", _LOADER)
@@ -176,7 +183,7 @@ def new_client(service: str, config: Config | None = None) -> Any:
 
 
 class S3Client:
-    """A boto3 client (`raw`) whose retries are replaced by a policy with a deadline. Thread-safe and fork-safe."""
+    """A boto3 client that retries requests until a deadline. It is thread-safe and fork-safe."""
 
     def __init__(self, policy: RetryPolicy, stop: StopSignal) -> None:
         self.policy, self.stop = policy, stop
@@ -185,20 +192,20 @@ class S3Client:
 
     @property
     def raw(self) -> Any:
-        """boto3's client. A forked child gets a new one, because processes must not share a connection."""
+        """The underlying boto3 client. Forked processes create a new one, because they can't share connections."""
         if self._pid != os.getpid():
             self._raw, self._pid = self._connect(), os.getpid()
         return self._raw
 
     def call(self, doing: str, uri: str, request: Callable[[Any], T]) -> T:
-        """Return `request(raw)`, retried according to the policy. Raises a TrnpipeError."""
+        """Send a request with retries and return its result. Errors are translated to a TrnpipeError."""
         try:
             return self.attempt(doing, uri, request)
         except S3_ERRORS as error:
             raise translate(error, doing, uri) from error
 
     def attempt(self, doing: str, uri: str, request: Callable[[Any], T]) -> T:
-        """Return `request(raw)` like call(), but raise boto3's own error, for callers that interpret it."""
+        """Send a request like `call`, but raise the original boto3 error for callers that need to handle it."""
         return call_with_retry(
             lambda: request(self.raw),
             self.policy,
@@ -215,7 +222,7 @@ class S3Client:
             read_timeout=READ_TIMEOUT_S,
             max_pool_connections=MAX_CONNECTIONS,
             tcp_keepalive=True,
-            # bucket.host does not resolve on most servers other than AWS.
+            # Most S3-compatible services don't support virtual-hosted addresses such as bucket.host.
             s3={"addressing_style": "path"} if endpoint else None,
             user_agent_extra="trnpipe",
         )

@@ -1,4 +1,7 @@
-"""The storage interface over `file://` and `s3://`, its local implementation, and `open_storage` for a URI."""
+"""A common interface to store objects on `file://` and `s3://`.
+
+Use `open_storage` to open a URI. This module also contains the implementation for local storage.
+"""
 
 import errno
 import os
@@ -20,27 +23,27 @@ from pipeline.io.requests import RetryPolicy, run_parallel
 
 
 class KeyNotFound(DataError):
-    """A required key does not exist."""
+    """A required key doesn't exist."""
 
 
 class DiskFull(TransientError):
-    """No space or quota left on the file system. Staged files have been removed."""
+    """The file system is full or the disk quota is exceeded. Staged files have already been removed."""
 
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 MISSING_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
 DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOLCK})
-# "No such file" during one of these operations refers to the key, otherwise to the folder to write to.
+# For these operations "no such file" means that the key doesn't exist. For all others, the target folder is missing.
 READING = frozenset({"reading", "checking", "listing"})
 
 
 def key_not_found(uri: str) -> KeyNotFound:
-    """Return the error for a missing key."""
-    return KeyNotFound(f"{uri} does not exist", expected="an object written earlier", next_command="check the URI")
+    """Return the error for a key that doesn't exist."""
+    return KeyNotFound(f"{uri} does not exist", expected="an existing object", next_command="check the URI")
 
 
 def translate_os_error(error: OSError, doing: str, uri: str) -> Exception:
-    """Return the TrnpipeError for an OSError that was raised while `doing` something with `uri`."""
+    """Translate an OSError that was raised while `doing` something with `uri` to a TrnpipeError."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     if error.errno in FULL_ERRNOS:
         return DiskFull(
@@ -53,8 +56,8 @@ def translate_os_error(error: OSError, doing: str, uri: str) -> Exception:
     if error.errno in DENIED_ERRNOS | MISSING_ERRNOS:
         return ConfigError(
             f"{uri}: {name} while {doing} it",
-            expected="a folder this user may read and write",
-            next_command="ls -ld that folder; change its permissions or choose another one",
+            expected="a folder that this user can read and write",
+            next_command="check the permissions of that folder with ls -ld, or choose a different folder",
         )
     return TransientError(
         f"{uri}: {name} ({error.strerror}) while {doing} it",
@@ -65,36 +68,39 @@ def translate_os_error(error: OSError, doing: str, uri: str) -> Exception:
 
 @contextmanager
 def os_errors(doing: str, uri: str) -> Iterator[None]:
-    """Translate an OSError to DiskFull, KeyNotFound, ConfigError or TransientError."""
+    """Translate an OSError that is raised inside of the context, see `translate_os_error`."""
     try:
         yield
     except OSError as error:
         raise translate_os_error(error, doing, uri) from error
 
 
-# Rules for storage keys: '/'-separated, relative to the root, the same on every storage.
+# Keys are separated by '/' and relative to the root. The rules are the same for all kinds of storage.
 
 
 def check_key(key: str) -> str:
-    """Return `key`. Raises ConfigError if it is empty, absolute, or has an empty, '.', '..' or temporary part."""
+    """Verify that a key is valid and return it.
+
+    Raises ConfigError if the key is empty or absolute, or if one of its parts is empty, '.', '..' or a temp file.
+    """
     parts = key.split("/")
     if any(part in ("", ".", "..") or atomic.is_temp(part) or "\0" in part for part in parts):
         raise ConfigError(
             f"invalid storage key {key!r}",
-            expected="parts joined by '/', none of them empty, '.', '..' or temporary",
-            next_command="check the names in the settings that make up this key",
+            expected="a relative path without empty parts, '.', '..' or names of temp files",
+            next_command="check the settings that this key is composed of",
         )
     return key
 
 
 def folder_key(prefix: str) -> str:
-    """Return a prefix without slashes at its ends, checked. '' is the root."""
+    """Strip leading and trailing slashes from a prefix and verify it. An empty prefix is the root."""
     stripped = prefix.strip("/")
     return check_key(stripped) if stripped else ""
 
 
 def join_key(prefix: str, name: str) -> str:
-    """Return `prefix/name`, or `name` under the root."""
+    """Return `prefix/name`, or just `name` if the prefix is the root."""
     return f"{prefix.strip('/')}/{name}" if prefix.strip("/") else name
 
 
@@ -103,38 +109,49 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def check_downloaded(head: bytes, where: str, error: type[TrnpipeError]) -> None:
-    """Raise `error` for a file that is empty, a Git LFS pointer or a web page. `head`: its first HEAD_BYTES."""
+    """Raise an error if a file was not downloaded correctly.
+
+    Common mistakes are a Git LFS pointer instead of the actual file, a web page, and an empty file.
+
+    Args:
+        head: the first HEAD_BYTES of the file.
+        where: the path of the file for the error message.
+        error: class of the error to raise.
+    """
     seen, remedy = "", "download it again"
     if head.startswith(_LFS_POINTER):
-        seen, remedy = "is a Git LFS pointer, not the file itself", "git lfs pull, in the folder it was cloned to"
+        seen, remedy = "is a Git LFS pointer, not the actual file", "run git lfs pull in the cloned repository"
     elif not head:
         seen = "is empty"
     elif head.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
-        seen, remedy = "is a web page", "download the file: on Hugging Face its address has /resolve/, not /blob/"
+        seen, remedy = "is a web page", "download the file itself (on Hugging Face, use /resolve/ instead of /blob/)"
     if seen:
         raise error(f"{where} {seen}", expected="the content of the file", next_command=remedy)
 
 
-# The protocol has a method named list, which hides the type inside the class.
+# The protocol has a method named `list`, which shadows the type inside of the class.
 Names = list[str]
 
 
 @dataclass(frozen=True)
 class ObjectStat:
-    """Metadata of an object. `etag` changes with the content."""
+    """The metadata of an object. Its `etag` changes whenever the content changes."""
 
     key: str
     size_bytes: int
     etag: str
     age_s: float | None = field(default=None, compare=False)
-    """Seconds since it was written, by the clock of S3. None on disk."""
+    """Seconds since the object was written, according to the clock of S3. This is None for local storage."""
 
 
 class Storage(Protocol):
-    """Objects under one root URI. Keys are '/'-separated and relative to the root. A prefix is a folder, '' the root.
+    """A collection of objects under a root URI.
 
-    Every write is atomic: a reader sees the old object, the new one or none. Methods raise KeyNotFound for a missing
-    key, ConfigError for permissions and names, DiskFull and TransientError if a retry may help, Preempted if stopped.
+    Keys are separated by '/' and relative to the root. A prefix is the key of a folder, or empty for the root. All
+    writes are atomic, so readers never see a partially written object.
+
+    Methods raise KeyNotFound if a key doesn't exist, ConfigError for missing permissions and invalid names, DiskFull or
+    TransientError if a retry may help, and Preempted once `stop` is set.
     """
 
     @property
@@ -144,53 +161,56 @@ class Storage(Protocol):
 
     def uri(self, key: str) -> str: ...
     def local_path(self, key: str) -> Path | None:
-        """Return the path under file://, for memory maps. None on S3."""
+        """Return the local path of a key, for example to map it into memory. Returns None on S3."""
 
     def stat(self, key: str) -> ObjectStat | None: ...
     def list(self, prefix: str) -> Iterator[ObjectStat]:
-        """Yield all objects below the folder `prefix`, sorted by key (UTF-8 bytes)."""
+        """Yield all objects in a folder and its subfolders, sorted by the UTF-8 bytes of their keys."""
 
     def list_dirs(self, prefix: str) -> Names:
-        """Return the sorted names of the folders directly below `prefix` that contain an object."""
+        """Return the sorted names of all folders directly in a folder, unless they are empty."""
 
     def read_bytes(self, key: str) -> bytes: ...
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        """Return `length` bytes from `start`, fewer only at the end of the object."""
+        """Return `length` bytes starting at `start`, or fewer if the object ends before that."""
 
     def open_read(self, key: str) -> BinaryIO:
-        """Open a seekable, buffered reader. On S3 it sends ranged requests of at least 8 MiB."""
+        """Open an object as a seekable, buffered file. On S3, this reads at least 8 MiB per request."""
 
     def write_bytes(self, key: str, data: bytes) -> None: ...
     def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Create an object. Return False if the key exists. Exactly one of several racing writers gets True."""
+        """Create an object, or return False if the key already exists.
+
+        If several writers race to create the same object, exactly one of them gets True.
+        """
 
     def write_if_match(self, key: str, data: bytes, etag: str) -> bool:
-        """Replace an object. Return False if it is missing or has another etag."""
+        """Replace an object, or return False if it doesn't exist or if its etag has changed."""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects. Missing keys are ignored."""
+        """Delete objects. Keys that don't exist are ignored."""
 
     def delete_prefix(self, prefix: str) -> None:
-        """Delete a folder, manifests first, so that nothing stays committed if the process is killed half way."""
+        """Delete a folder. Manifests are deleted first, so that a partially deleted artefact is never valid."""
 
     def upload(self, local: Path, key: str) -> None: ...
     def download(self, key: str, local: Path) -> None: ...
     def upload_dir(self, prefix: str, local_dir: Path, names: Iterable[str]) -> None:
-        """Upload `local_dir/name` to `prefix/name` for every name, in parallel."""
+        """Upload `local_dir/name` to `prefix/name` for all names in parallel."""
 
     def download_dir(self, prefix: str, local_dir: Path, names: Iterable[str]) -> None:
-        """Download `prefix/name` to `local_dir/name` for every name, in parallel."""
+        """Download `prefix/name` to `local_dir/name` for all names in parallel."""
 
 
-# Storage on a file system.
+# Storage on a local file system.
 
-# Up to this size an etag is a hash of the content, as on S3. Hashing large data files in every listing would be slow.
+# Up to this size, the etag is a hash of the content, as on S3. Hashing larger files for every listing would be slow.
 ETAG_HASH_MAX_BYTES = 8 * 2**20
 NUM_COPY_THREADS = 4
 
 
 class LocalStorage:
-    """Storage under `file://` in an absolute folder, which the first write creates."""
+    """Storage in a local folder. `folder` must be an absolute path, and the first write creates it."""
 
     def __init__(self, folder: Path, *, stop: StopSignal) -> None:
         self.folder = folder
@@ -266,7 +286,8 @@ class LocalStorage:
 
     def delete_prefix(self, prefix: str) -> None:
         folder = self.local_path(check_key(folder_key(prefix)))
-        with os_errors("deleting", self.uri(prefix)), suppress(FileNotFoundError):  # another worker may delete it too
+        # A different worker may delete the folder at the same time, so ignore FileNotFoundError.
+        with os_errors("deleting", self.uri(prefix)), suppress(FileNotFoundError):
             if folder.is_dir():
                 atomic.remove_tree(folder)
 
@@ -308,7 +329,7 @@ def _stat(key: str, path: Path) -> ObjectStat | None:
 
 
 def _scan(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder without temp files. Empty if the folder does not exist."""
+    """Return the entries of a folder, excluding temp files. Returns an empty list if the folder doesn't exist."""
     try:
         with os.scandir(folder) as entries:
             return [entry for entry in entries if not atomic.is_temp(entry.name)]
@@ -317,7 +338,10 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _walk(folder: Path, parents: frozenset[str] = frozenset()) -> Iterator[tuple[str, Path]]:
-    """Yield (relative key, path) of every file below a folder. Links are followed, cycles are cut."""
+    """Yield the relative key and the path of all files in a folder and its subfolders.
+
+    Symbolic links are followed, but a link to a parent folder is skipped to avoid an infinite loop.
+    """
     real = os.path.realpath(folder)
     if real in parents:
         return
@@ -330,10 +354,10 @@ def _walk(folder: Path, parents: frozenset[str] = frozenset()) -> Iterator[tuple
 
 
 def open_storage(uri: str, *, retry: RetryPolicy | None = None, stop: StopSignal | None = None) -> Storage:
-    """Open the storage of a root URI: `s3://bucket/prefix`, `file:///folder` or a plain path.
+    """Open the storage at a URI such as `s3://bucket/prefix` or `file:///folder`, or at a plain path.
 
-    Raises ConfigError for another scheme, a missing bucket, missing credentials, or a root that is a file. Messages do
-    not repeat a rejected URI, because it may contain a password.
+    Raises ConfigError if the scheme is not supported, if the bucket or the credentials are missing, or if the root is a
+    file. Note that error messages don't contain an invalid URI, because it may include a password.
     """
     stop = stop or StopSignal()
     if "://" not in uri:
@@ -342,14 +366,14 @@ def open_storage(uri: str, *, retry: RetryPolicy | None = None, stop: StopSignal
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return _open_local(uri.split("://", 1)[1].removeprefix("localhost"), stop)
     if parts.scheme == "s3":
-        # Importing boto3 takes 0.3 s, which local runs save.
+        # Import this lazily, because boto3 takes 0.3 s to import and local runs don't need it.
         from pipeline.io.s3 import open_s3
 
         return open_s3(uri, retry=retry or RetryPolicy(), stop=stop)
     raise ConfigError(
-        "file:// URI with a host name"
+        "the file:// URI has a host name"
         if parts.scheme == "file"
-        else f"unsupported scheme {parts.scheme!r} of a storage URI",
+        else f"unsupported scheme {parts.scheme!r} in a storage URI",
         expected="s3://bucket/prefix, file:///folder or a plain path",
         next_command="correct the URI in the settings",
     )
@@ -362,14 +386,15 @@ def _open_local(path: str, stop: StopSignal) -> Storage:
     with os_errors("opening", f"file://{folder}"):
         is_file = folder.exists() and not folder.is_dir()
     if is_file:
-        raise ConfigError(f"file://{folder} is a file", expected="a folder", next_command="use its folder instead")
+        raise ConfigError(f"file://{folder} is a file", expected="a folder", next_command="use its parent instead")
     return LocalStorage(folder, stop=stop)
 
 
 def open_parent(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: bool = False) -> tuple[Storage, str]:
-    """Open the storage of the parent folder and return it with the last name. Raises ConfigError for a bad URI.
+    """Open the parent folder of a path or URI. Return its storage and the name of the file or folder in it.
 
-    `follow_links`: resolve symbolic links, for writing. A file that is read through a link keeps the name of the link.
+    Set `follow_links` for writing, so that symbolic links are resolved. When reading, links are not resolved, so that
+    the name is the name of the link. Raises ConfigError if the path or URI is invalid.
     """
     path = text.removeprefix("file://") if text.startswith("file:///") else text
     if path and "://" not in path:
@@ -392,10 +417,15 @@ R = TypeVar("R", bound=BaseModel)
 def read_record(
     storage: Storage, key: str, kind: type[R], description: str, writer: str, *, next_command: str = ""
 ) -> R | None:
-    """Return the record under a key, None if it does not exist.
+    """Read and validate a record, or return None if it doesn't exist. Raises DataError if it is invalid.
 
-    Raises DataError if the file is not a valid record. The message contains a `description` ("a stage result"), the
-    `writer` ("trnpipe evaluate") and `next_command` (default: delete the file and run the writer again).
+    Args:
+        storage: the storage that contains the record.
+        key: key of the record.
+        kind: class of the record.
+        description: what the record is in the error message, such as "a stage result".
+        writer: the command that writes the record, such as "trnpipe evaluate".
+        next_command: how to fix an invalid record (default: delete it and run the writer again).
     """
     try:
         return kind.model_validate_json(storage.read_bytes(key))
@@ -412,7 +442,10 @@ def read_record(
 
 
 def list_names(storage: Storage, prefix: str) -> set[str]:
-    """Return the names of the files directly in a folder. On disk it skips etags, which need the files' content."""
+    """Return the names of all files directly in a folder.
+
+    For local storage, this is faster than `Storage.list`, which reads the files to compute their etags.
+    """
     folder = storage.local_path(prefix)
     if folder is not None:
         try:

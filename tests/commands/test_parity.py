@@ -174,7 +174,7 @@ def test_what_is_missing_is_found_before_anything_is_computed(
     case: Case, run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "run_tasks", lambda *args, **more: pytest.fail("computed"))
-    with pytest.raises(DataError, match="holds no recorded side"):
+    with pytest.raises(DataError, match="no complete recorded side"):
         run("cpu", str(tmp_path / "gpu"))
     for checkpoint, error in (("incumbent", ConfigError), ("scratch", ConfigError), (str(tmp_path), CheckpointError)):
         with pytest.raises(error):

@@ -105,7 +105,7 @@ def test_a_group_lies_in_the_shortest_row_that_holds_it(rows: list[tuple[int, bo
 
 
 def test_a_group_that_no_row_holds_is_refused() -> None:
-    with pytest.raises(ValueError, match="a group of 55 tokens for rows of 54"):
+    with pytest.raises(ValueError, match="55 tokens, but rows hold at most 54"):
         Groups.from_members(np.zeros((1, 2), dtype=np.int64), np.array([55]), LENGTHS)
 
 

@@ -41,10 +41,10 @@ def test_a_mistake_is_named_and_started_again(trnjobs: Trnjobs) -> None:
     assert (code, f"with other settings: {changed}\n" in text) == (78, True), text
     assert "next: the same command with --fresh" in text and trnjobs.ran() == []
     code, text = trnjobs("submit")
-    pasted = shlex.split(text.partition("to go on with its settings: ")[2].splitlines()[0])
+    pasted = shlex.split(text.partition("to resume it with its settings: ")[2].splitlines()[0])
     assert (code, trnjobs.ran()) == (65, [])
     assert pasted[-5:] == ["retry", "--workspace", str(trnjobs.place / "workspace"), "--cycle", "2026-11-20"]
-    assert "not used: data.columns.query: query -> search_term" in trnjobs("retry", RIGHT[0])[1]
+    assert "ignored: data.columns.query: query -> search_term" in trnjobs("retry", RIGHT[0])[1]
     trnjobs.ran()
 
     first = jobs_file(trnjobs, "plan.json")
@@ -60,7 +60,7 @@ def test_retry_with_the_same_settings_reports_no_change(trnjobs: Trnjobs) -> Non
     assert trnjobs("submit", "--data.categorical=brand")[0] == 65
     trnjobs.ends_with("prepare", 0)
     code, text = trnjobs("retry", "--data.categorical=brand")
-    assert code == 0 and "not used" not in text
+    assert code == 0 and "ignored" not in text
 
 
 def test_from_the_beginning_with_other_settings(trnjobs: Trnjobs) -> None:

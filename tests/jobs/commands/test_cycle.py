@@ -189,7 +189,7 @@ def test_a_page_that_cannot_be_written_changes_no_end_and_is_told_of(
     folder.parent.mkdir()
     folder.write_text("in the way")
     trnjobs.ends_with("train", 80)
-    text = trnjobs.expect(80, "its page was not written: ConfigError: ", "submit")
+    text = trnjobs.expect(80, "writing its page failed: ConfigError: ", "submit")
     assert "next: trnjobs report --cycle 2026-11-20" in text and trnjobs.status()["closed"]["outcome"] == "refused"
     folder.unlink()
     assert trnjobs("report")[0] == 0
@@ -197,7 +197,7 @@ def test_a_page_that_cannot_be_written_changes_no_end_and_is_told_of(
 
     trnjobs.ends_with("train", 0)
     monkeypatch.setattr("jobs.cycle.page.publish.page", lambda *_: "".index("x"))
-    trnjobs.expect(0, "its page was not written: ValueError: substring not found", "retry")
+    trnjobs.expect(0, "writing its page failed: ValueError: substring not found", "retry")
     assert trnjobs.status()["closed"]["outcome"] == "succeeded"
 
 
@@ -244,7 +244,7 @@ def test_an_interrupted_cycle_says_so_and_names_the_command_that_goes_on(how: si
     assert process.pid is not None
     os.kill(process.pid, how)
     process.join()
-    go_on = f"go on: trnjobs retry --workspace {trnjobs.place / 'workspace'} --cycle 2026-11-20"
+    go_on = f"resume: trnjobs retry --workspace {trnjobs.place / 'workspace'} --cycle 2026-11-20"
     for words in (["status"], ["history"], ["reconcile"], ["status", "--watch", "--every", "0.1"]):
         code, text = trnjobs(*words)
         assert "cycle 2026-11-20: interrupted " in text and go_on in text, words
@@ -341,8 +341,8 @@ def test_killed_at_any_change_every_job_still_runs_once(
     [
         (["logs", "tarin"], "no job 'tarin'; did you mean train?"),
         (["logs", "embed"], "embed is an array of 2"),
-        (["logs", "report"], "report has 0 attempts"),
-        (["logs", "train", "--attempt=2"], "train has 1 attempts, none is number 2"),
+        (["logs", "report"], "report has no attempt 1"),
+        (["logs", "train", "--attempt=2"], "train has no attempt 2"),
         (["logs", "train", "--node=1"], "train: no log of attempt 1, node 1"),
         (["logs"], "the following arguments are required: job"),
         (["status", "--cycle=2026-11-21"], "no jobs of cycle 2026-11-21"),

@@ -119,7 +119,7 @@ def test_a_script_that_has_ended_runs_again_when_it_is_asked_to(
     write(place, ends.format(3))
     assert run("")[::2] == (3, 1)
     code, text, ran = run("")
-    assert (code, ran, "run-mine failed" in text, "script.sh is the same file" in text) == (3, 1, True, True)
+    assert (code, ran, "run-mine failed" in text, "script.sh is unchanged" in text) == (3, 1, True, True)
     write(place, ends.format(0))
     code, text, ran = run("")
     assert (code, ran, "nothing ran: ./script.sh is not the file" in text, "--again" in text) == (78, 1, True, True)
@@ -138,11 +138,11 @@ def test_a_script_that_has_ended_runs_again_when_it_is_asked_to(
     ("more", "command", "seen"),
     [
         ((), (), "no script"),
-        ((), ("python", "nowhere.py"), "nowhere.py: no such file"),
-        ((), ("./nowhere.sh",), "./nowhere.sh: no such file"),
+        ((), ("python", "nowhere.py"), "no such file: nowhere.py"),
+        ((), ("./nowhere.sh",), "no such file: ./nowhere.sh"),
         (("--timeout-s=5",), ("aws", "s3"), "timeout_s 5"),
         (("--environment=A",), ("aws", "s3"), "expected NAME=VALUE"),
-        (("--environment=RANK=1",), ("aws", "s3"), "sets RANK"),
+        (("--environment=RANK=1",), ("aws", "s3"), "variable RANK"),
         ((), ("aws", "s3", "a\0b"), "command"),
         ((), ("aws", "x" * 200_000), "argument is 200,000"),
         (("--target=batch",), ("aws", "s3"), "no queue"),
