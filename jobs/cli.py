@@ -104,7 +104,7 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
     if name in ("plan", "submit", "run", "driver"):
         add("--target", choices=TARGETS, help="overrides jobs.target")
     if name in ("plan", "cost", "status", "config"):
-        add("--json", action="store_true", help="print as JSON; plan: the exact requests to the target")
+        add("--json", action="store_true", help="print as JSON (plan: the exact requests to the target)")
     match name:
         case "plan":
             add("--diff", action="store_true", help="show differences from the registered job definitions")
@@ -123,23 +123,15 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             add("--processes", type=int, default=0, metavar="P", help="ranks on each machine (default: 1)")
             add("--instance", default="", help="instance type, such as trn1.32xlarge")
             add("--vcpus", type=int, default=0, metavar="N", help="vCPUs per node (default: the instance's, else 1)")
-            add(
-                "--memory-mib", type=int, default=0, metavar="MIB", help="per node (default: the instance's, else 2048)"
-            )
+            add("--memory-mib", type=int, default=0, metavar="MIB", help="per node (default: likewise, else 2048)")
             add("--attempts", type=int, default=0, metavar="A", help="maximum number of attempts (default: 3)")
             add("--timeout-s", type=int, default=0, metavar="S", help="limit of one attempt (default: 24 h)")
             add("--image", default="", help="overrides jobs.image")
             add("--queue", default="", help="overrides jobs.queue")
             add("--role", default="", help="overrides jobs.role")
-            add(
-                "--environment",
-                type=_variable,
-                action="append",
-                metavar="NAME=VALUE",
-                help="environment variable; no secrets",
-            )
+            add("--environment", type=_variable, action="append", metavar="NAME=VALUE", help="variable, not a secret")
         case "logs":
-            add("job", help="name in trnjobs status; a child of an array: embed:3")
+            add("job", help="name in trnjobs status (a child of an array: embed:3)")
             add("--attempt", type=int, default=0, help="attempt number, from 1 (default: the last)")
             add("--node", type=int, default=0, help="node of a multi-node job, from 0 (the main node)")
             add("-f", "--follow", action="store_true", help="print new lines until the attempt has ended")
@@ -155,7 +147,7 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         case "cost":
             add("--last", type=_count, metavar="N", help="show the newest N cycles and their success rate")
         case "status":
-            add("--watch", action="store_true", help="refresh until the cycle has ended; exits with its exit code")
+            add("--watch", action="store_true", help="refresh until the cycle has ended, exit with its exit code")
             add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between updates (default: 5)")
         case "driver":
             default = "default: TRNJOBS_SCHEDULED_TIME, else the newest scheduled time that has passed"

@@ -164,6 +164,6 @@ def test_a_project_file_names_others_and_lies_below_them(tmp_path: Path) -> None
     settings = resolve(project_files(tmp_path / "gone" / "deep"), {}).settings
     assert (settings.model_name, settings.train.epochs, settings.workspace) == ("mine", 7, "s3://bucket/w")
     (tmp_path / PROJECT_FILE).write_text("config = [")
-    with pytest.raises(ConfigError, match="not TOML"):
+    with pytest.raises(ConfigError, match="not valid TOML"):
         project_files(tmp_path)
     assert project_files(Path("/")) == []

@@ -151,7 +151,7 @@ def test_a_side_recorded_elsewhere_is_compared_and_not_computed_again(
     monkeypatch.setattr(command, "open_run", lambda *args: pytest.fail("computed again"))
     assert run("cpu", to=there) == EXIT_OK
     assert run(there, "cpu") == EXIT_OK
-    with pytest.raises(ConfigError, match=r"holds cpu\.fp32 of run"):
+    with pytest.raises(ConfigError, match=r"has cpu\.fp32 of run"):
         run("cpu", to=there, steps=6)
 
 

@@ -96,7 +96,7 @@ TABLE = """\
   retrieval_mrr     0.2500      0.5000     -0.2500                      0.4000         -
 not computed for candidate: f1: no threshold
 not computed for production: f1: no threshold
-search with candidate vectors cut to 8 dimensions: nDCG 0.2000
+search with candidate vectors truncated to 8 dimensions: nDCG 0.2000
 hybrid search: each model fused with BM25
   metric         candidate  production    bm25  candidate rrf  candidate weighted 0.35
   retrieval_mrr     0.2500      0.5000  0.4000         0.6100                   0.6200

@@ -115,7 +115,7 @@ def test_a_parent_in_another_workspace(workspace: Storage, tmp_path: Path, make:
     make("c1", **days(1))
     child = make("c2", **child_of(other, root))
     found = lineage(workspace, child)
-    assert found[-1].note == "it is in another workspace" and found[-1].checkpoint == other.uri(root)
+    assert found[-1].note == "it is in a different workspace" and found[-1].checkpoint == other.uri(root)
 
 
 @pytest.mark.fault
@@ -124,7 +124,7 @@ def test_a_parent_with_a_hostile_name(workspace: Storage, make: Make, tail: str)
     for root in (workspace.root, "s3://other"):
         parent = Parent(uri=f"{root}/{tail}", digest="0" * 64, cycle="../..", step=1)
         child = make("c" + str(len(root)), parent=parent)
-        assert lineage(workspace, child)[-1].note == "it is in another workspace"
+        assert lineage(workspace, child)[-1].note == "it is in a different workspace"
 
 
 @pytest.mark.fault

@@ -21,7 +21,7 @@ from jobs.cycle.page.gather import PageData
 from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle
-from jobs.targets.base import no_log_error
+from jobs.targets.base import no_log
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -107,7 +107,7 @@ class Target:
         return tuple(look)
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
-        raise no_log_error(record, attempt, node)
+        raise no_log(record, attempt, node)
 
     def newest_line(self, record: JobRecord) -> str:
         return f"of {record.name} | \x1b[2Ka line"
