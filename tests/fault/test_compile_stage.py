@@ -150,7 +150,7 @@ def test_one_run_compiles_the_next_has_nothing_to_do_the_third_what_is_lost(firs
     first.forget_trials()
     first.place.storage.delete_prefix(f"cycles/{CYCLE}/compile")  # as in the next cycle
     again = first.run("--compile.sync-url=")
-    assert f"compile: done already, {len(manifest.graphs)} graphs" in again.out
+    assert f"compile: already done, {len(manifest.graphs)} graphs" in again.out
     assert (first.num_trials(), len(first.tools.compiles())) == (0, NUM_GRAPHS)
     assert first.place.events()[-1]["event"] == "stage_skipped"
     first.assert_published()
@@ -169,7 +169,7 @@ def test_one_run_compiles_the_next_has_nothing_to_do_the_third_what_is_lost(firs
 def test_an_empty_machine_starts_warm(first: Machine, machine: Callable[..., Machine]) -> None:
     other = machine(*first.flags, beside=first, env=first.env)
     run = other.run()
-    assert "pulled 3 " in run.out and "done already" in run.out
+    assert "pulled 3 " in run.out and "already done" in run.out
     assert (other.num_trials(), other.tools.compiles()) == (0, [])
     other.assert_in_order(0, 1, 2)
 

@@ -97,7 +97,7 @@ def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.Capture
     assert digest.counts.model_dump() == {"embedded": 100, "carried": 0, "new": None, "gone": None}
     assert [check.name for check in digest.checks if check.outcome == "pass"][-1] == "sample"
     assert embed(workspace) == 0
-    assert "done already, 100 vectors" in capsys.readouterr().out
+    assert "already done, 100 vectors" in capsys.readouterr().out
     workspace.delete(["cycles/c1/embed/result.json"])
     assert embed(workspace) == 0
     assert result_of(workspace).figures["rows"] == 100
