@@ -68,34 +68,34 @@ METHODS = MappingProxyType(
     {
         "search": """\
 MiniLM-L6 (published weights, `configs/small.toml`) is fine-tuned on PriceRunner's pairs by trnpipe, and by
-sentence-transformers with MultipleNegativesRankingLoss at its best rate (the best of plain, cached and mined negatives).
-Both search the same catalogue for the same 1,328 test queries. The test split is read once per seed. Rates are chosen on
-the validation split. Three seeds each. Recall@100 is lower than that of sentence-transformers
+sentence-transformers with MultipleNegativesRankingLoss at its best rate (the best of plain, cached and mined
+negatives). Both search the same catalogue for the same 1,328 test queries. The test split is read once per seed.
+Rates are chosen on the validation split. Three seeds each. Recall@100 is lower than that of sentence-transformers
 ([where a simpler tool is as good](quality.md#where-a-simpler-tool-is-as-good)). `python -m bench.quality`.""",
         "pairs": """\
 The same model scores pairs of WDC's product sets after 32,000 training pairs. Boosting is scikit-learn's
 HistGradientBoostingClassifier on lexical features. Thresholds come from the validation split. A fine-tuned
 bi-encoder is 0.035 to 0.069 behind. `python -m bench.quality`.""",
         "daily-cycles": """\
-PriceRunner is divided into five days. Five cycles, each of which starts from the previous model and replays a tenth of the
-earlier days, are compared with one training on all days with the same number of steps. `python -m bench.quality
-incremental`.""",
+PriceRunner is divided into five days. Five cycles, each of which starts from the previous model and replays a tenth
+of the earlier days, are compared with one training on all days with the same number of steps. `python -m
+bench.quality incremental`.""",
         "gate": """\
 1,000 simulated test splits of 500 queries are judged as in `trnpipe evaluate`, with a candidate whose true drop is
 exactly the one allowed. The figure is the worst of three kinds of drop. The bound is 5 % plus two standard errors.
 A candidate as good as production is refused in 48.5 % of splits of 500 queries, and in 9.1 % of splits of 1,500.
 `python -m bench.gate_rates`.""",
         "reliability": """\
-50 cycles of 8 jobs run on one machine under random faults: `kill -9` of processes, nodes and drivers, hung ranks, full
-disks, failing S3, damaged checkpoints. A job succeeds if retries alone complete it. The bench also checks that nothing ran
-twice, that no vector is missing, and that the right model was promoted. `python -m bench.chaos`.""",
+50 cycles of 8 jobs run on one machine under random faults: `kill -9` of processes, nodes and drivers, hung ranks,
+full disks, failing S3, damaged checkpoints. A job succeeds if retries alone complete it. The bench also checks that
+nothing ran twice, that no vector is missing, and that the right model was promoted. `python -m bench.chaos`.""",
         "equality": """\
 `trnpipe parity` trains 300 steps from one checkpoint on XLA:CPU and on CPU and evaluates every 50 steps. For plans,
-every combination of data, sharded, tensor and hybrid parallelism on 2 and 4 gloo ranks is compared with one process.
-`python -m bench.parity`, `python -m bench.plans`.""",
+every combination of data, sharded, tensor and hybrid parallelism on 2 and 4 gloo ranks is compared with one
+process. `python -m bench.parity`, `python -m bench.plans`.""",
         "speed": """\
-Both programs take turns with blocks of steps or titles, on the same data, weights and loss. The figure is the median of
-the ratios, without warm-up and compilation. Search and mining use synthetic unit vectors; mining is compared with a sort of all
-scores. `python -m bench --help` lists the scripts.""",
+Both programs take turns with blocks of steps or titles, on the same data, weights and loss. The figure is the
+median of the ratios, without warm-up and compilation. Search and mining use synthetic unit vectors; mining is
+compared with a sort of all scores. `python -m bench --help` lists the scripts.""",
     }
 )

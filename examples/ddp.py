@@ -1,8 +1,8 @@
-"""Data parallel training as PyTorch's own tutorial has it: a small convolutional network on made-up images.
+"""Data parallel training as in the PyTorch tutorial: a small convolutional network on random images.
 
     trnpipe launch --launch.processes 2 -- examples/ddp.py
 
-Prints the mean loss over all ranks of each step: the same for any number of ranks that divides the batch of 32.
+Prints the mean loss over all ranks at each step, which is the same for any number of ranks that divides 32.
 """
 
 import torch

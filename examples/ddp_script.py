@@ -1,10 +1,10 @@
-"""A training script that knows nothing of trnpipe: plain DistributedDataParallel, with checkpoints of its own.
+"""A training script without trnpipe: plain DistributedDataParallel, which writes its own checkpoints.
 
     trnjobs run --nodes 2 --processes 2 -- examples/ddp_script.py --steps 40
 
-Only two things are of the place where it runs: torchrun's variables, which every launcher sets, and the folder in
-TRNJOBS_CHECKPOINT_URI, the same at every try. Killed at any moment and started again it ends with the same weights:
-of two ranks bit for bit, of more but for rounding, as DDP orders its buckets anew after the first step of a process.
+It only depends on the variables of torchrun, which every launcher sets, and on the folder in TRNJOBS_CHECKPOINT_URI,
+which is the same for every attempt. After a kill at any time and a restart it ends with the same weights: bit for bit
+with two ranks, up to rounding with more, because DDP reorders its buckets after the first step of a process.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
-parser.add_argument("--step-s", type=float, default=0.0, help="seconds that a step takes at least")
+parser.add_argument("--step-s", type=float, default=0.0, help="minimum seconds per step")
 arguments = parser.parse_args()
 folder = Path(os.environ.get("TRNJOBS_CHECKPOINT_URI", "checkpoints").removeprefix("file://"))
 
@@ -50,7 +50,7 @@ for step in range(start, arguments.steps):
         folder.mkdir(parents=True, exist_ok=True)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
         torch.save(state, folder / "writing.pt")
-        (folder / "writing.pt").replace(folder / "last.pt")  # whole or not at all
+        (folder / "writing.pt").replace(folder / "last.pt")  # atomic
         print(f"step {step + 1} loss {loss.item():.6f}", flush=True)
 
 dist.barrier()

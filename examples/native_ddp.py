@@ -1,10 +1,10 @@
-"""Data parallel training on whatever accelerator this machine has: the native Neuron device, a GPU, or else the host.
+"""Data parallel training on the accelerator of this machine: the native Neuron device, a GPU, or else the host.
 
     trnpipe launch --launch.processes 2 -- examples/native_ddp.py
 
-A rank has one device. The process group comes before the device is used, since Neuron's cannot be made later. It takes
-tensors of the device alone. Prints the mean loss over all ranks of each step: the same for any number of ranks that
-divides 32.
+Each rank has one device. The process group is created before the device is used, because Neuron does not allow it
+later. It only accepts tensors on the device. Prints the mean loss over all ranks at each step, which is the same for
+any number of ranks that divides 32.
 """
 
 import os
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 dist.init_process_group(dist.get_default_backend_for_device(device))
-if device.type == "cuda":  # a rank on Neuron sees one device, its own
+if device.type == "cuda":  # on Neuron each rank only sees its own device
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
 rank, ranks = dist.get_rank(), dist.get_world_size()
 

@@ -3,9 +3,10 @@
     python examples/tune_optuna.py --config configs/quickstart.toml --workspace workspace/search --trials 20
 
 Needs `pip install optuna`. Edit `suggest` to search other settings. A trial is a cycle of the workspace: its metric is
-read from cycles/<trial>/events.jsonl while it trains, and a trial that falls behind is stopped with SIGTERM. The same
-command again continues a search that was stopped or killed: finished trials are kept, and one under way resumes at its
-last checkpoint. The best settings are written to <workspace>/best.toml, for `trnpipe train` as the last --config.
+read from cycles/<trial>/events.jsonl while it trains, and a trial that falls behind is stopped with SIGTERM. Run the
+same command again to continue a search that was stopped or killed: finished trials are kept, and a running one resumes
+at its last checkpoint. The best settings are written to <workspace>/best.toml, to be the last --config of
+`trnpipe train`.
 """
 
 import argparse
@@ -37,77 +38,81 @@ def suggest(trial: optuna.Trial) -> dict[str, float | int | str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, help="TOML file of the settings that are not searched")
-    parser.add_argument("--workspace", type=Path, required=True, help="local folder, of this search alone")
-    parser.add_argument("--trials", type=int, default=20, help="trials in all")
+    parser.add_argument("--config", type=Path, required=True, help="TOML file with the fixed settings")
+    parser.add_argument("--workspace", type=Path, required=True, help="local folder, used only by this search")
+    parser.add_argument("--trials", type=int, default=20, help="total number of trials")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of a full trial")
-    parser.add_argument("--min-steps", type=int, default=50, help="steps between two figures on valid; the first rung")
-    asked = parser.parse_args()
-    settings = trnpipe.resolve([asked.config], os.environ).settings
-    asked.workspace.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--min-steps", type=int, default=50, help="steps between validations, and first rung")
+    arguments = parser.parse_args()
+    settings = trnpipe.resolve([arguments.config], os.environ).settings
+    arguments.workspace.mkdir(parents=True, exist_ok=True)
 
     study = optuna.create_study(
         study_name="search",
-        storage=JournalStorage(JournalFileBackend(str(asked.workspace / "optuna.log"))),
+        storage=JournalStorage(JournalFileBackend(str(arguments.workspace / "optuna.log"))),
         sampler=optuna.samplers.TPESampler(seed=1),
-        pruner=optuna.pruners.HyperbandPruner(asked.min_steps, asked.steps, reduction_factor=3),
+        pruner=optuna.pruners.HyperbandPruner(arguments.min_steps, arguments.steps, reduction_factor=3),
         direction="maximize",
         load_if_exists=True,
     )
     for killed in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(killed.number, state=TrialState.FAIL)
-        study.enqueue_trial(killed.params, user_attrs=killed.user_attrs)  # its cycle, and with it its checkpoint
+        study.enqueue_trial(killed.params, user_attrs=killed.user_attrs)  # keeps its cycle, and so its checkpoint
     ended = study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
     study.optimize(
-        lambda trial: run_trial(trial, asked, settings.train.metric), n_trials=max(0, asked.trials - len(ended))
+        lambda trial: run_trial(trial, arguments, settings.train.metric), n_trials=max(0, arguments.trials - len(ended))
     )
-    best = asked.workspace / "best.toml"
+    best = arguments.workspace / "best.toml"
     best.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in study.best_params.items()))
     print(f"best {settings.train.metric} {study.best_value:.4f} (trial {study.best_trial.number}): {best}")
 
 
-def run_trial(trial: optuna.Trial, asked: argparse.Namespace, metric: str) -> float:
-    """Train with the suggested settings and return the metric on valid after the last step.
+def run_trial(trial: optuna.Trial, arguments: argparse.Namespace, metric: str) -> float:
+    """Train with the suggested settings and return the metric on the valid split after the last step.
 
-    Raises TrialPruned if the trial fell behind, or if its settings do not go together or diverge.
+    Raises TrialPruned if the trial falls behind, diverges, or has an invalid combination of settings.
     """
     values = suggest(trial)
     cycle = trial.user_attrs.get("cycle", f"trial-{trial.number}")
     trial.set_user_attr("cycle", cycle)
-    given = [f"--config={asked.config}", f"--workspace={asked.workspace}", f"--cycle={cycle}"]
-    given += ["--train.start=scratch", f"--train.max-steps={asked.steps}", f"--train.evaluate-every={asked.min_steps}"]
-    given += [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    options = [f"--config={arguments.config}", f"--workspace={arguments.workspace}", f"--cycle={cycle}"]
+    options += [
+        "--train.start=scratch",
+        f"--train.max-steps={arguments.steps}",
+        f"--train.evaluate-every={arguments.min_steps}",
+    ]
+    options += [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
     trnpipe_command = [sys.executable, "-m", "pipeline"]
-    subprocess.run([*trnpipe_command, "prepare", *given], check=True)  # the first trial's; the others find it done
+    subprocess.run([*trnpipe_command, "prepare", *options], check=True)  # later trials reuse the result of the first
 
     value, is_pruned = float("nan"), False
-    with subprocess.Popen([*trnpipe_command, "train", *given]) as process:
-        for step, value in figures(asked.workspace / "cycles" / cycle / "events.jsonl", metric, process):
+    with subprocess.Popen([*trnpipe_command, "train", *options]) as process:
+        for step, value in figures(arguments.workspace / "cycles" / cycle / "events.jsonl", metric, process):
             trial.report(value, step)
-            if step < asked.steps and trial.should_prune():
+            if step < arguments.steps and trial.should_prune():
                 is_pruned = True
                 process.terminate()
     if is_pruned or process.returncode in (CONFIG_ERROR, NUMERIC_ERROR):
         raise optuna.TrialPruned
     if process.returncode:
-        sys.exit(process.returncode)  # the trial stays open: the next run continues it
+        sys.exit(process.returncode)  # the trial stays open, and the next run continues it
     return value
 
 
 def figures(events: Path, metric: str, process: subprocess.Popen[bytes]) -> Iterator[tuple[int, float]]:
-    """Yield (step, metric on valid) of a training run while it goes on, each step once."""
-    seen, is_over = 0, False
-    while not is_over:
-        is_over = process.poll() is not None  # before the last read, so that no line is missed
+    """Yield (step, metric on the valid split) while a training run continues, each step once."""
+    last_step, has_ended = 0, False
+    while not has_ended:
+        has_ended = process.poll() is not None  # before the last read, so that no line is missed
         for line in events.read_text().splitlines() if events.exists() else ():
             try:
                 event = json.loads(line)
             except ValueError:
-                continue  # being written
-            if event["event"] == "holdout_evaluated" and "best" in event and event["step"] > seen:
-                seen = event["step"]
-                yield seen, event[metric]
-        if not is_over:
+                continue  # incomplete line
+            if event["event"] == "holdout_evaluated" and "best" in event and event["step"] > last_step:
+                last_step = event["step"]
+                yield last_step, event[metric]
+        if not has_ended:
             time.sleep(0.2)
 
 

@@ -1,7 +1,9 @@
-"""Write a faiss index of the vectors of a cycle: python examples/vectors_to_faiss.py VECTORS OUT [FACTORY]
+"""Write a faiss index of the vectors of a cycle.
 
-VECTORS is `<workspace>/embeddings/<cycle>`; FACTORY a factory string such as Flat (default) or HNSW32. faiss numbers
-the vectors, so OUT.ids.arrow has the id of each number. Needs faiss-cpu.
+    python examples/vectors_to_faiss.py VECTORS OUT [FACTORY]
+
+VECTORS is `<workspace>/embeddings/<cycle>`; FACTORY is a factory string such as Flat (default) or HNSW32. faiss numbers
+the vectors, and OUT.ids.arrow contains the id of each number. Needs faiss-cpu.
 """
 
 import sys
@@ -12,21 +14,21 @@ import pyarrow as pa
 
 import trnpipe
 
-ROWS = 8192  # read and added at a time
+ROWS = 8192  # per batch
 
 
 def main(uri: str, out: str, factory: str = "Flat") -> None:
-    found = trnpipe.open_vectors(uri)
-    index = faiss.index_factory(found.vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
-    if not index.is_trained:  # IVF and PQ learn their cells from a sample
-        index.train(np.asarray(found.vectors[:: max(1, len(found) // 200_000)], dtype=np.float32))
-    for start in range(0, len(found), ROWS):
-        index.add(np.asarray(found.vectors[start : start + ROWS], dtype=np.float32))
+    stored = trnpipe.open_vectors(uri)
+    index = faiss.index_factory(stored.vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
+    if not index.is_trained:  # IVF and PQ are trained on a sample
+        index.train(np.asarray(stored.vectors[:: max(1, len(stored) // 200_000)], dtype=np.float32))
+    for start in range(0, len(stored), ROWS):
+        index.add(np.asarray(stored.vectors[start : start + ROWS], dtype=np.float32))
     faiss.write_index(index, out)
-    ids = pa.table({"id": found.ids})
+    ids = pa.table({"id": stored.ids})
     with pa.ipc.new_file(f"{out}.ids.arrow", ids.schema) as writer:
         writer.write_table(ids)
-    print(f"{index.ntotal:,} vectors of cycle {found.cycle} in {out}")
+    print(f"{index.ntotal:,} vectors of cycle {stored.cycle} in {out}")
 
 
 if __name__ == "__main__":

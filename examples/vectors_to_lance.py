@@ -1,6 +1,8 @@
-"""Write the vectors of a cycle as a Lance dataset of id and vector: python examples/vectors_to_lance.py VECTORS OUT
+"""Write the vectors of a cycle as a Lance dataset of id and vector.
 
-VECTORS is `<workspace>/embeddings/<cycle>`. A dataset that is there is replaced. Needs pylance.
+    python examples/vectors_to_lance.py VECTORS OUT
+
+VECTORS is `<workspace>/embeddings/<cycle>`. An existing dataset is replaced. Needs pylance.
 """
 
 import sys
@@ -12,22 +14,22 @@ import pyarrow as pa
 
 import trnpipe
 
-ROWS = 8192  # read and written at a time
+ROWS = 8192  # per batch
 
 
 def main(uri: str, out: str) -> None:
-    found = trnpipe.open_vectors(uri)
-    kind = pa.list_(pa.float32(), found.vectors.shape[1])
-    schema = pa.schema([("id", found.ids.type), ("vector", kind)])
+    stored = trnpipe.open_vectors(uri)
+    kind = pa.list_(pa.float32(), stored.vectors.shape[1])
+    schema = pa.schema([("id", stored.ids.type), ("vector", kind)])
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for start in range(0, len(found), ROWS):
-            flat = pa.array(np.asarray(found.vectors[start : start + ROWS], dtype=np.float32).reshape(-1))
+        for start in range(0, len(stored), ROWS):
+            flat = pa.array(np.asarray(stored.vectors[start : start + ROWS], dtype=np.float32).reshape(-1))
             vectors = pa.FixedSizeListArray.from_arrays(flat, type=kind)
-            yield pa.record_batch([found.ids.slice(start, ROWS).combine_chunks(), vectors], schema=schema)
+            yield pa.record_batch([stored.ids.slice(start, ROWS).combine_chunks(), vectors], schema=schema)
 
-    made = lance.write_dataset(batches(), out, schema=schema, mode="overwrite")
-    print(f"{made.count_rows():,} vectors of cycle {found.cycle} in {out}")
+    dataset = lance.write_dataset(batches(), out, schema=schema, mode="overwrite")
+    print(f"{dataset.count_rows():,} vectors of cycle {stored.cycle} in {out}")
 
 
 if __name__ == "__main__":

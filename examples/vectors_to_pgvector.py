@@ -1,4 +1,6 @@
-"""Write the vectors of a cycle for PostgreSQL with pgvector: python examples/vectors_to_pgvector.py VECTORS OUT
+"""Write the vectors of a cycle for PostgreSQL with pgvector.
+
+    python examples/vectors_to_pgvector.py VECTORS OUT
 
 VECTORS is `<workspace>/embeddings/<cycle>`. Load the file with `psql -c "\\\\copy products (id, vector) FROM 'OUT'"`.
 """
@@ -14,12 +16,12 @@ ESCAPED = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})  
 
 
 def main(uri: str, out: str) -> None:
-    found = trnpipe.open_vectors(uri)
+    stored = trnpipe.open_vectors(uri)
     with Path(out).open("w", encoding="utf-8", newline="") as file:
-        for name, row in zip(found.ids, found.vectors, strict=True):
+        for name, row in zip(stored.ids, stored.vectors, strict=True):
             numbers = ",".join(map(repr, np.asarray(row, np.float32).tolist()))
             file.write(f"{str(name).translate(ESCAPED)}\t[{numbers}]\n")
-    print(f"{len(found):,} vectors of cycle {found.cycle} in {out}")
+    print(f"{len(stored):,} vectors of cycle {stored.cycle} in {out}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class CycleStatus(Record):
     """The current status of a cycle."""
 
     cycle: str
-    target: str = Field(description="Target of the jobs; empty: not submitted")
+    target: str = Field(description="Target of the jobs (empty: not submitted)")
     outcome: Outcome | Literal["open", "not submitted"]
     reason: str
     jobs: tuple[Job, ...] = Field(description="In the order of the plan")
@@ -76,7 +76,7 @@ class CycleStatus(Record):
 class CycleResult(CycleRow):
     """The result of a cycle: its row of the index, and all figures of its stages."""
 
-    exit_code: int | None = Field(description="Of a command that waits for the cycle; None: still running")
+    exit_code: int | None = Field(description="Of a command that waits for the cycle (None: still running)")
     figures: Mapping[str, Mapping[str, Figure]] = Field(description="Of the finished stages, by stage")
 
     @property
@@ -258,10 +258,7 @@ class Cycle:
         return CyclePage(uri=self._store.storage.uri(report_key(self.name)), data=data)
 
     def logs(self, job: str, *, attempt: int = 0, node: int = 0) -> Iterator[str]:
-        """Yield the log of one attempt (0: the last) of a job, or of a child of an array (`embed:3`).
-
-        Raises ConfigError if there is no such log.
-        """
+        """Yield the log of one attempt (0: the last) of a job or a child such as `embed:3`. Raises ConfigError."""
         yield from log_lines(self._cycle, job, attempt=attempt, node=node)
 
     def cancel(self, reason: str = "by hand") -> CycleStatus:

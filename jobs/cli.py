@@ -18,12 +18,12 @@ COMMANDS: dict[str, str] = {
     "status": "current state of the jobs of a cycle",
     "logs": "log of one attempt of a job, on any of its nodes",
     "cancel": "cancel the unfinished jobs of a cycle, the last job first",
-    "retry": "run failed jobs and those after them again, or resume an interrupted cycle; with its stored settings",
+    "retry": "run failed jobs and those after them again, or resume an interrupted cycle, with its stored settings",
     "reconcile": "record the state of the jobs of a cycle, or of all open cycles, and close those that have ended",
     "history": "list the cycles of a workspace",
     "diff": "compare two cycles (default: the newest two): settings, data, metrics",
     "cost": "time and cost of a cycle by stage; --last N: several cycles, with their success rate",
-    "report": "write the page of a cycle, reports/<cycle>.html; also written whenever a cycle ends",
+    "report": "write the page of a cycle, reports/<cycle>.html (also written when a cycle ends)",
     "notify": "send pending notifications; --test: first a test message to every address",
     "driver": "entry point of the scheduler: start the cycle that is due, once",
     "config": "print every setting with its value and source, [jobs] included",
@@ -97,7 +97,7 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
     if name in ("plan", "submit", "run", "driver"):
         add("--target", choices=TARGETS, help="overrides jobs.target")
     if name in ("plan", "cost", "status", "config"):
-        add("--json", action="store_true", help="print as JSON; plan: the exact requests to the target")
+        add("--json", action="store_true", help="print as JSON (plan: the exact requests to the target)")
     match name:
         case "plan":
             add("--diff", action="store_true", help="show differences from the registered job definitions")
@@ -116,23 +116,15 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             add("--processes", type=int, default=0, metavar="P", help="ranks on each machine (default: 1)")
             add("--instance", default="", help="instance type, such as trn1.32xlarge")
             add("--vcpus", type=int, default=0, metavar="N", help="vCPUs per node (default: the instance's, else 1)")
-            add(
-                "--memory-mib", type=int, default=0, metavar="MIB", help="per node (default: the instance's, else 2048)"
-            )
+            add("--memory-mib", type=int, default=0, metavar="MIB", help="per node (default: likewise, else 2048)")
             add("--attempts", type=int, default=0, metavar="A", help="maximum number of attempts (default: 3)")
             add("--timeout-s", type=int, default=0, metavar="S", help="limit of one attempt (default: 24 h)")
             add("--image", default="", help="overrides jobs.image")
             add("--queue", default="", help="overrides jobs.queue")
             add("--role", default="", help="overrides jobs.role")
-            add(
-                "--environment",
-                type=_variable,
-                action="append",
-                metavar="NAME=VALUE",
-                help="environment variable; no secrets",
-            )
+            add("--environment", type=_variable, action="append", metavar="NAME=VALUE", help="variable, not a secret")
         case "logs":
-            add("job", help="name in trnjobs status; a child of an array: embed:3")
+            add("job", help="name in trnjobs status (a child of an array: embed:3)")
             add("--attempt", type=int, default=0, help="attempt number, from 1 (default: the last)")
             add("--node", type=int, default=0, help="node of a multi-node job, from 0 (the main node)")
             add("-f", "--follow", action="store_true", help="print new lines until the attempt has ended")
@@ -148,7 +140,7 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         case "cost":
             add("--last", type=_count, metavar="N", help="show the newest N cycles and their success rate")
         case "status":
-            add("--watch", action="store_true", help="refresh until the cycle has ended; exits with its exit code")
+            add("--watch", action="store_true", help="refresh until the cycle has ended, exit with its exit code")
             add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between updates (default: 5)")
         case "driver":
             default = "default: TRNJOBS_SCHEDULED_TIME, else the newest scheduled time that has passed"

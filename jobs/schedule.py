@@ -26,8 +26,8 @@ class ScheduleConfig(Record):
     retired: ClassVar[Mapping[str, Any]] = {"every": "", "at": ..., "start": None, "policy": ...}
     expression: str = Field(
         "",
-        description="cron(minutes hours day-of-month month day-of-week *), the syntax of EventBridge Scheduler; empty:"
-        " no schedule",
+        description="cron(minutes hours day-of-month month day-of-week *), the syntax of EventBridge Scheduler"
+        " (empty: no schedule)",
     )
     timezone: str = Field("UTC", max_length=50, description="IANA time zone of the expression")
     max_late_s: int = Field(

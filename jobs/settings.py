@@ -14,15 +14,15 @@ from pipeline.settings import Settings, leaves, resolve
 class StageJob(Record):
     """The shape, machine and retries of one job."""
 
-    nodes: int = Field(1, ge=1, le=1000, description="Number of machines; more than 1: a multi-node job")
+    nodes: int = Field(1, ge=1, le=1000, description="Number of machines (more than 1: a multi-node job)")
     processes: int = Field(1, ge=1, le=1024, description="Ranks per machine, one per device")
     workers: int = Field(
         1, ge=1, le=10_000, description="Children of an array job that divide the work (prepare, mine, embed)"
     )
     instance: str = Field("", description="Instance type, such as trn1.32xlarge; gives devices, sizes and price")
-    vcpus: int | None = Field(None, ge=1, description="vCPUs per node; null: all of the instance, or 1 without one")
+    vcpus: int | None = Field(None, ge=1, description="vCPUs per node (null: all of the instance, or 1 without one)")
     memory_mib: int | None = Field(
-        None, ge=4, description="MiB per node; null: the usable memory of the instance, or 2048 without one"
+        None, ge=4, description="MiB per node (null: the usable memory of the instance, or 2048 without one)"
     )
     image: str = Field("", description="Overrides jobs.image")
     queue: str = Field("", description="Overrides jobs.queue")
@@ -31,8 +31,8 @@ class StageJob(Record):
     timeout_s: int | None = Field(
         None,
         ge=60,
-        description="Time limit of one attempt in seconds, not retried; null: 1 h (health 1.5 h, compile,"
-        " mine and embed 12 h, train 24 h), or the longer limit of the stage",
+        description="Time limit of one attempt in seconds, not retried (null: 1 h, health 1.5 h, compile,"
+        " mine and embed 12 h, train 24 h, or the longer limit of the stage)",
     )
 
     @property
@@ -97,10 +97,9 @@ class SageMakerConfig(Record):
     )
     queue: str = Field(
         "",
-        description="Fair-share queue of AWS Batch for service jobs, by name or ARN; empty: CreateTrainingJob is called"
-        " directly",
+        description="Fair-share queue of AWS Batch, by name or ARN (empty: call CreateTrainingJob directly)",
     )
-    subnets: tuple[str, ...] = Field((), max_length=16, description="Subnets of the jobs; empty: no VPC")
+    subnets: tuple[str, ...] = Field((), max_length=16, description="Subnets of the jobs (empty: no VPC)")
     security_groups: tuple[str, ...] = Field((), max_length=5, description="Security groups of the jobs")
     volume_gib: int = Field(100, ge=1, description="Disk size per machine without instance storage")
     keep_alive_s: int = Field(
@@ -129,9 +128,9 @@ class JobsConfig(Record):
     sla_s: int | None = Field(None, ge=60, description="Seconds from the scheduled time until a cycle must have ended")
     prices: dict[str, float] = Field({}, description="USD per hour by instance type; overrides the list prices")
     vcpu_usd_per_hour: float | None = Field(
-        None, ge=0, description="USD per vCPU hour for instance types without a price; null: cost unknown"
+        None, ge=0, description="USD per vCPU hour for instance types without a price (null: cost unknown)"
     )
-    local_vcpus: int = Field(0, ge=0, description="vCPUs for all local jobs together; 0: all of this machine")
+    local_vcpus: int = Field(0, ge=0, description="vCPUs for all local jobs together (0: all of this machine)")
     schedule: ScheduleConfig = ScheduleConfig()
     notify: NotifyConfig = NotifyConfig()
     sagemaker: SageMakerConfig = SageMakerConfig()
@@ -169,10 +168,7 @@ _PER_JOB = {"cycle", "workspace", "launch", "scratch"}
 
 
 def of_all_jobs(settings: CycleSettings) -> dict[str, Any]:
-    """Return the settings that all jobs of a cycle share, as a tree for `--config`.
-
-    Settings that differ between jobs or machines are passed by variable or flag.
-    """
+    """Return the settings that all jobs of a cycle share, as a tree for `--config`."""
     return settings.model_dump(mode="json", exclude=_PER_JOB)
 
 
@@ -196,10 +192,7 @@ def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> CycleSettings:
-    """Return the settings of a tree from `of_all_jobs`, with other values by dotted name.
-
-    Raises ConfigError for an unknown setting, or a value out of bounds.
-    """
+    """Return the settings of a tree, with other values by dotted name. Raises ConfigError for an invalid one."""
     changed = dict(tree)
     for name, value in values.items():
         table, (*sections, last) = changed, name.split(".")

@@ -111,7 +111,7 @@ class OpenCycle:
         )
 
     def interrupted_s(self) -> float | None:
-        """Return the seconds since the process that ran the jobs on this machine has died, None if it has not."""
+        """Return the seconds since the process that ran the jobs on this machine died, None if it is alive."""
         claim, now = self.store.claim(), self.store.clock()
         if claim is None or claim.target != "local" or (claim.owner and claim.lease_until > now):
             return None
@@ -190,10 +190,7 @@ def stopping_jobs(settings: CycleSettings) -> Iterator[StopSignal]:
 
 
 def make_plan(settings: CycleSettings) -> JobPlan:
-    """Return the plan of the settings, without reading the workspace or AWS.
-
-    Raises ConfigError if the settings do not fit together, such as a batch size that does not divide among the ranks.
-    """
+    """Return the plan of the settings. Raises ConfigError if they do not fit together."""
     if settings.cycle.startswith(RUN_PREFIX):
         raise ConfigError(
             f"cycle {settings.cycle!r} begins with {RUN_PREFIX}, which is reserved for trnjobs run",
@@ -266,10 +263,7 @@ def submitter() -> str:
 
 
 def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda: None) -> Target:
-    """Return the target of this name for the jobs of a cycle. Raises ConfigError if AWS is not configured.
-
-    `renew` extends the lease of the submitter during a long submission.
-    """
+    """Return the target of this name for a cycle. `renew` extends the lease of the submitter. Raises ConfigError."""
     settings, store, say, stop = cycle.settings, cycle.store, cycle.say, cycle.stop
     if name == "local":
         from jobs.targets.local.target import LocalTarget, this_machine

@@ -1,4 +1,4 @@
-"""The `trnpipe` command: the stages of a cycle, and tools."""
+"""The `trnpipe` command, which runs the stages of a cycle and various tools."""
 
 import contextlib
 import faulthandler
@@ -17,12 +17,12 @@ from pipeline.parallel.launch import launch, line_buffer_c_stdout, needs_launch,
 from pipeline.proc.children import LAUNCHER_S, RANK_S
 from pipeline.proc.signals import enable_stack_dumps, stop_on_signals
 
-if TYPE_CHECKING:  # the overview does not need the settings
+if TYPE_CHECKING:  # importing the settings takes a while, and `trnpipe --help` doesn't need them
     from pipeline.settings import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code (core/errors.py). Only bugs print a traceback."""
+    """Run a command and return its exit code (core/errors.py). A traceback is only printed for bugs."""
     enable_stack_dumps()
     line_buffer_c_stdout()
     code = run_program("trnpipe", COMMANDS, _run, argv)
@@ -31,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def allow_open_files(num_files: int = 65_536) -> None:
-    """Raise the limit of open files, because every mapped token shard is one and shells often allow only 1,024."""
+    """Raise the limit on open files.
+
+    Every token shard is a memory-mapped file, and the default limit is often only 1,024 files.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -43,7 +46,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
     if name == "completion":
         return show(completion("trnpipe", COMMANDS, arguments, Settings))
-    if name != "health":  # health checks the limit that processes have by default
+    if name != "health":  # the health checks verify the default limit
         allow_open_files()
     tool = CONFIG if name == "config" else TOOLS.get(name, Tool(""))
     end = arguments.index("--") if tool.command and "--" in arguments else len(arguments)
@@ -70,7 +73,7 @@ def _run(name: str, arguments: list[str]) -> int:
         warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
         if warning:
             print(f"trnpipe {name}: warning: {warning}", file=sys.stderr)
-        # A compile that drives the Neuron tool starts the ranks in its trial run.
+        # When using neuron_parallel_compile, the ranks are started by the trial run instead.
         drives = name == "compile" and drives_tool(settings.compile, settings.backend, os.environ)
         if not drives and needs_launch(settings.launch.processes, os.environ):
             return _launch_ranks(name, [name, *arguments], settings)
@@ -78,7 +81,10 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _action(name: str, tool: Tool, arguments: Sequence[str]) -> str:
-    """Return the action of a command line, or '' if it has none. Raises ConfigError if it is missing or unknown."""
+    """Return the action on the command line, or '' if the command takes none.
+
+    Raises ConfigError if the action is missing or unknown.
+    """
     action = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     if action in tool.actions:
         return action
@@ -117,13 +123,13 @@ def _launch_ranks(name: str, command_line: list[str], settings: "Settings") -> i
         print(f"trnpipe {name}: {line}", file=sys.stderr, flush=True)
 
     stop = StopSignal()
-    # All ranks get one cycle name, because they may start around midnight.
+    # Pass the cycle explicitly, because it defaults to the current date, which may change while the ranks are starting.
     with stop_on_signals(stop, grace_s=LAUNCHER_S), shared_compile_cache(settings, stop, say):
         return launch([*command_line, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
 
 
 def run_stage(name: str, settings: "Settings", command_line: Sequence[str] = ()) -> int:
-    """Run one stage with signal handlers, and write its start and outcome to the event log."""
+    """Run a stage with signal handlers installed, and write its start and outcome to the event log."""
     from pipeline.compile.sync import shared_compile_cache
     from pipeline.context import StageContext, open_context, with_backend
     from pipeline.telemetry.events import EventName
@@ -149,7 +155,7 @@ def run_stage(name: str, settings: "Settings", command_line: Sequence[str] = ())
                 result = import_module(f"pipeline.stages.{name}").run(settings, ctx)
         except BaseException as error:
             outcome = EventName.STAGE_STOPPED if isinstance(error, Preempted) else EventName.STAGE_FAILED
-            # The error of the stage decides the exit code, even if the log cannot be written (full disk).
+            # Ignore errors from the event log, such as a full disk, so that the original error sets the exit code.
             with contextlib.suppress(TrnpipeError):
                 ctx.events.emit(outcome, stage=name, error=type(error).__name__, reason=str(error))
             raise
@@ -161,7 +167,7 @@ def run_stage(name: str, settings: "Settings", command_line: Sequence[str] = ())
 
 
 def run_tool(name: str, settings: "Settings", call: ToolCall) -> int:
-    """Run one tool with signal handlers."""
+    """Run a tool with signal handlers installed."""
     tool, stop = TOOLS[name], StopSignal()
     with stop_on_signals(stop, grace_s=LAUNCHER_S if call.command else RANK_S):
         module = import_module(f"pipeline.commands.{tool.module or name}")

@@ -1,4 +1,4 @@
-"""Command-line parsing, help and exit codes of both console programs."""
+"""Command-line parsing, help and exit codes for both `trnpipe` and `trnjobs`."""
 
 import argparse
 import difflib
@@ -13,23 +13,29 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError, exit_code_of
 
-if TYPE_CHECKING:  # importing the settings takes a while, and the overview does not need them
+if TYPE_CHECKING:  # importing the settings takes a while, and not all commands need them
     from pipeline.settings import Resolved, S
 
 HELP = frozenset({"--help", "-h"})
 HELP_ALL = "--help-all"
 GENERAL = ("workspace", "cycle", "model_name", "backend", "scratch", "storage")
-"""Settings that every command reads."""
+"""The settings that every command reads."""
 _SETTINGS = """\
-Order: defaults < --config files < environment < flags. --train.max-steps is TRNPIPE_TRAIN__MAX_STEPS in the
-environment and max_steps under [train] in files. Lists: a,b or JSON. Booleans also take --no-key. null is no value."""
+Settings can be set with flags, in the environment, or in --config files, in this order of precedence. For example,
+--train.max-steps is TRNPIPE_TRAIN__MAX_STEPS in the environment, and max_steps under [train] in a file. Use a,b or
+JSON for lists, --no-key to turn off a boolean, and null to unset a value."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Help of a command: examples without the program name, common settings, and all other settings that it reads.
+    """The help of a command.
 
-    Settings are dotted names, or names of sections for all their settings, separated by spaces.
+    Settings are separated by spaces. The name of a section stands for all settings in that section.
+
+    Args:
+        examples: example command lines without the name of the program.
+        common: the most commonly used settings, which --help shows.
+        reads: all other settings that the command reads, which --help-all shows.
     """
 
     examples: tuple[str, ...] = ()
@@ -40,7 +46,14 @@ class Usage:
 def run_program(
     name: str, commands: Mapping[str, str], run: Callable[[str, list[str]], int], argv: Sequence[str] | None
 ) -> int:
-    """Run the command that `argv` names with the other arguments. Errors become the exit codes of core/errors.py."""
+    """Run a command and return its exit code (core/errors.py).
+
+    Args:
+        name: name of the program.
+        commands: the available commands and their descriptions.
+        run: takes the name of a command and its arguments, runs the command, and returns its exit code.
+        argv: the command line without the name of the program (default: sys.argv).
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "help"
     try:
@@ -68,10 +81,13 @@ def run_program(
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of one command. Unknown flags are settings. Raises ConfigError instead of exiting."""
+    """An argument parser for one command that treats all unknown flags as settings.
+
+    Unlike argparse, it raises ConfigError instead of exiting.
+    """
 
     def __init__(self, prog: str, text: str, command: str = "", usage: Usage | None = None) -> None:
-        """Create a parser. `command`: name of a command that follows `--` in the usage."""
+        """Create a parser. `command` is the placeholder for a command that the user specifies after `--`, if any."""
         self._own_flags, self._usage = {*HELP, HELP_ALL}, usage or Usage()
         self._command = f" -- {command}" if command else ""
         self._name = " ".join(prog.split()[:2])
@@ -84,9 +100,11 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
             add_help=False,
         )
-        self.add_argument("-h", "--help", action="store_true", help="show this help (--help SECTION: its settings)")
-        self.add_argument(HELP_ALL, action="store_true", help="show every setting that the command reads")
-        files = "settings from a file, repeatable, later files win (default: trnpipe.toml here or above)"
+        self.add_argument(
+            "-h", "--help", action="store_true", help="show this help, or the settings of a section (--help SECTION)"
+        )
+        self.add_argument(HELP_ALL, action="store_true", help="show all settings that the command reads")
+        files = "read settings from a file; can be repeated (default: trnpipe.toml in this or a parent folder)"
         self.add_argument("--config", type=Path, action="append", default=[], metavar="FILE.toml", help=files)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
@@ -97,7 +115,10 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(message, expected=self._usage_line(), next_command=f"{self.prog} --help")
 
     def read(self, arguments: Sequence[str], model: "type[S]") -> "tuple[argparse.Namespace, Resolved[S]] | None":
-        """Parse the arguments, with flags of settings in `flags`, and resolve the settings. None if help was shown."""
+        """Parse the arguments and resolve the settings. Returns None if the user requested help, which is printed.
+
+        The flags of settings are also available as `flags` in the returned namespace.
+        """
         from pipeline.settings import project_files, resolve
 
         if {*HELP, HELP_ALL} & set(arguments):
@@ -109,7 +130,11 @@ class CommandParser(argparse.ArgumentParser):
         return options, resolve(files, os.environ, flags, model, other_flags=sorted(self._own_flags))
 
     def _show_help(self, arguments: Sequence[str], model: "type[S]") -> None:
-        """Print the help with common settings, all (--help-all), or those of a section (--help SECTION)."""
+        """Print the help of the command.
+
+        By default, this only includes the most common settings. --help-all shows all settings of the command, and
+        --help SECTION shows those in a section.
+        """
         from pipeline.settings import leaves
 
         topic = next((after for before, after in pairwise(arguments) if before in HELP and after[:1] != "-"), "")
@@ -119,7 +144,7 @@ class CommandParser(argparse.ArgumentParser):
             sections = [name.rpartition(".")[0] for name in fields]
             raise ConfigError(
                 f"unknown setting or section {topic!r}{hint(topic, [*fields, *sections])}",
-                expected="one such as train or train.loss",
+                expected="the name of a section or setting, such as train or train.loss",
                 next_command=f"{self._name} {HELP_ALL}",
             )
         common, reads = self._usage.common.split(), self._usage.reads.split()
@@ -131,9 +156,9 @@ class CommandParser(argparse.ArgumentParser):
                 groups.setdefault(name.rpartition(".")[0] or "general", []).append(name)
         else:
             groups = {"settings": named} if named else {"common settings": common}
-            more = f"{self._name} {HELP_ALL} shows all {len(read)} settings of this command"
-            self.epilog = f"{_SETTINGS}\n\n{more}, {self._name} --help train.loss those of a section."
-        self.usage = self._usage_line()  # without the flags of the settings
+            more = f"Run {self._name} {HELP_ALL} to list all {len(read)} settings of this command"
+            self.epilog = f"{_SETTINGS}\n\n{more},\nor {self._name} --help train.loss for those in a section."
+        self.usage = self._usage_line()  # set this before adding flags for settings, so that it doesn't list them
         for title, names in groups.items():
             group = self.add_argument_group(title)
             for leaf in (fields[name] for name in names):
@@ -148,7 +173,10 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def _split(self, arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
-        """Separate the command's own arguments from settings: `--flag value`, `--flag=value` or a bare `--flag`."""
+        """Split the command line into arguments of the command itself and settings.
+
+        A setting is `--flag value`, `--flag=value` or just `--flag`.
+        """
         own, flags, rest = list[str](), list[tuple[str, str | None]](), list(arguments)
         while rest:
             argument = rest.pop(0)
@@ -182,13 +210,16 @@ complete -c {name} -n 'not __fish_use_subcommand; and string match -q -- "--*" (
 
 
 def completion(name: str, commands: Iterable[str], arguments: Sequence[str], model: "type[S]") -> str:
-    """Return the completion script of a console program for a shell. Raises ConfigError for an unknown shell."""
+    """Return a shell script that completes the commands and flags of a program.
+
+    Raises ConfigError if the shell is not supported.
+    """
     from pipeline.settings import leaves
 
     shell = " ".join(arguments)
     if shell not in ("bash", "zsh", "fish"):
         raise ConfigError(
-            f"unknown shell {shell!r}",
+            f"unsupported shell {shell!r}",
             expected="bash, zsh or fish",
             next_command=f'eval "$({name} completion bash)"; fish: {name} completion fish | source',
         )
@@ -198,19 +229,19 @@ def completion(name: str, commands: Iterable[str], arguments: Sequence[str], mod
 
 
 def hint(name: str, candidates: Iterable[str]) -> str:
-    """Return a hint to the most similar candidate, empty if none is similar."""
+    """Return a hint such as "; did you mean train?", or an empty string if there is no similar candidate."""
     close = difflib.get_close_matches(name, candidates, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def rows(table: Mapping[str, str]) -> list[str]:
-    """Format names and texts in two aligned columns."""
+    """Format names and their descriptions in two aligned columns."""
     width = max(map(len, table), default=0)
     return [f"  {name:<{width}}  {text}" for name, text in table.items()]
 
 
 def show(text: str) -> int:
-    """Print a text. A reader that closes the pipe early (`| head`) is not an error."""
+    """Print a text to standard output. It is not an error if the reader closes the pipe early, as in `| head`."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""The context that a stage runs in (workspace, event log, console, ...), and the result that it stores."""
+"""The context that a stage runs in, such as its workspace, event log and console, and the result that it stores."""
 
 import contextlib
 import json
@@ -26,21 +26,21 @@ from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, EventName, code_version, read_events
 
-# The result of a stage: one result.json per cycle and stage.
+# The result of a stage, which is stored as a result.json per cycle and stage.
 
 Figure = str | int | float | bool | None
 Status = Literal["done", "already_done"]
 
 
 class StageResult(Record):
-    """The result of one stage. Failures are exceptions, so a stored result is always a success."""
+    """The result of a stage. Since failures are raised as exceptions, a result always means success."""
 
     schema_version: Literal[1] = 1
     stage: str = Field(description="Name of the stage")
     cycle: str = Field(description="Name of the cycle")
     status: Status = Field(description="done, or already_done if an earlier result exists (never stored)")
     inputs: dict[str, str] = Field(description="Fingerprint (or committed prefix) of each input by name")
-    outputs: dict[str, str] = Field(default={}, description="Key of each artefact by name, relative to the workspace")
+    outputs: dict[str, str] = Field(default={}, description="Key of each artifact by name, relative to the workspace")
     figures: dict[str, Figure] = Field(default={}, description="Measured values, with the unit in the name")
     settings_hash: str
     code_version: str
@@ -53,13 +53,13 @@ def result_key(cycle: str, stage: str) -> str:
 
 
 def load_result(workspace: Storage, cycle: str, stage: str) -> StageResult | None:
-    """Return the stored result, None if the stage has not finished. Raises DataError if it is damaged."""
+    """Load the result of a stage, or return None if the stage hasn't finished. Raises DataError if it is damaged."""
     key = result_key(cycle, stage)
     return read_record(workspace, key, StageResult, "a stage result", f"trnpipe {stage}")
 
 
 def store_result(workspace: Storage, result: StageResult) -> StageResult:
-    """Publish a result atomically, as the last act of a stage."""
+    """Store the result of a stage atomically. This must be the last thing that a stage does."""
     stored = result.model_copy(update={"status": "done"})
     workspace.write_bytes(result_key(result.cycle, result.stage), stored.model_dump_json(indent=2).encode() + b"\n")
     return result
@@ -70,11 +70,11 @@ def store_result(workspace: Storage, result: StageResult) -> StageResult:
 
 @dataclass(frozen=True)
 class StageContext:
-    """The environment of one stage run.
+    """Everything that a stage needs to run.
 
-    `workspace` raises Preempted once `stop` is set. `workspace_after_stop` is the same workspace for data that must
-    still be written then (the last checkpoint, events), within the grace period. `scratch` is a local folder that may
-    be lost at any time.
+    Once `stop` is set, all requests to `workspace` raise Preempted. Use `workspace_after_stop` for data that must still
+    be written during the grace period, such as the last checkpoint and the event log. `scratch` is a local folder for
+    temporary files, which may be lost at any time.
     """
 
     settings: Settings
@@ -89,10 +89,10 @@ class StageContext:
     settings_hash: str
     code_version: str
     command_line: tuple[str, ...] = ()
-    """The command line, for stages that start themselves again."""
+    """The command line. Some stages need this to launch additional processes with the same command."""
 
     def earlier(self, stage: str) -> StageResult | None:
-        """Return the result of a stage of this cycle, None if it has not finished. Raises DataError if damaged."""
+        """Load the result of an earlier stage of this cycle, see `load_result`."""
         return load_result(self.workspace, self.cycle, stage)
 
     def finish(
@@ -104,7 +104,7 @@ class StageContext:
         outputs: Mapping[str, str],
         figures: Mapping[str, Figure],
     ) -> StageResult:
-        """Return the result of a stage that finishes now. The stage stores it with `store_result`."""
+        """Create the result for a stage that has just finished. The caller must store it with `store_result`."""
         return StageResult(
             stage=stage,
             cycle=self.cycle,
@@ -123,14 +123,17 @@ class StageContext:
 def open_context(
     settings: Settings, stop: StopSignal, env: Mapping[str, str] = os.environ, command_line: Sequence[str] = ()
 ) -> Iterator[StageContext]:
-    """Open the workspace and the event log, and close the log on exit. Raises ConfigError if either fails to open."""
+    """Open the workspace and the event log. The log is closed on exit.
+
+    Raises ConfigError if the workspace or the log can't be opened.
+    """
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     after_stop = open_storage(settings.workspace, retry=settings.storage, stop=StopSignal())
     cycle = cycle_name(settings)
     scratch = scratch_folder(settings, workspace, env)
     world = world_from_env(env)
-    # Processes that a stage starts (a trial run, ranks of the health check) do not write to the log. Of an array only
-    # the first task writes, because a thousand writers would slow each other down.
+    # Processes that are started by a stage, such as a trial run or the ranks of a health check, don't write to the log.
+    # Neither do the tasks of an array, except for the first one, because a thousand writers would be too slow.
     is_first = world.is_main and env.get(ARRAY_INDEX, "0") == "0" and not settings.embed.worker
     logs = is_first and not {TRACE_FILE, RANK_REPORTS} & env.keys()
     writer = f"{command_line[0] if command_line else 'tool'}-{env.get(ATTEMPT, '1')}"
@@ -154,7 +157,7 @@ def open_context(
                 command_line=tuple(command_line),
             )
     except BaseException:
-        with contextlib.suppress(TrnpipeError):  # the error of the stage is more important than an unwritable log
+        with contextlib.suppress(TrnpipeError):  # don't hide the original error if the log can't be written
             events.close()
         raise
     finally:
@@ -163,15 +166,16 @@ def open_context(
 
 
 def cycle_name(settings: Settings) -> str:
-    """Return the cycle in the settings, else today's date (UTC)."""
+    """Return the name of the cycle, which defaults to the current date in UTC."""
     return settings.cycle or datetime.now(UTC).date().isoformat()
 
 
 def scratch_folder(settings: Settings, workspace: Storage, env: Mapping[str, str]) -> Path:
-    """Create and return the folder for temporary files, the same for every attempt, so that downloads are reused.
+    """Create the folder for temporary files and return it. All attempts use the same folder, so downloads are reused.
 
-    It is the setting `scratch`, else a folder in a local workspace (so that publishing is a rename), else
-    `<hash of the root>` in the cache folder (io/paths.py). Raises ConfigError if it cannot be created.
+    Unless `scratch` is set, the folder is inside the workspace if that is local, so that files can be published by
+    renaming them. Otherwise, it is a subfolder of the cache folder (io/paths.py). Raises ConfigError if the folder
+    can't be created.
     """
     inside = workspace.local_path(".scratch")
     if settings.scratch:
@@ -186,24 +190,25 @@ def scratch_folder(settings: Settings, workspace: Storage, env: Mapping[str, str
         raise ConfigError(
             f"cannot create the scratch folder {folder}: {error.strerror}",
             expected="a writable local folder",
-            next_command="set --workspace or --scratch to another folder",
+            next_command="set --workspace or --scratch to a different folder",
         ) from error
     return folder
 
 
-# The backend of a stage if the setting is `auto`.
+# Choose the backend of a stage if the setting is `auto`.
 
 GRAPH_WEIGHTS = 1_000_000
-"""Maximum weights of encoder layers to compile on XLA:CPU. The ten graphs of a cycle take half a minute for the tiny
-preset (0.4 M), and too long for small (10.6 M, bench/results/graphs.json). PyTorch on the CPU compiles nothing.
+"""Encoders with more weights than this in their layers are not compiled for XLA:CPU. Compiling the ten graphs of a
+cycle takes half a minute for the preset tiny (0.4M weights), but far too long for small (10.6M, see
+bench/results/graphs.json). Eager PyTorch on the CPU doesn't need to compile anything.
 """
 
 
 def with_backend(settings: Settings, ctx: StageContext, stage: str) -> Settings:
-    """Return the settings with `auto` replaced by a backend that depends on the model, on hosts without accelerator.
+    """Replace the backend `auto` on hosts without an accelerator and return the new settings.
 
-    Models larger than tiny run on the CPU, which is printed. A cycle that has compiled graphs for this host, or has
-    trained with graphs, continues with them.
+    Small models use XLA:CPU. Larger models use eager PyTorch on the CPU, in which case a message is printed. However, a
+    cycle that has already compiled graphs for XLA:CPU or started training with it continues to use it.
     """
     if not auto_uses_xla_cpu(settings.backend, os.environ):
         return settings
@@ -224,7 +229,7 @@ def with_backend(settings: Settings, ctx: StageContext, stage: str) -> Settings:
 def _began_with_graphs(ctx: StageContext, stage: str) -> bool:
     compiled = ctx.earlier("compile")
     if compiled is not None and compiled.figures.get("graphs"):
-        with contextlib.suppress(KeyNotFound):  # the cache was cleared
+        with contextlib.suppress(KeyNotFound):  # the cache may have been cleared
             plan = json.loads(ctx.workspace.read_bytes(compiled.outputs["manifest"]))["plan"]
             if is_lazy_host(str(plan.get("device"))):
                 return True
@@ -236,28 +241,28 @@ def _began_with_graphs(ctx: StageContext, stage: str) -> bool:
 
 
 def link_shared_tokens(shared: Path, own: Path) -> None:
-    """Link the token shards in one scratch folder into another, so that all runs download them once."""
+    """Link the token shards of a shared scratch folder into a different one, so that they are downloaded only once."""
     make_dirs(shared / "tokens")
     link = own / "tokens"
     if not link.is_symlink():
         link.symlink_to((shared / "tokens").absolute(), target_is_directory=True)
 
 
-# The nodes of the current job, which communicate through the workspace.
+# The nodes of a multi-node job, which communicate through the workspace.
 
 
 def node_group(ctx: StageContext, folder: str, timeout_s: float) -> Nodes:
-    """Return the nodes of this attempt of the job, which exchange files in a folder of the cycle."""
+    """Return the nodes that take part in this attempt of the job. They exchange files in a folder of the cycle."""
     return Nodes(
         ctx.workspace_after_stop,
         f"cycles/{ctx.cycle}/{folder}/{attempt_name(os.environ)}",
         ctx.world.node_rank,
-        ctx.world.world_size,  # one process per node, because the stage starts the ranks
+        ctx.world.world_size,  # at this point there is one process per node, because the stage starts the ranks later
         timeout_s,
         ctx.stop,
     )
 
 
 def attempt_name(env: Mapping[str, str]) -> str:
-    """Return a name of this attempt of the job, equal on all its nodes."""
+    """Return a name for this attempt of the job that is the same on all its nodes."""
     return f"{env.get(JOB_ID, 'local')}-{env.get(ATTEMPT, '1')}"

@@ -1,4 +1,4 @@
-"""The settings tree, and the sources of its values: defaults < files < environment < flags."""
+"""The tree of all settings, and functions to read their values from files, the environment and flags."""
 
 import difflib
 import json
@@ -39,36 +39,41 @@ from pipeline.train.config import CheckpointConfig, TrainConfig
 
 ENV_PREFIX = "TRNPIPE_"
 PROJECT_FILE = "trnpipe.toml"
-"""Settings file of a project, read without --config from the current folder or the nearest parent that has one."""
+"""The settings file of a project. Unless --config is used, it is read from the current folder or a parent folder."""
 DEFAULT = "default"
 
 
 class LaunchConfig(Record):
-    """Processes of one run on this machine. Variables of torchrun take precedence."""
+    """The processes to start on this machine. This is ignored if the environment variables of torchrun are set."""
 
-    processes: int = Field(1, ge=1, le=1024, description="Training processes to start on this machine, one per device")
+    processes: int = Field(
+        1, ge=1, le=1024, description="Number of training processes to start on this machine, one per device"
+    )
 
 
 class LogConfig(Record):
-    """Output of a training run."""
+    """The output of a training run."""
 
-    every_steps: int = Field(10, ge=1, description="Steps between two log lines")
-    tensorboard: bool = Field(False, description="Also write TensorBoard files (needs the package tensorboard)")
+    every_steps: int = Field(10, ge=1, description="Logging interval in steps")
+    tensorboard: bool = Field(False, description="Write TensorBoard files (requires the package tensorboard)")
 
 
 class ReportConfig(Record):
-    """Data examples on the report page of a cycle."""
+    """Examples from the data on the report page of a cycle."""
 
     examples: int = Field(
         20,
         ge=0,
         le=100,
-        description="Example rows of each kind (worst, changed, quarantined) on the report page; 0: no texts",
+        description="Number of example rows of each kind (worst, changed, quarantined) on the report page; 0 for none",
     )
 
 
 class Settings(BaseSettings):
-    """All settings of a cycle. The constructor reads no files or environment. Use `resolve` for that."""
+    """All settings of a cycle.
+
+    Note that the constructor doesn't read any files or environment variables. Use `resolve` instead to do so.
+    """
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -78,12 +83,12 @@ class Settings(BaseSettings):
     )
     program: ClassVar[str] = "trnpipe"
     other_programs: ClassVar[frozenset[str]] = frozenset({"jobs"})
-    """Sections of other programs in the same files and environment, which are ignored."""
+    """Sections that belong to other programs. These may be in the same files and are ignored."""
     retired: ClassVar[Mapping[str, Any]] = {"tune": ...}
-    """Sections and settings of earlier versions, as in `Record`."""
+    """Sections and settings that have been removed, see `Record.retired`."""
 
     workspace: str = Field(
-        "workspace", min_length=1, description="Folder or URI (file://, s3://) of all data that cycles read and write"
+        "workspace", min_length=1, description="Folder or URI (file://, s3://) for all data that cycles read and write"
     )
     cycle: str = Field(
         "", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$", description="Name of this cycle (default: today's date in UTC)"
@@ -93,10 +98,10 @@ class Settings(BaseSettings):
     )
     backend: Name = Field(
         "auto",
-        description="Device; auto: the first available of cuda, neuron, xla (tiny models only if on the host), cpu",
+        description="Device; auto selects the first available of cuda, neuron, xla (only tiny models on XLA:CPU), cpu",
     )
     scratch: str | None = Field(
-        None, description="Local folder for temporary files (default: in a local workspace, else in the user's cache)"
+        None, description="Local folder for temporary files (default: inside a local workspace, or the user's cache)"
     )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -124,11 +129,14 @@ class Settings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Use only the arguments, so that settings read from a workspace are not mixed with this environment."""
+        """Only use the arguments of the constructor.
+
+        By default, pydantic also reads the environment, which would affect settings that are loaded from a workspace.
+        """
         return (init_settings,)
 
 
-# Settings that determine where, when and how fast a cycle runs, but not its results.
+# These settings affect where, when and how fast a cycle runs, but not its results.
 _NOT_HASHED: dict[str, IncEx | bool] = {
     "workspace": True,
     "cycle": True,
@@ -151,18 +159,22 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
 
 
 def settings_hash(settings: Settings) -> str:
-    """Return 32 hex digits of the settings that affect results. Equal on every machine and in every process."""
+    """Hash all settings that affect the results of a cycle to 32 hex digits.
+
+    The hash is reproducible across machines and processes.
+    """
     return fingerprint(settings.model_dump(mode="json", exclude=_NOT_HASHED))
 
 
-# Sources of values. The text of a variable or flag is split into a list or mapping here. pydantic checks all types.
+# Read the values from all sources. The text of a variable or flag is only split into a list or mapping here. All other
+# conversions and checks are done by pydantic.
 
 S = TypeVar("S", bound=Settings, default=Settings)
 
 
 @dataclass(frozen=True)
 class Resolved(Generic[S]):
-    """Validated settings, and the source of each value by dotted name."""
+    """Validated settings, along with the source of each value by dotted name."""
 
     settings: S
     sources: Mapping[str, str]
@@ -170,7 +182,7 @@ class Resolved(Generic[S]):
 
 @dataclass(frozen=True, eq=False)
 class SettingField:
-    """A setting, with its names in TOML, on the command line and in the environment."""
+    """A setting and its names in TOML files, on the command line and in the environment."""
 
     name: str
     field: FieldInfo
@@ -185,27 +197,31 @@ class SettingField:
 
     @property
     def default(self) -> str:
-        """The default as typed on the command line."""
+        """The default value, formatted as on the command line."""
         return format_value(self.field.get_default(call_default_factory=True))
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """The accepted types, with NoneType if optional."""
+        """The types that the setting accepts. This includes NoneType if the setting is optional."""
         kind = self.field.annotation
         return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
     @property
     def origins(self) -> set[Any]:
-        """The collection types (tuple, dict) among the accepted types."""
+        """The collection types that the setting accepts, which are tuple and dict."""
         return {get_origin(option) for option in self.options} & {tuple, dict}
 
     @property
     def takes(self) -> str:
-        """Short description of the accepted values, such as `int`, `fp32|bf16` or `str,...`."""
+        """A short description of the accepted values, such as `int`, `fp32|bf16` or `str,...`."""
         return "|".join(_type_text(option) for option in self.options if option is not type(None))
 
     def parse(self, text: str) -> Any:
-        """Parse `null`, a list (JSON or `a,b`) or a mapping (JSON or `k=v,k=v`). Other text is left to validation."""
+        """Parse the text of a flag or environment variable.
+
+        This handles `null`, lists (JSON or `a,b`) and mappings (JSON or `k=v,k=v`). Any other text is returned
+        unchanged, so that pydantic can convert and validate it.
+        """
         if text == "null" and type(None) in self.options:
             return None
         if not self.origins:
@@ -224,7 +240,7 @@ class SettingField:
 
 @cache
 def retired(model: type[BaseModel], section: str = "") -> dict[str, Any]:
-    """Return the retired settings and sections of a model by dotted name, with the value that is still accepted."""
+    """Return all removed settings and sections by dotted name, with the only value that is still accepted for each."""
     names = {section + name: neutral for name, neutral in getattr(model, "retired", {}).items()}
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -233,14 +249,14 @@ def retired(model: type[BaseModel], section: str = "") -> dict[str, Any]:
 
 
 def _is_retired(model: type[BaseModel], name: str) -> bool:
-    """Return whether a name, or a section that contains it, is retired. Validation checks the value."""
+    """Return whether a setting or its section has been removed. Validation ensures that its value is still accepted."""
     parts = name.split(".")
     return any(".".join(parts[:depth]) in retired(model) for depth in range(1, len(parts) + 1))
 
 
 @cache
 def leaves(model: type[BaseModel], section: str = "") -> dict[str, SettingField]:
-    """Return all settings of a model by dotted name, in order of declaration, those of sections last."""
+    """Return all settings by dotted name in the order of declaration. Settings in sections are last."""
     own, nested = dict[str, SettingField](), dict[str, SettingField]()
     for name, field in model.model_fields.items():
         kind = field.annotation
@@ -260,17 +276,21 @@ def resolve(
     overrides: Mapping[str, Any] | None = None,
     other_flags: Iterable[str] = (),
 ) -> Resolved[S]:
-    """Merge defaults, files, environment and flags, and validate the result. Later sources replace whole values.
+    """Read settings from all sources, merge them, and validate the result.
+
+    The order of precedence is overrides, flags, environment, files, defaults. Note that lists and mappings are replaced
+    as a whole instead of being merged.
 
     Args:
-        files: TOML files, or JSON files of the same structure. Later files win.
-        env: environment. Only names starting with `TRNPIPE_` are read.
-        flags: (flag as typed without its value, value or None) in order. Later flags win.
+        files: TOML files, or JSON files with the same structure. Later files take precedence.
+        env: environment variables. Only names that start with `TRNPIPE_` are used.
+        flags: each flag and its value, or None if it has no value. Later flags take precedence.
         model: class of the settings.
-        overrides: tree of values set in Python. They win over all others.
-        other_flags: flags of the command that are not settings, for the message about an unknown one.
+        overrides: nested mapping of values that are set in Python.
+        other_flags: other flags of the command, which are suggested if a flag is unknown.
 
-    Raises ConfigError for an unknown key, or a value of a wrong type or out of bounds, with its source.
+    Raises ConfigError if a setting is unknown, or if a value has the wrong type or is out of bounds. The message
+    contains the source of the value.
     """
     values = dict[str, SourcedValue]()
     layers = [*(_file_layer(model, path) for path in files), _env_layer(model, env), _flag_layer(model, flags)]
@@ -286,7 +306,7 @@ def resolve(
         settings = model.model_validate(_nested(values))
     except ValidationError as error:
         raise _validation_error(model, error, values) from None
-    except ConfigError as error:  # raised by the check of a component, which does not know the source of the value
+    except ConfigError as error:  # raised by a validator of a section, which doesn't know the source of the value
         seen = f"{error.seen} ({_invalid_value(model, values)})"
         raise ConfigError(seen, expected=error.expected, next_command=error.next_command) from None
     return Resolved(settings, {name: values[name].source if name in values else DEFAULT for name in leaves(model)})
@@ -302,23 +322,30 @@ _PATHS = (
     "evaluate.retrieval.catalogue",
     "evaluate.golden",
 )
-"""Settings that are paths. In a project file they are relative to its folder."""
+"""Settings that are paths. In a project file, these are relative to the folder of that file."""
 
 
 def project_files(folder: Path) -> list[Path]:
-    """Return the project file at or above a folder, after those in its `config`. Raises ConfigError for bad TOML."""
+    """Return the project file for a folder, preceded by the files that it includes with `config`.
+
+    The project file is in the folder itself or in one of its parents. Returns an empty list if there is none. Raises
+    ConfigError if the file isn't valid TOML.
+    """
     path = next((path for parent in (folder, *folder.parents) if (path := parent / PROJECT_FILE).is_file()), None)
     if path is None:
         return []
     try:
         included = tomllib.loads(path.read_text(encoding="utf-8")).get("config", [])
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}", next_command=f"edit {path}") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}", next_command=f"edit {path}") from None
     return [*(path.parent / name for name in ([included] if isinstance(included, str) else included)), path]
 
 
 def _project_settings(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the settings of a project file without `config`, with paths relative to its folder resolved."""
+    """Return the settings in a project file and resolve all paths that are relative to its folder.
+
+    `config` is removed, because it isn't a setting.
+    """
     settings = {name: value for name, value in tree.items() if name != "config"}
     for name in _PATHS:
         *sections, last = name.split(".")
@@ -329,7 +356,7 @@ def _project_settings(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 class SourcedValue(NamedTuple):
-    """A value and its source."""
+    """A value and a description of its source."""
 
     value: Any
     source: str
@@ -341,14 +368,16 @@ Layer = dict[str, SourcedValue]
 def _file_layer(model: type[Settings], path: Path) -> Layer:
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        path.open("rb").close()  # the library ignores a file that does not exist
+        path.open("rb").close()  # pydantic ignores files that don't exist, so check this first
         source = JsonConfigSettingsSource(model, path) if kind == "JSON" else TomlConfigSettingsSource(model, path)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}", expected=f"a readable {kind} file") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not {kind}: {error}", next_command=f"edit {path}") from None
+        raise ConfigError(f"{path} is not valid {kind}: {error}", next_command=f"edit {path}") from None
     except TypeError:
-        raise ConfigError(f"{path} has no table", expected="sections and keys", next_command=f"edit {path}") from None
+        raise ConfigError(
+            f"{path} does not contain an object", expected="sections and keys", next_command=f"edit {path}"
+        ) from None
     tree = {name: value for name, value in source().items() if name not in model.other_programs}
     return _tree_layer(model, _project_settings(tree, path.parent) if path.name == PROJECT_FILE else tree, str(path))
 
@@ -358,7 +387,10 @@ def _tree_layer(model: type[Settings], tree: Mapping[str, Any], source: str) -> 
 
 
 def _env_layer(model: type[Settings], env: Mapping[str, str]) -> Layer:
-    """Parse variables. `__` separates levels, and `TRNPIPE_DATA__FILTER__column=x` sets one key of a mapping."""
+    """Parse environment variables such as `TRNPIPE_TRAIN__MAX_STEPS`, where `__` separates the levels.
+
+    Variables such as `TRNPIPE_DATA__FILTER__column` set a single key of a mapping.
+    """
     texts = list[tuple[str, str | None, str]]()
     for key in sorted(env):
         name = key.removeprefix(ENV_PREFIX).replace("__", ".")
@@ -370,7 +402,11 @@ def _env_layer(model: type[Settings], env: Mapping[str, str]) -> Layer:
 
 
 def _flag_layer(model: type[Settings], flags: Sequence[tuple[str, str | None]]) -> Layer:
-    """Parse `--a.b-c value`, booleans also as `--a.b` and `--no-a.b`, and `--data.filter.column x` for one key."""
+    """Parse flags such as `--train.max-steps 100`.
+
+    A boolean can also be set with `--a.b` or `--no-a.b`. Flags such as `--data.filter.column x` set a single key of a
+    mapping.
+    """
     texts = list[tuple[str, str | None, str]]()
     for flag, text in flags:
         name = flag.removeprefix("--")
@@ -382,7 +418,10 @@ def _flag_layer(model: type[Settings], flags: Sequence[tuple[str, str | None]]) 
 
 
 def _text_layer(model: type[Settings], texts: Iterable[tuple[str, str | None, str]]) -> Layer:
-    """Parse (name in any spelling, text, source). Single keys of a mapping are merged."""
+    """Parse texts from flags or environment variables, given as (name, text, source).
+
+    Names may use dashes or upper case. If several texts set single keys of the same mapping, they are merged.
+    """
     layer: Layer = {}
     for name, text, source in texts:
         section, _, key = name.rpartition(".")
@@ -400,12 +439,12 @@ def _text_layer(model: type[Settings], texts: Iterable[tuple[str, str | None, st
             if isinstance(earlier, dict):  # otherwise validation rejects it
                 layer[mapping.name] = SourcedValue({**earlier, key: text}, source)
         else:
-            layer[name] = SourcedValue(text, source)  # rejected by `resolve`
+            layer[name] = SourcedValue(text, source)  # `resolve` raises an error for unknown names
     return layer
 
 
 def _flat(tree: Mapping[str, Any], fields: Mapping[str, SettingField], parent: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of all settings in a tree, including unknown ones."""
+    """Yield the dotted name and the value of all settings in a tree, including unknown settings."""
     for key, value in tree.items():
         name = parent + key
         if name not in fields and isinstance(value, Mapping) and value:
@@ -428,7 +467,7 @@ def _unknown_setting(model: type[Settings], name: str, value: SourcedValue, othe
     if keys:
         return ConfigError(
             f"{name} = {value.value!r} ({value.source}) is a section",
-            expected=f"a table [{name}] with {', '.join(dict.fromkeys(keys))}",
+            expected=f"a table [{name}] with the keys {', '.join(dict.fromkeys(keys))}",
             next_command=f"--{name}.{keys[0]} VALUE".replace("_", "-"),
         )
     as_flags = value.source.startswith("flag ")
@@ -438,12 +477,15 @@ def _unknown_setting(model: type[Settings], name: str, value: SourcedValue, othe
     return ConfigError(
         f"unknown setting {name} ({value.source})",
         expected=f"a known setting, such as {similar}" if similar else "a known setting",
-        next_command="use one of those" if similar else f"{model.program} config, which lists every setting",
+        next_command="use one of those" if similar else f"{model.program} config, which lists all settings",
     )
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Return the most similar candidates: those with the same last component, then the closest spellings."""
+    """Return the candidates that are most similar to a name.
+
+    Candidates with the same last component are listed first, followed by those with the most similar spelling.
+    """
     normalised = {_normalised(candidate): candidate for candidate in candidates}
     target = _normalised(name).replace("__no_", "__", 1)
     last = target.rpartition(".")[2].lstrip("_")
@@ -456,14 +498,14 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
 
 
 def _validation_error(model: type[Settings], error: ValidationError, layer: Layer) -> ConfigError:
-    """Return an error with one line for each invalid value: name, value, source and reason."""
+    """Return an error with one line per invalid value, which contains its name, value and source and the reason."""
     lines, expected, fields = [], "", leaves(model)
     for problem in error.errors(include_url=False):
         parts = [str(part) for part in problem["loc"]]
         names = (".".join(parts[:depth]) for depth in range(len(parts), 0, -1))
         name = next((name for name in names if name in fields), ".".join(parts))
         inside = "".join(f"[{part}]" for part in parts[name.count(".") + 1 :])
-        # A check of several values is reported for their section.
+        # Validators that check several values report their section, so list the sources of all values in it.
         members = [f"{key} from {sourced.source}" for key, sourced in layer.items() if key.startswith(f"{name}.")]
         source = layer[name].source if name in layer else ", ".join(members) or DEFAULT
         reason = problem["msg"][:1].lower() + problem["msg"][1:]
@@ -472,12 +514,15 @@ def _validation_error(model: type[Settings], error: ValidationError, layer: Laye
     return ConfigError(
         "\n  ".join(lines),
         expected=expected if len(lines) == 1 else "",
-        next_command=f"correct it there; {model.program} config shows every value with its source",
+        next_command=f"correct it there; {model.program} config shows all values with their sources",
     )
 
 
 def _invalid_value(model: type[Settings], layer: Layer) -> str:
-    """Return the name and source of the value without which the other values are valid."""
+    """Return the name and the source of the value that causes a validation error.
+
+    To determine it, remove one value at a time until the remaining values are valid.
+    """
     for name in layer:
         try:
             model.model_validate(_nested({key: sourced for key, sourced in layer.items() if key != name}))
@@ -507,7 +552,7 @@ def _type_text(annotation: Any) -> str:
 
 
 def table_text(resolved: Resolved[S]) -> str:
-    """Return one line per setting: name, value, source."""
+    """Format a table with the name, value and source of all settings."""
     values = {name: format_value(reduce(getattr, name.split("."), resolved.settings)) for name in resolved.sources}
     names, widest = max(map(len, values)), min(48, max(map(len, values.values())))
     rows = [f"{name:<{names}}  {values[name]:<{widest}}  {source}" for name, source in resolved.sources.items()]
@@ -515,7 +560,7 @@ def table_text(resolved: Resolved[S]) -> str:
 
 
 def as_json(resolved: Resolved[S]) -> str:
-    """Return JSON of the settings, the source of each value that is not a default, and the hash."""
+    """Format the settings as JSON. This includes the settings hash and the sources of all non-default values."""
     record = {
         "settings": resolved.settings.model_dump(mode="json"),
         "sources": {name: source for name, source in resolved.sources.items() if source != DEFAULT},
@@ -525,7 +570,7 @@ def as_json(resolved: Resolved[S]) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a value as typed on the command line."""
+    """Format a value as on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -539,7 +584,7 @@ def format_value(value: object) -> str:
 
 
 def reference(model: type[Settings]) -> str:
-    """Return the documentation page with every setting, its type, default and description, by section."""
+    """Generate the documentation page that lists all settings by section, with their type, default and description."""
     lines = ["# Settings", "", _INTRODUCTION]
     section = None
     for name, leaf in leaves(model).items():
@@ -558,6 +603,8 @@ def reference(model: type[Settings]) -> str:
 
 
 _INTRODUCTION = """\
-Every setting can be set in a TOML file (`--config`, or `trnpipe.toml` in the current folder or above), in the
-environment, or on the command line: `max_steps` under `[train]` is `TRNPIPE_TRAIN__MAX_STEPS` and `--train.max-steps`.
-Later sources win. `trnpipe config` prints all values with their sources. This page is generated by `make docs`."""
+You can set every setting in a TOML file (either `--config`, or `trnpipe.toml` in the current folder or a parent
+folder), in the environment, or on the command line. For example, `max_steps` under `[train]` in a file is the same as
+`TRNPIPE_TRAIN__MAX_STEPS` in the environment and `--train.max-steps` on the command line. The command line takes
+precedence over the environment, and the environment takes precedence over files. Run `trnpipe config` to print all
+values with their sources. This page is generated by `make docs`."""

@@ -180,7 +180,7 @@ def test_config_shows_the_resolved_tree(
         (["config", "--config", "no-such.toml"], "no-such.toml"),
         (["config", "--train.max-step", "3"], "such as --train.max-steps, --"),
         (["export", "--formt", "x"], "such as --format, --"),
-        (["config", "--zzzzqqq", "3"], "next: trnpipe config, which lists every setting"),
+        (["config", "--zzzzqqq", "3"], "next: trnpipe config, which lists all settings"),
         (["train", "--json"], "unknown setting json"),
         (["config", "--train.seed", "--train.epochs", "1"], "--train.seed has no value"),
     ],

@@ -262,7 +262,7 @@ def test_unknown_keys_are_refused_with_source_and_nearest(
         (
             "--model.num-heads",
             "5",
-            ["model.hidden_size 128 is no multiple of 5", "model.num_heads from flag", "--model.hidden-size 130"],
+            ["model.hidden_size 128 is not a multiple of 5", "model.num_heads from flag", "--model.hidden-size 130"],
         ),
         ("--train", "3", ["is a section", "max_steps"]),
         ("--train.max-steps", None, ["has no value"]),
@@ -303,7 +303,8 @@ def test_all_bad_values_are_reported_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "word"), [("train = 3", "a table [train]"), ("[train", "not TOML"), ("workspace = 3", "workspace = 3")]
+    ("text", "word"),
+    [("train = 3", "a table [train]"), ("[train", "not valid TOML"), ("workspace = 3", "workspace = 3")],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, word: str) -> None:
     with pytest.raises(ConfigError, match=r".*a\.toml") as caught:
@@ -409,7 +410,7 @@ def test_a_json_file_says_the_same_as_a_toml_file(tmp_path: Path) -> None:
     resolved = resolve([path], {}, [])
     assert (resolved.settings.train.max_steps, resolved.settings.data.filter) == (7, {"tier": "large"})
     assert resolved.sources["train.max_steps"] == str(path)
-    for text, reason in (("{", "is not JSON"), ("[1]", "has no table"), ('{"x": 1}', "unknown setting x")):
+    for text, reason in (("{", "not valid JSON"), ("[1]", "not contain an object"), ('{"x": 1}', "unknown setting x")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=reason):
             resolve([path], {}, [])

@@ -1,4 +1,6 @@
-"""Python interface of trnpipe: cycles, the registry, vectors, settings, and the context of stages.
+"""The Python API of trnpipe.
+
+Use it to submit cycles, access the model registry, open vectors, or call the modules of `pipeline` directly:
 
     import trnpipe
     cycle = trnpipe.Cycle("configs/quickstart.toml", "workspace/quickstart", "first")
@@ -9,7 +11,7 @@
     with trnpipe.open_context(settings, trnpipe.StopSignal()) as ctx:
         ...  # use the modules of `pipeline`
 
-Names are imported at their first use: `import trnpipe` alone imports neither torch nor the settings.
+All names are imported lazily, so `import trnpipe` is fast and doesn't import torch.
 """
 
 import sys
@@ -21,16 +23,18 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def _import_own(name: str) -> None:
-    """Import the package `pipeline` or `jobs` of trnpipe. Raises ImportError if another module has its name."""
+    """Import the package `pipeline` or `jobs`. Raises ImportError if a different module with that name was imported."""
     if name not in sys.modules:
-        sys.path.insert(0, str(_ROOT))  # before a folder with that name next to the script
+        sys.path.insert(0, str(_ROOT))  # takes precedence over a folder with that name next to the user's script
         try:
             import_module(name)
         finally:
             sys.path.remove(str(_ROOT))
     file = getattr(sys.modules[name], "__file__", None)
     if file is None or Path(file).resolve() != _ROOT / name / "__init__.py":
-        raise ImportError(f"{file or name} was imported as {name!r}, which is a package of trnpipe: rename it")
+        raise ImportError(
+            f"{file or name} was imported as {name!r}, but trnpipe has a package with that name, so please rename it"
+        )
 
 
 _import_own("pipeline")

@@ -1,4 +1,4 @@
-"""BERT of Hugging Face, learning to fill in masked words of made-up text."""
+"""BERT of Hugging Face, which learns to fill in masked words of random text."""
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 data = torch.Generator().manual_seed(1)
 for step in range(10):
-    words = torch.randint(5, 9, (16, 32), generator=data)[rank::ranks]
-    masked = words.clone()
+    tokens = torch.randint(5, 9, (16, 32), generator=data)[rank::ranks]
+    masked = tokens.clone()
     masked[:, ::4] = 4
-    labels = words.masked_fill(masked != 4, -100)
+    labels = tokens.masked_fill(masked != 4, -100)
     loss = model(input_ids=masked, labels=labels).loss
     loss.backward()
     optimizer.step()

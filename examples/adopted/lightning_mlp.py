@@ -1,4 +1,4 @@
-"""A LightningModule of seven dense layers under the Trainer, on made-up numbers."""
+"""A LightningModule of seven dense layers with the Trainer, on random numbers."""
 
 import os
 
@@ -33,12 +33,12 @@ class Perceptron(L.LightningModule):
 torch.manual_seed(0)
 model = Perceptron(128)
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
-here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 rows = TensorDataset(torch.randn(20 * 32, 128, generator=torch.Generator().manual_seed(1)))
 trainer = L.Trainer(
     accelerator="cpu",
-    devices=here,
-    num_nodes=ranks // here,
+    devices=local_ranks,
+    num_nodes=ranks // local_ranks,
     strategy=trn.Strategy(),
     max_epochs=1,
     logger=False,

@@ -1,4 +1,4 @@
-"""Llama of Hugging Face with tied embeddings, learning made-up text from scratch."""
+"""Llama of Hugging Face with tied embeddings, trained from scratch on synthetic text."""
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 data = torch.Generator().manual_seed(1)
 for step in range(10):
     first = torch.randint(64, (16, 1), generator=data)[rank::ranks]
-    words = (first + torch.arange(32)) % 64
-    loss = model(input_ids=words, labels=words).loss
+    tokens = (first + torch.arange(32)) % 64
+    loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

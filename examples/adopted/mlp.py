@@ -1,4 +1,4 @@
-"""A perceptron of seven dense layers, written by hand, on made-up numbers."""
+"""A hand-written perceptron of seven dense layers, on random numbers."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A vision transformer of Hugging Face, learning which of made-up images are brighter."""
+"""A vision transformer of Hugging Face, which learns to classify random images by brightness."""
 
 import torch
 import torch.distributed as dist

@@ -167,12 +167,11 @@ def _send(cycle: OpenCycle) -> int:
             remaining = message.model_copy(update={"taken_by": tuple(sorted(taken))})
             storage.write_bytes(key, remaining.model_dump_json(indent=1).encode())
     for index in sorted(failed):
-        cycle.say(f"notify: address {index + 1} of jobs.notify did not accept a message; it stays pending")
+        cycle.say(f"notify: address {index + 1} of jobs.notify did not accept a message, which stays pending")
     return waiting
 
 
 def _addresses(cycle: OpenCycle) -> list[str]:
-    """Return the addresses, which are secrets. Raises ConfigError if there is none."""
     config = cycle.settings.jobs.notify
     if config.url_secret:
         from jobs.targets.batch.client import secret_text  # boto3 takes a while to import

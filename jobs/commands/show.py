@@ -106,7 +106,7 @@ def run_fit(arguments: argparse.Namespace, say: Say) -> int:
         )
     for warning in account_warnings(plan, planned.account):
         say(f"warning: {warning}")
-    say(f"{len(plan.jobs)} jobs fit the planned queues; the first cycle by the schedule is {first}")
+    say(f"{len(plan.jobs)} jobs fit the planned queues, the first scheduled cycle is {first}")
     return EXIT_OK
 
 
@@ -153,10 +153,7 @@ def run_logs(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bool = False) -> Iterator[str]:
-    """Yield the log of one attempt (from 1; 0: the last) of a job on one node. Raises ConfigError if it is unknown.
-
-    `follow`: also yield new lines until the attempt has ended.
-    """
+    """Yield the log of one attempt (from 1; 0: the last), with `follow` until it has ended. Raises ConfigError."""
     plan, target = cycle.plan(), cycle.target()
 
     def find() -> dict[str, JobRecord]:
@@ -266,10 +263,7 @@ def _newest_ledgers(base: OpenCycle, last: int, warn: Say) -> Iterator[CycleLedg
 
 
 def run_report(arguments: argparse.Namespace, say: Say) -> int:
-    """Write the page of a cycle and print its summary. The page is also written at the end of every cycle.
-
-    Raises ConfigError if there are no jobs.
-    """
+    """Write the page of a cycle and print its summary. Raises ConfigError if there are no jobs."""
     cycle = open_newest(arguments.settings, say).with_stored()
     plan, store = cycle.plan(), cycle.store
     records = cycle.records(plan)

@@ -56,10 +56,7 @@ def run_submit(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_run(arguments: argparse.Namespace, say: Say) -> int:
-    """Submit a script as the single job of the cycle run-<name>, or resume it.
-
-    Raises ConfigError if the command cannot be a job.
-    """
+    """Submit a script as the single job of the cycle run-<name>, or resume it. Raises ConfigError if it is invalid."""
     settings: CycleSettings = arguments.settings
     if not arguments.command:
         raise ConfigError(
@@ -134,7 +131,7 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         if has_ended:
             submission += 1
         elif cycle.interrupted_s() is not None:  # resume this submission, which no process runs
-            cycle.say(f"cycle {cycle.name} was interrupted; resuming it")
+            cycle.say(f"cycle {cycle.name} was interrupted, resuming it")
             claim = cycle.store.claim()
             submission = submission or (claim.first_round if claim else 1)  # it may have no job yet
         elif len(submissions) < 2 or cycle.store.submitted(submission).keys() >= {*unfinished}:
@@ -156,10 +153,7 @@ def _unfinished(plan: JobPlan, records: Sequence[JobRecord]) -> list[str]:
 
 
 def _submit_jobs(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: int, jobs: Sequence[str]) -> int:
-    """Claim the cycle and submit `jobs` to the target.
-
-    Returns the exit code of the cycle if it has ended, else 0.
-    """
+    """Claim the cycle and submit `jobs` to the target. Returns the exit code of the cycle if it has ended, else 0."""
     store, view = cycle.store, View(cycle, plan) if cycle.is_shown and target_name != "batch" else None
     with store.submitting(plan, target_name, submitter(), _script_digest(cycle, plan, target_name)) as renew:
         store.save_settings(of_all_jobs(cycle.settings))
@@ -167,7 +161,7 @@ def _submit_jobs(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: 
         target = open_target(replace(cycle, say=view.say) if view else cycle, target_name, renew)
         if target_name == "batch":
             target.submit(plan, submission, jobs)
-    if target_name != "batch":  # runs until the end; a second process waits (local) or follows too (sagemaker)
+    if target_name != "batch":  # runs until the end, a second process waits (local) or follows too (sagemaker)
         with view.while_running() if view else nullcontext():
             target.submit(plan, submission, jobs)
     return finish(cycle, plan, target.records(plan))
@@ -422,7 +416,6 @@ def obstacle(cycle: OpenCycle) -> str:
 
 
 def _kept_result(cycle: OpenCycle) -> str:
-    """Return the result of a cycle that must be kept, empty if there is none."""
     storage, name, closed = cycle.store.storage, cycle.name, cycle.store.closed()
     if closed is not None and closed.outcome in ("succeeded", "refused"):
         return "it has succeeded" if closed.outcome == "succeeded" else "it has ended, refused by the gate"
@@ -438,10 +431,7 @@ def _kept_result(cycle: OpenCycle) -> str:
 
 
 def begin_again(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
-    """Replace the earlier submission. Its remaining jobs are ended, its records and costs are kept.
-
-    Raises ConfigError with the reason if the cycle has results that must be kept, or running jobs.
-    """
+    """Replace the earlier submission and end its jobs. Raises ConfigError if it has results to keep or running jobs."""
 
     def end(earlier: JobPlan) -> Sequence[JobRecord]:
         if stops := obstacle(cycle):
@@ -465,10 +455,7 @@ def _script_digest(cycle: OpenCycle, plan: JobPlan, target: str) -> str:
 
 
 def ended_line(cycle: OpenCycle, plan: JobPlan, target: str, closed: Closed) -> str:
-    """Return the message for a cycle that is submitted again after its end.
-
-    Raises ConfigError if the script of a run has changed.
-    """
+    """Return the message for a cycle that has already ended. Raises ConfigError if the script of a run has changed."""
     claim, script, digest = cycle.store.claim(), script_of(plan.jobs[0]), _script_digest(cycle, plan, target)
     at = f"{datetime.fromtimestamp(closed.at, UTC):%Y-%m-%d %H:%M} UTC"
     if digest and claim is not None and claim.script not in ("", digest):

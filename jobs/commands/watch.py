@@ -270,10 +270,7 @@ def watch(
     console: rich.console.Console | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> int:
-    """Show the cycle until it has ended. Return its exit code, or 143 if no process runs its jobs any more.
-
-    Ctrl-C only ends the display. Raises ConfigError if the cycle has no jobs.
-    """
+    """Show the cycle until it has ended or Ctrl-C. Return its exit code, 143 if no process runs its jobs any more."""
     plan, target = cycle.plan(), cycle.target()
     records, closed, looks_interrupted = tuple[JobRecord, ...](), None, 0
     try:

@@ -175,11 +175,7 @@ def _add_steps(attempt: AttemptSpan, add: Callable[[Category, float], None]) -> 
 
 
 def with_kept_until(attempts: Iterable[AttemptSpan]) -> list[AttemptSpan]:
-    """Set the last kept step of each attempt of a training job.
-
-    A later attempt that starts at an earlier step repeats the steps after it. Without a later attempt, the steps up to
-    the last checkpoint are kept.
-    """
+    """Set the last step of each attempt that a later attempt continued, or else the last saved step."""
     spans, saved, result = list(attempts), 0.0, []
     starts = [[e.number("step") for e in span.events if e.name == EventName.TRAIN_STARTED][:1] for span in spans]
     for index, span in enumerate(spans):
@@ -202,8 +198,8 @@ class AttemptCost(Record):
     nodes: int
     start_ms: int = Field(description="Since 1970")
     waiting_ms: int = Field(description="Time between runnable and started")
-    spent_ms: Mapping[Category, int] = Field(description="Of one node; adds up to the length of the attempt")
-    usd: float | None = Field(description="Of all nodes; none: the price is unknown")
+    spent_ms: Mapping[Category, int] = Field(description="Of one node, adds up to the length of the attempt")
+    usd: float | None = Field(description="Of all nodes (none: the price is unknown)")
     ending: str = Field(description="succeeded, running, or the reason of the failure")
 
     @property
@@ -252,7 +248,7 @@ class CycleLedger(Record):
     cycle: str
     outcome: Outcome | Literal["open"]
     entries: tuple[AttemptCost, ...]
-    jobs: int = Field(description="Submitted tasks; every child of an array counts")
+    jobs: int = Field(description="Submitted tasks, with every child of an array")
     succeeded: int
     failed: int
     began_at: float | None = Field(description="Seconds since 1970")

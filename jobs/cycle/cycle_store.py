@@ -43,10 +43,10 @@ class Claim(Record):
     plan_id: str
     target: str
     claimed_at: float
-    owner: str = Field(description="Process that submits; empty: none")
+    owner: str = Field(description="Process that submits (empty: none)")
     lease_until: float = 0.0
-    first_round: int = Field(1, description="First submission of this plan; earlier ones were replaced (--fresh)")
-    script: str = Field("", description="SHA-256 of the script of trnjobs run on this machine; empty: not known")
+    first_round: int = Field(1, description="First submission of this plan (--fresh has replaced the earlier ones)")
+    script: str = Field("", description="SHA-256 of the script of trnjobs run on this machine (empty: not known)")
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,7 @@ class CycleStore:
         return {name: job for submission in self.submissions() for name, job in self.submitted(submission).items()}
 
     def save_submitted(self, submission: int, submitted_job: SubmittedJob) -> None:
-        """Record a submitted job. The first write wins.
-
-        Raises TransientError if another process has recorded a different job.
-        """
+        """Record a submitted job. The first write wins. Raises TransientError if it was that of another process."""
         name = f"submitted/round-{submission}/{submitted_job.job}.json"
         if self.storage.write_if_absent(self.key(name), submitted_job.model_dump_json().encode()):
             return
@@ -169,8 +166,9 @@ class CycleStore:
     def closed(self) -> Closed | None:
         """Return the end of the cycle, or None while it runs. The end of an earlier submission is ignored."""
         closed = self._read("closed.json", Closed.model_validate_json)
-        newest = max(self._all_submissions(), default=0)
-        return None if closed and closed.round is not None and closed.round < newest else closed
+        if closed is None or closed.round is None:
+            return closed
+        return closed if closed.round >= max(self._all_submissions(), default=0) else None
 
     def close(self, closed: Closed) -> None:
         self.storage.write_bytes(self.key("closed.json"), _bytes(closed))
@@ -191,8 +189,8 @@ class CycleStore:
         """Replace the submission on record by a new one. The old plan, settings and records are archived.
 
         `end` is called under the lease. It returns the final records of the jobs, or raises to abort. A single write of
-        the claim replaces the submission, so a kill before it leaves the old one on record. Does nothing if no job was
-        submitted.
+        the claim replaces the submission, so a kill before it leaves the old one on record. Does nothing if there is no
+        submission to replace.
         """
         etag, old, submissions = self._etag(), self.claim(), self.submissions()
         if old is None or not (submissions or self.belongs_to_other(plan, target)):
@@ -235,7 +233,7 @@ class CycleStore:
             )
 
     def _claim_for(self, plan: JobPlan, target: str, owner: str, script: str) -> tuple[Claim, str]:
-        """Write the claim of this process. Return it with its etag."""
+        """Write and return the claim of this process, with its etag."""
         now, is_other = self.clock(), False
         claim = Claim(
             plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S, script=script

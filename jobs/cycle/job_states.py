@@ -53,13 +53,13 @@ class AttemptRecord(Record):
 
     started_at: float | None = None
     stopped_at: float | None = None
-    exit_code: int | None = Field(None, description="Of the container, or of that of the main node; none: never ran")
+    exit_code: int | None = Field(None, description="Of the container, or of that of the main node (none: never ran)")
     status_reason: str = ""
     reason: str = Field("", description="Of the container, such as OutOfMemoryError")
     log_streams: tuple[str, ...] = Field((), description="One per node, in the order of nodes")
-    error: str = Field("", description="Error in its log, a few lines; empty: not known")
+    error: str = Field("", description="Error in its log, a few lines (empty: not known)")
     error_node: int = Field(0, description="Node that wrote this log")
-    billable_s: float | None = Field(None, description="Per machine, as the platform reports it; none: not reported")
+    billable_s: float | None = Field(None, description="Per machine, as the platform reports it (none: not reported)")
 
     @property
     def seconds(self) -> float | None:
@@ -70,7 +70,7 @@ class AttemptRecord(Record):
 class JobRecord(Record):
     """One job, or one child of an array."""
 
-    name: str = Field(description="Name in the plan; of a child: name:index")
+    name: str = Field(description="Name in the plan (of a child: name:index)")
     id: str
     state: JobState
     status_reason: str = ""
@@ -116,7 +116,7 @@ class Closed(Record):
     outcome: Outcome
     at: float
     reason: str = ""
-    round: int | None = Field(None, description="Number of the submission; none: written by an earlier version")
+    round: int | None = Field(None, description="Number of the submission (none: written by an earlier version)")
 
     @property
     def text(self) -> str:
@@ -126,7 +126,7 @@ class Closed(Record):
 class BlockedJob(Record):
     """A task that has been blocked for the same reason since `since` (seconds since 1970)."""
 
-    job: str = Field(description="Name of the task; of a child: name:index")
+    job: str = Field(description="Name of the task (of a child: name:index)")
     id: str
     reason: str
     since: float
@@ -218,10 +218,7 @@ def advance_waiting_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord]
 
 
 def cause_text(failed: Sequence[JobRecord]) -> str:
-    """Return why a job could not run, such as `prepare failed`. `failed`: its dependencies that did not succeed.
-
-    If the dependency itself did not run, or was ended because of another job, that cause is returned.
-    """
+    """Return the root cause why a job could not run, such as `prepare failed`. `failed`: its failed dependencies."""
     for record in failed:
         if not record.status_reason.startswith((NOT_RUN, UNNEEDED)):
             name = record.name.partition(":")[0]
@@ -262,10 +259,7 @@ def unneeded_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord]) -> di
 def normalize_batch_records(
     plan: JobPlan, records: Sequence[JobRecord], cancelled: Mapping[str, Cancel]
 ) -> tuple[JobRecord, ...]:
-    """Distinguish cancelled and skipped jobs in records of AWS Batch, which reports both as FAILED.
-
-    `cancelled`: our requests to end jobs, by job id.
-    """
+    """Set CANCELLED and the reasons of skipped jobs, which AWS Batch reports as FAILED. `cancelled`: by job id."""
     normalized = dict[str, JobRecord]()
 
     def with_reason(record: JobRecord, cancel: Cancel | None) -> JobRecord:
@@ -305,10 +299,7 @@ def running_record(record: JobRecord, at: float) -> JobRecord:
 def record_after_attempt(
     record: JobRecord, retry: Retry, end: AttemptEnd, at: float, *, will_retry: bool | None = None
 ) -> JobRecord:
-    """Return the record after an attempt: SUCCEEDED, FAILED, or RUNNABLE for the next attempt.
-
-    `will_retry`: the decision of the platform, or None to apply `retry`.
-    """
+    """Return the record after an attempt: SUCCEEDED, FAILED, or RUNNABLE if `will_retry` (None: by `retry`)."""
     record = with_last_attempt(
         record, stopped_at=at, exit_code=end.exit_code, status_reason=end.status_reason, reason=end.reason
     )
@@ -363,6 +354,7 @@ def parent_state(children: Sequence[JobState]) -> JobState:
 
 
 def parent_record(job: JobSpec, job_id: str, children: Sequence[JobRecord]) -> JobRecord:
+    """Return the record of an array, derived from those of its children."""
     state = parent_state([child.state for child in children])
     failures = [child.status_reason for child in children if child.state is state and state.is_failure]
     stopped = [child.stopped_at for child in children if child.stopped_at is not None]
@@ -441,10 +433,7 @@ def outcome_of(plan: JobPlan, records: Sequence[JobRecord], *, cancelled: Closed
 
 
 def exit_code_of_cycle(closed: Closed, records: Sequence[JobRecord]) -> int:
-    """Return the exit code of a command that waited for the cycle: the code of the job that failed first.
-
-    143 for a cancelled cycle, 75 for a failed job without an exit code, such as a lost one.
-    """
+    """Return the exit code of the job that failed first, 143 for a cancelled cycle, 75 for a job without a code."""
     if closed.outcome == "succeeded":
         return EXIT_OK
     if closed.outcome == "refused":

@@ -108,7 +108,7 @@ GOODPUT = (
     "goodput: machine time of kept productive work (steps, rows, vectors) divided by all machine time,"
     " without waiting in a queue"
 )
-LOCAL_COST = "local: no charge; costs above are estimates for another machine, by jobs.vcpu_usd_per_hour"
+LOCAL_COST = "local: no charge, costs above are estimates for another machine, by jobs.vcpu_usd_per_hour"
 
 
 def cost_lines(ledger: CycleLedger) -> list[str]:
@@ -117,9 +117,9 @@ def cost_lines(ledger: CycleLedger) -> list[str]:
     return [summary(ledger), *aligned(rows)]
 
 
-def summary(ledger: CycleLedger, standing: str = "under way") -> str:
+def summary(ledger: CycleLedger, progress: str = "under way") -> str:
     """Return one line: `cycle 2026-11-20: succeeded in 12m03s, deadline met | 8 of 8 jobs in 9 attempts | ...`."""
-    state: str = standing if ledger.outcome == "open" else ledger.outcome
+    state: str = progress if ledger.outcome == "open" else ledger.outcome
     state += "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
     fields = [
         ", ".join(text for text in (f"cycle {ledger.cycle}: {state}", DEADLINES[ledger.deadline]) if text),
@@ -138,10 +138,7 @@ def money(total: Total) -> str:
 
 
 def success_line(ledgers: Sequence[CycleLedger]) -> str:
-    """Return the numbers of successful cycles and jobs and of deadlines met.
-
-    A refusal by the gate is a success of the cycle, and the jobs that it skips do not count.
-    """
+    """Return the counts of successful cycles and jobs and of deadlines met. A refusal by the gate is a success."""
     ended = [ledger for ledger in ledgers if ledger.outcome != "open"]
     due = [ledger for ledger in ended if ledger.deadline in ("met", "missed")]
     counts = {

@@ -1,9 +1,10 @@
-"""Plan the jobs of a cycle, or the single job of a script, from the settings. Pure and deterministic.
+"""Plan the jobs of a cycle or the single job of a script. Equal settings always result in equal plans.
 
     prepare ──┐
     health  ──┴─> compile [-> mine] -> train -> evaluate -> embed -> verify -> report
 
-Only the shape is defined here. Sizes are in `[jobs]`, and retry rules in the table of exit codes.
+This module only defines how the stages depend on each other. The size of each job is configured in `[jobs]`, and which
+failures are retried is defined by the table of exit codes.
 """
 
 import math
@@ -21,7 +22,7 @@ AFTER: dict[str, tuple[str, ...]] = {
     "prepare": (),
     "health": (),
     "compile": ("prepare", "health"),
-    "mine": ("compile",),  # embeds with compiled graphs
+    "mine": ("compile",),  # mining needs compiled graphs to embed texts
     "train": ("mine",),
     "evaluate": ("train",),
     "embed": ("evaluate",),
@@ -30,13 +31,13 @@ AFTER: dict[str, tuple[str, ...]] = {
 }
 MINE = "mine"  # the only optional stage
 _COMMANDS = {"verify": ("trnpipe", "embed", "verify"), "report": ("trnjobs", "report")}
-_RANKS = frozenset({"health", "compile", "mine", "train", "evaluate", "embed"})  # stages that start ranks
+_RANKS = frozenset({"health", "compile", "mine", "train", "evaluate", "embed"})  # stages that can start several ranks
 _NODE_GROUPS = frozenset({"health", "compile", "train", "evaluate"})
 _ARRAYS = frozenset({"prepare", "mine", "embed"})
-_SECTION = {"prepare": "data"}  # settings section of a stage, if it differs from its name
+_SECTION = {"prepare": "data"}  # settings sections that are not named after their stage
 USUAL_TIMEOUT_S = {"health": 5400, "train": 24 * 3600} | dict.fromkeys(("compile", "mine", "embed"), 12 * 3600)
-"""Default time limits. Other stages: 3600."""
-START_S = 900  # for nodes to gather (jobs/node/environment.py) and for start-up before the stage starts its clock
+"""Default time limits in seconds. All other stages have 3600 s."""
+START_S = 900  # extra time for nodes to connect (jobs/node/environment.py) and start, before a stage starts its clock
 
 
 def plan_cycle(
@@ -48,10 +49,11 @@ def plan_cycle(
     mines: bool = False,
     stage_limits_s: Mapping[str, float] = MappingProxyType({}),
 ) -> JobPlan:
-    """Plan a cycle, with the mine stage if `mines`. `stage_limits_s`: time limits that stages enforce themselves.
+    """Plan the jobs of a cycle, which only include the mine stage if `mines` is True.
 
-    Raises ConfigError if a stage does not support the configured shape, an instance type is unknown, or the time limit
-    of a job is shorter than that of its stage.
+    `stage_limits_s` are the time limits that stages enforce themselves. Raises ConfigError if a stage does not support
+    the configured number of nodes, processes or workers, if an instance type is unknown, or if a job has a shorter time
+    limit than its stage.
     """
     steps = {step.name: step for step in jobs.steps}
     specs = tuple(
@@ -64,7 +66,10 @@ def plan_cycle(
 
 
 def stages(mines: bool) -> dict[str, tuple[str, ...]]:
-    """Return the stages of a cycle with their dependencies. A dependency on an omitted stage is replaced by its own."""
+    """Return the stages of a cycle with their dependencies, with or without the mine stage.
+
+    Without it, stages that depend on the mine stage depend on its dependencies instead.
+    """
     if mines or MINE not in AFTER:
         return AFTER
     before = AFTER[MINE]
@@ -89,7 +94,8 @@ def _job(jobs: JobsConfig, name: str, after: tuple[str, ...], stage_limit_s: flo
         command += ("--launch.processes", str(config.processes))
     if config.workers > 1:
         command += (f"--{_SECTION.get(name, name)}.workers", str(config.workers))
-    # A stage that reaches its own limit reports why and may be retried. A job that reaches its limit is lost.
+    # The time limit of the job should be longer than that of the stage. A stage that runs out of time can report the
+    # reason and may be retried, whereas a job that runs out of time is simply killed.
     timeout_s = config.timeout_s
     if timeout_s is None:
         timeout_s = max(USUAL_TIMEOUT_S.get(name, 3600), math.ceil(stage_limit_s + START_S))
@@ -111,10 +117,10 @@ def _job(jobs: JobsConfig, name: str, after: tuple[str, ...], stage_limit_s: flo
     )
 
 
-# Scripts as jobs: the steps of `[[jobs.steps]]` in a cycle, and the script of `trnjobs run`.
+# Scripts that run as jobs, which are the steps in `[[jobs.steps]]` of a cycle and the script given to `trnjobs run`.
 
-STAGE = "run"  # stage name of all scripts, which share an AWS Batch job definition and a line of the ledger
-RUN_PREFIX = "run-"  # Prefix of the cycle names of `trnjobs run`. No scheduled cycle has it.
+STAGE = "run"  # the stage of all scripts, which share an AWS Batch job definition and a line of the ledger
+RUN_PREFIX = "run-"  # prefix of the cycle names of `trnjobs run`, which no scheduled cycle has
 CHECKPOINT_URI = "TRNJOBS_CHECKPOINT_URI"
 SCRIPT_TIMEOUT_S = 24 * 3600
 _RESERVED_PREFIXES = ("AWS_BATCH", "TRNJOBS_")
@@ -122,13 +128,17 @@ _TORCHRUN = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "
 
 
 def script_job(jobs: JobsConfig, step: Step, after: Iterable[str], *, workspace: str, cycle: str) -> JobSpec:
-    """Plan the job of a step. Raises ConfigError for reserved variables, and for ranks of a non-Python command."""
+    """Plan the job of a step.
+
+    Raises ConfigError if the step sets a reserved variable, or if a command other than Python should run as several
+    ranks.
+    """
     for variable in step.environment:
         if variable.startswith(_RESERVED_PREFIXES) or variable in _TORCHRUN:
             raise ConfigError(
                 f"jobs.steps: {step.name} sets the reserved variable {variable}",
                 expected="no variable of torchrun, AWS_BATCH* or TRNJOBS_*",
-                next_command="choose another name",
+                next_command="choose a different name",
             )
     return job_of(
         jobs,
@@ -152,19 +162,20 @@ def plan_script(jobs: JobsConfig, step: Step, *, cycle: str, workspace: str) -> 
 
 
 def ordered(stages: Mapping[str, Sequence[str]], steps: Sequence[Step]) -> dict[str, tuple[str, ...]]:
-    """Return stages and steps with their dependencies, in topological order. Without steps the order is unchanged.
+    """Return all stages and steps with their dependencies, in topological order.
 
-    Raises ConfigError if a name is duplicate or unknown, or if dependencies are circular.
+    If there are no steps, the stages are returned in their original order. Raises ConfigError if a name is not unique,
+    if a dependency does not exist, or if dependencies are circular.
     """
     after = {name: list(names) for name, names in stages.items()}
     for step in steps:
         if step.name in after:
-            raise ConfigError(f"jobs.steps: {step.name} is the name of two jobs", expected="unique names")
+            raise ConfigError(f"jobs.steps: two jobs are named {step.name}", expected="unique names")
         after[step.name] = list(step.after)
     for step in steps:
         if unknown := [name for name in (*step.after, *step.before) if name not in after]:
             raise ConfigError(
-                f"jobs.steps: {step.name} refers to {unknown[0]}, which is not a job",
+                f"jobs.steps: {step.name} refers to a job {unknown[0]} that does not exist",
                 expected=f"one of {', '.join(name for name in after if name != step.name)}",
             )
         for name in step.before:
@@ -184,7 +195,10 @@ def ordered(stages: Mapping[str, Sequence[str]], steps: Sequence[Step]) -> dict[
 
 
 def script_of(job: JobSpec) -> str:
-    """Return the script file of a job as typed. Empty for a module, a command on the path, or a stage."""
+    """Return the script of a job, as written by the user.
+
+    Returns an empty string if the job does not run a script file, but a module, a command on the path, or a stage.
+    """
     if job.stage != STAGE:
         return ""
     command = list(job.command[len(ENTRY) :])
@@ -195,7 +209,7 @@ def script_of(job: JobSpec) -> str:
 
 
 def _script_command(step: Step) -> tuple[str, ...]:
-    """Return the command of a step: Python under torchrun, other commands unchanged."""
+    """Return the command to run for a step. Python scripts are launched by torchrun, other commands are unchanged."""
     first = step.command[0]
     script = strip_interpreter(step.command)
     if len(script) < len(step.command) or first == "-m" or first.endswith(".py"):
@@ -207,7 +221,7 @@ def _script_command(step: Step) -> tuple[str, ...]:
     if step.nodes > 1 or step.processes > 1:
         raise ConfigError(
             f"step {step.name} runs {first} on {step.nodes} nodes with {step.processes} processes",
-            expected="a Python script, because other commands run only once",
+            expected="a Python script, because other commands are only run once",
             next_command="use -- python SCRIPT.py, or 1 node with 1 process",
         )
     return (*ENTRY, *step.command)

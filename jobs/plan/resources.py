@@ -1,4 +1,4 @@
-"""Resources of a job: its size from settings and the table of machines, its SageMaker machine, and its price. Pure."""
+"""The resources of a job, which are derived from the settings and the table of machines, and its price."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,9 +9,9 @@ from jobs.settings import JobsConfig, StageJob
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES, PRICES_USD_PER_HOUR, Node
 
-SHARED_MEMORY_SHARE = 8  # an eighth of the memory, because Docker's default of 64 MiB ends in SIGBUS
-OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node has a connection to every other node
-LOCKED_MEMORY = Ulimit(name="memlock", soft=-1, hard=-1)  # buffers of Neuron devices and EFA must stay in memory
+SHARED_MEMORY_SHARE = 8  # Use an eighth of the memory, because Docker's default of 64 MiB causes SIGBUS.
+OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node has a connection to each of the others
+LOCKED_MEMORY = Ulimit(name="memlock", soft=-1, hard=-1)  # Neuron devices and EFA need buffers that are never swapped
 
 
 def job_of(
@@ -25,18 +25,22 @@ def job_of(
     timeout_s: int,
     after: Iterable[str],
 ) -> JobSpec:
-    """Build a job. Raises ConfigError for an unknown instance type without explicit sizes, and for zero bytes."""
+    """Build a job, deriving its resources from its settings and its instance type.
+
+    Raises ConfigError if the instance type is unknown and its size is not set explicitly, or if the command or the
+    environment contains a zero byte.
+    """
     texts = {"its command": "".join(command)} | {f"environment {key}": key + text for key, text in environment.items()}
     if bad := next((where for where, text in texts.items() if "\0" in text), ""):
         raise ConfigError(
             f"{name}: {bad!r} contains a zero byte",
-            expected="text without zero bytes, which the kernel does not accept",
+            expected="no zero bytes, because the kernel does not accept them",
             next_command="correct [jobs], then trnjobs plan",
         )
     if config.instance and config.instance not in NODES and None in (config.vcpus, config.memory_mib):
         raise ConfigError(
-            f"jobs.{name}.instance is {config.instance}, an unknown instance type",
-            expected=f"one of {', '.join(NODES)}, or vcpus and memory_mib as well",
+            f"jobs.{name}.instance is {config.instance}, which is not a known instance type",
+            expected=f"one of {', '.join(NODES)}, or any instance type if vcpus and memory_mib are also set",
             next_command=f"set jobs.{name}.vcpus and jobs.{name}.memory_mib, then trnjobs plan",
         )
     machine = NODES.get(config.instance, Node(vcpus=1, memory_mib=2048, num_devices=0, num_efa=0))
@@ -67,29 +71,29 @@ def job_of(
     )
 
 
-# SageMaker provides whole machines. A job with an instance type gets it with the prefix `ml.`. A job with only vCPUs
-# and memory gets the smallest sufficient machine of one family.
-# Source: Amazon EC2 instance types, M7i. TrainingInstanceType in the SageMaker API lists the available ones.
+# On SageMaker, a job always gets a whole machine. If it has an instance type, we use the one with the same name and the
+# prefix `ml.`. If it only has a number of vCPUs and memory, we choose the smallest M7i machine that is large enough.
+# See "Amazon EC2 instance types" for their sizes, and TrainingInstanceType in the SageMaker API for those available.
 
 PREFIX = "ml."
 _FAMILY = "m7i"
 _VCPUS = {"large": 2, "xlarge": 4} | {f"{n}xlarge": 4 * n for n in (2, 4, 8, 12, 16, 24, 48)}
 _MIB_PER_VCPU = 4 * 1024
-_USABLE = 0.9  # share of the memory that is not used by the kernel and SageMaker's agents
+_USABLE = 0.9  # fraction of the memory that the kernel and the SageMaker agents leave to the job
 
 
 def ml_name(instance_type: str) -> str:
-    """Return the SageMaker name of an instance type, such as `ml.trn1.32xlarge`."""
+    """Return the name that SageMaker uses for an instance type, such as `ml.trn1.32xlarge`."""
     return PREFIX + instance_type.removeprefix(PREFIX)
 
 
 def has_accelerator(needs: Resources) -> bool:
-    """Return True if the instance type has Trainium, Inferentia or GPUs."""
+    """Return whether the instance type of a job has Trainium, Inferentia or GPU devices."""
     return re.match(r"(trn|inf|p|g|dl)\d", needs.instance_type.removeprefix(PREFIX)) is not None
 
 
 def ml_machine(needs: Resources) -> str:
-    """Return the SageMaker machine of a job, such as `ml.trn1.32xlarge`. Empty if no machine is large enough."""
+    """Return the SageMaker machine for a job, such as `ml.trn1.32xlarge`, or "" if no machine is large enough."""
     if needs.instance_type:
         return ml_name(needs.instance_type)
     vcpus = max(needs.vcpus, needs.memory_mib / _MIB_PER_VCPU / _USABLE)
@@ -97,24 +101,28 @@ def ml_machine(needs: Resources) -> str:
     return f"{PREFIX}{_FAMILY}.{size}" if size else ""
 
 
-# Prices. A container costs a share of its machine, by vCPUs, as AWS Batch places it. A node of a node group occupies a
-# whole machine. Machines without a price in the table cost by the vCPU if the settings have that price.
+# Prices. AWS Batch can place several containers on one machine, so a container is charged for a fraction of the machine
+# according to its vCPUs. Nodes of a multi-node job always occupy a whole machine. If the price of a machine is unknown,
+# we use the price per vCPU from the settings, if it is set.
 
 SAGEMAKER_PRICE_FACTOR = 1.15
-"""Ratio to the EC2 price if jobs.prices has no ml.* price (as published for ml.p5.48xlarge and ml.p4d.24xlarge)."""
+"""Ratio of SageMaker to EC2 prices, for machines without an ml.* price in jobs.prices.
+
+This is the ratio of the published prices for ml.p5.48xlarge and ml.p4d.24xlarge.
+"""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices in USD per hour, by instance type and per vCPU of other machines (None: unknown)."""
+    """Prices in USD per hour. `vcpu` is the price per vCPU for machines that are not in `by_instance`, if known."""
 
     by_instance: Mapping[str, float]
     vcpu: float | None = None
-    whole_machines: bool = False  # true if jobs get whole machines, as on SageMaker
+    whole_machines: bool = False  # whether each job gets a whole machine, as on SageMaker
 
 
 def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
-    """Return the prices of a target, from the table and the settings."""
+    """Return the prices on a target. Prices in the settings override those in our table."""
     by_instance, vcpu = PRICES_USD_PER_HOUR | jobs.prices, jobs.vcpu_usd_per_hour
     if target != "sagemaker":
         return Prices(by_instance, vcpu)
@@ -124,7 +132,7 @@ def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
 
 
 def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
-    """Return the hourly price of one node or array task, or None if unknown."""
+    """Return the price per hour of a single node or array task, or None if it is unknown."""
     needs = job.resources
     if prices.whole_machines:
         machine = ml_machine(needs)
@@ -135,12 +143,13 @@ def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
         price, vcpus = prices.by_instance.get(needs.instance_type), needs.vcpus
     if price is None:
         return None if prices.vcpu is None else prices.vcpu * vcpus
-    # AWS Batch places no other job on the nodes of a node group (user guide, multi-node parallel jobs: single-tenant).
+    # AWS Batch does not place other jobs on the machines of a multi-node job (see "Multi-node parallel jobs" in the
+    # user guide, which calls them single-tenant).
     shared = None if prices.whole_machines or job.num_nodes else NODES.get(needs.instance_type)
     return price * min(1.0, needs.vcpus / shared.vcpus) if shared else price
 
 
 def job_usd(job: JobSpec, seconds: float, prices: Prices) -> float | None:
-    """Return the price of a job with nodes or array tasks that run for `seconds` each, or None if unknown."""
+    """Return the price of a job if each of its nodes or array tasks runs for `seconds`, or None if it is unknown."""
     price = node_usd_per_hour(job, prices)
     return None if price is None else price * seconds / 3600 * max(1, job.num_nodes, job.array_size)

@@ -1,6 +1,7 @@
-"""Jobs and plans, independent of the target. A plan is a DAG of jobs, such as a cycle or a single command.
+"""Jobs and plans, which do not depend on where they run. A plan is a DAG of jobs, for example those of a cycle.
 
-Queue, role, log group and the like are in the placement that the target adds to a job.
+Everything that is specific to a target, such as queues, roles and log groups, is part of the placement that the target
+adds to each job.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,9 +15,10 @@ from pipeline.core.record import Record
 
 
 class Retry(Record):
-    """Retry policy: a job is retried after a lost machine, a container that did not start, and these exit codes.
+    """A retry policy.
 
-    All other failures are final. Stored as the rules for AWS Batch (see `as_rules`).
+    A job is retried if its machine was lost, if its container did not start, or if it exited with one of `exit_codes`.
+    It is not retried after any other failure. Policies are stored in the form of AWS Batch rules (see `as_rules`).
     """
 
     attempts: int = Field(1, description="Maximum number of attempts, including the first")
@@ -24,17 +26,18 @@ class Retry(Record):
 
     @classmethod
     def of(cls, attempts: int) -> Self:
-        """Build the policy of a stage, with the retryable codes of the table of exit codes."""
+        """Build a policy that retries all exit codes that are marked as retryable in the table of exit codes."""
         return cls(attempts=attempts, exit_codes=tuple(sorted(rule.exit_code for rule in EXIT_TABLE if rule.retry)))
 
     def as_rules(self) -> tuple[dict[str, str], ...]:
-        """Return conditions with actions, of which the first match applies. A trailing * is a wildcard.
+        """Return the policy as rules of AWS Batch (see EvaluateOnExit in its API reference).
 
-        Source: AWS Batch API reference, EvaluateOnExit. It retries without a match, so the last entry matches all.
+        The first rule that matches is applied, and a trailing * is a wildcard. AWS Batch retries a job if no rule
+        matches, so we add a rule at the end that matches everything.
         """
         retryable = [
             {"on_status_reason": "Host EC2*"},
-            {"on_status_reason": "Task failed to start*"},  # images not pulled, containers not created
+            {"on_status_reason": "Task failed to start*"},  # the image could not be pulled, for example
             *({"on_exit_code": str(code)} for code in self.exit_codes),
         ]
         empty = {"on_status_reason": "", "on_reason": "", "on_exit_code": ""}
@@ -55,14 +58,14 @@ class Retry(Record):
 
 
 class Dependency(Record):
-    """A job that must succeed first, including every task of an array."""
+    """A job that must succeed first. If it is an array, all of its tasks must succeed."""
 
     job: str
-    type: Literal["ALL"] = "ALL"  # The only type. It is part of stored plans and of their ids.
+    type: Literal["ALL"] = "ALL"  # There is no other type, but it is included in stored plans and their ids.
 
 
 class Ulimit(Record):
-    """A limit of a container, -1 for unlimited."""
+    """A resource limit of a container, where -1 means unlimited."""
 
     name: str
     soft: int
@@ -72,56 +75,59 @@ class Ulimit(Record):
 class Resources(Record):
     vcpus: int
     memory_mib: int
-    shared_memory_mib: int = Field(64, description="Size of the tmpfs for shared memory")
-    devices: tuple[str, ...] = Field((), description="Device files, such as /dev/neuron0")
+    shared_memory_mib: int = Field(64, description="Size of /dev/shm")
+    devices: tuple[str, ...] = Field((), description="Device files to expose, such as /dev/neuron0")
     ulimits: tuple[Ulimit, ...] = ()
-    instance_type: str = Field("", description="Instance type for prices and for placing multi-node jobs")
-    processes_per_node: int = Field(1, description="Ranks to start on a node")
+    instance_type: str = Field("", description="Instance type, for prices and to place multi-node jobs")
+    processes_per_node: int = Field(1, description="Number of ranks to start on each node")
 
 
 class JobSpec(Record):
-    """A job: its command, resources and dependencies."""
+    """A job with its command, its resources, and the jobs it depends on."""
 
-    name: str = Field(description="Unique within the plan")
-    stage: str = Field(description="Stage: jobs of the same stage share a job definition and a line of the ledger")
+    name: str = Field(description="Name of the job, which is unique within the plan")
+    stage: str = Field(description="Stage. Jobs of the same stage share a job definition and a line of the ledger")
     command: tuple[str, ...]
     resources: Resources
     image: str = ""
-    num_nodes: int = Field(0, description="Nodes of a node group (0: a single container)")
-    array_size: int = Field(0, description="Tasks of an array (0: no array)")
-    environment: Mapping[str, str] = Field(default={}, description="Must not contain secrets, shown in plans and logs")
+    num_nodes: int = Field(0, description="Number of nodes of a multi-node job (0: a single container)")
+    array_size: int = Field(0, description="Number of tasks of an array (0: not an array)")
+    environment: Mapping[str, str] = Field(
+        default={}, description="Environment variables, which must not contain secrets because plans and logs show them"
+    )
     retry: Retry = Retry()
-    timeout_s: int = Field(description="Time limit of one attempt")
+    timeout_s: int = Field(description="Time limit of each attempt")
     depends_on: tuple[Dependency, ...] = ()
 
     @property
     def vcpus(self) -> int:
-        """Total vCPUs of all nodes or tasks."""
+        """Return the total number of vCPUs of all nodes or array tasks."""
         return self.resources.vcpus * max(1, self.num_nodes, self.array_size)
 
 
 class JobPlan(Record):
-    """A DAG of jobs in topological order (see `ordered` in cycle.py).
+    """A DAG of jobs, which are listed in topological order (see `ordered` in cycle.py).
 
-    Placements are stored inside their jobs, so that cycles planned by earlier revisions are readable and keep their id.
+    When a plan is stored, each placement is merged into its job. This ensures that we can still read the plans of
+    earlier versions, and that their ids stay the same.
     """
 
-    pipeline: str = Field(description="Prefix of all job names on the platform")
+    pipeline: str = Field(description="Prefix of the names of all jobs on the platform")
     cycle: str
     workspace: str
-    settings: str = Field("", description="Fingerprint of the pipeline settings of all jobs")
+    settings: str = Field("", description="Fingerprint of the pipeline settings, which are the same for all jobs")
     jobs: tuple[JobSpec, ...]
     placements: Mapping[str, Mapping[str, JsonValue]] = Field(
-        default={}, description="Placement of each job by name, with the fields of the target"
+        default={}, description="Placement of each job, by job name. Its fields depend on the target"
     )
 
     @property
     def plan_id(self) -> str:
-        """Fingerprint of the content. Equal plans have equal ids on every machine."""
+        """Return a fingerprint of the content, which is the same for equal plans on any machine."""
         return fingerprint(self.model_dump(mode="json"))
 
     def job(self, name: str) -> JobSpec:
-        """Return a job by name. Raises StopIteration if there is none."""
+        """Return the job with the given name. Raises StopIteration if it does not exist."""
         return next(job for job in self.jobs if job.name == name)
 
     @model_validator(mode="before")
@@ -131,7 +137,7 @@ class JobPlan(Record):
             return data
         jobs = [job if isinstance(job, Mapping) else None for job in data.get("jobs", ())]
         if None in jobs:
-            return data  # constructed in Python
+            return data  # the plan was constructed in Python rather than read from JSON
         fields = JobSpec.model_fields.keys()
         return {
             **data,
@@ -151,7 +157,10 @@ class JobPlan(Record):
 
 
 def refuse(plan: JobPlan, problems: Iterable[str], *, platform: str, next_command: str) -> None:
-    """Raise ConfigError if there are problems (each `job: text`), listing each with all its jobs."""
+    """Raise ConfigError if a platform cannot run a plan.
+
+    Each of `problems` has the form `job: text`. Problems with the same text are reported once, with all their jobs.
+    """
     jobs_of: dict[str, list[str]] = {}
     for job, _, problem in (text.partition(": ") for text in problems):
         jobs_of.setdefault(problem, []).append(job)

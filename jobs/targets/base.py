@@ -144,7 +144,7 @@ def log_stream(record: JobRecord, attempt: int, node: int) -> str:
     return streams[node] if 0 <= node < len(streams) else ""
 
 
-def no_log_error(record: JobRecord, attempt: int, node: int) -> ConfigError:
+def no_log(record: JobRecord, attempt: int, node: int) -> ConfigError:
     attempts, nodes = len(record.attempts), max(1, record.num_nodes)
     return ConfigError(
         f"{record.name}: no log of attempt {attempt}, node {node} ({record.state})",
@@ -190,10 +190,7 @@ Logs = Callable[[JobRecord, int, int], Iterable[str]]
 def with_errors(
     store: CycleStore, records: Sequence[JobRecord], logs: Logs, env: Mapping[str, str] = os.environ
 ) -> tuple[JobRecord, ...]:
-    """Add to each job that failed the error of its last attempt.
-
-    Logs that cannot be read are skipped. Values of secrets in `env` are masked.
-    """
+    """Add to each failed job the error in the log of its last attempt, if readable. Secrets of `env` are masked."""
     failed = [task for record in records if (task := failed_task(record)) and not task.attempts[-1].error]
     if not failed:
         return tuple(records)
@@ -267,7 +264,7 @@ class BatchPlacement(Record):
     queue: str = Field("", description="Name or ARN")
     share_identifier: str = ""
     priority: int = Field(0, description="Among the jobs of the same share")
-    job_role: str = Field("", description="ARN of the role that the job assumes; empty: none")
+    job_role: str = Field("", description="ARN of the role that the job assumes (empty: none)")
     log_group: str = "/aws/batch/job"
 
 
@@ -278,9 +275,9 @@ class SageMakerPlacement(Record):
     subnets: tuple[str, ...] = ()
     security_groups: tuple[str, ...] = ()
     volume_gib: int = 100
-    spot_wait_s: int = Field(0, description="Seconds that a job may wait for Spot capacity; 0: on demand")
+    spot_wait_s: int = Field(0, description="Seconds that a job may wait for Spot capacity (0: on demand)")
     keep_alive_s: int = 0
-    queue: str = Field("", description="Of service jobs of AWS Batch; empty: SageMaker's own calls")
+    queue: str = Field("", description="Of service jobs of AWS Batch (empty: SageMaker's own calls)")
 
 
 def with_placements(plan: JobPlan, jobs: JobsConfig) -> JobPlan:

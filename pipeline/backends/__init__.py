@@ -1,4 +1,8 @@
-"""One interface for all devices, with a file for each, selected by name. Importing this does not import torch."""
+"""A common interface to all devices.
+
+Each backend is implemented in its own module and is selected by name. Note that importing this package doesn't import
+torch.
+"""
 
 import importlib.util
 import os
@@ -21,14 +25,14 @@ if TYPE_CHECKING:
 Name = Literal["auto", "xla", "neuron", "cpu", "cuda"]
 NAMES: tuple[str, ...] = get_args(Name)
 TRACED = "traced"
-"""Backend that traces as on Neuron and executes nothing. For tools only, it cannot be set."""
+"""A backend for tools that traces graphs as on Neuron without executing them. It can't be selected in the settings."""
 
 
-# Questions about a backend that can be answered without opening a device.
+# The following functions answer questions about a backend without opening a device.
 
 
 def may_use_neuron(name: str) -> bool:
-    """Return whether a backend uses the Neuron devices of a machine that has them."""
+    """Return whether a backend uses Neuron devices if the host has any."""
     return name in ("auto", "xla", "neuron")
 
 
@@ -38,27 +42,30 @@ def on_neuron(name: str, env: Mapping[str, str]) -> bool:
 
 
 def has_graph_tool(name: str, env: Mapping[str, str]) -> bool:
-    """Return whether a backend will open a Neuron device through PyTorch/XLA, as neuron_parallel_compile requires."""
+    """Return whether a backend will open a Neuron device through PyTorch/XLA. neuron_parallel_compile requires this."""
     return name in ("auto", "xla") and not _is_native(name) and pjrt_device(env) == "NEURON"
 
 
 def compiled_cache_variable(name: str) -> str:
-    """Return the variable that names the folder of compiled programs on the native Neuron device, else ''."""
+    """Return the environment variable for the cache of compiled programs, or '' if this isn't the native device."""
     return "TORCH_NEURONX_NEFF_CACHE_DIR" if _is_native(name) else ""
 
 
 def lazy_device_name(env: Mapping[str, str]) -> str:
-    """Return the Backend.device_name of the lazy device, without opening it."""
+    """Return what `Backend.device_name` will return for the PyTorch/XLA device, without opening it."""
     return f"xla:{pjrt_device(env)}"
 
 
 def is_lazy_host(device_name: str) -> bool:
-    """Return whether a device is XLA:CPU, which compiles graphs in seconds and has no collectives in them."""
+    """Return whether a device is XLA:CPU.
+
+    It compiles a graph within seconds, but doesn't support collectives inside a graph.
+    """
     return device_name == "xla:CPU"
 
 
 def auto_uses_xla_cpu(name: str, env: Mapping[str, str]) -> bool:
-    """Return whether the backend is `auto` without an accelerator, so that PyTorch/XLA would compile for the CPU."""
+    """Return whether the backend `auto` would select PyTorch/XLA on the CPU, because the host has no accelerator."""
     import torch
 
     if name != "auto" or torch.cuda.is_available() or _is_native(name) or not importlib.util.find_spec("torch_xla"):
@@ -67,32 +74,35 @@ def auto_uses_xla_cpu(name: str, env: Mapping[str, str]) -> bool:
 
 
 def host_backend(*, compiles_graphs: bool) -> Name:
-    """Return the backend of a host without an accelerator."""
+    """Return the backend to use on a host without an accelerator."""
     return "xla" if compiles_graphs else "cpu"
 
 
 def process_group(name: str) -> str | None:
-    """Return the torch.distributed backend of a device, None for gloo. Does not open the device.
+    """Return the torch.distributed backend to use for a device, or None for gloo. This doesn't open the device.
 
-    The Neuron backend replaces all others of a process group, so CPU tensors need a second process group
-    (parallel/process_group.py). Raises ConfigError for cuda on a machine without a GPU.
+    Note that a process group with the Neuron backend doesn't support CPU tensors, which therefore need a second process
+    group (parallel/process_group.py). Raises ConfigError for cuda if the host has no GPU.
     """
     name = _resolved(name)
     if name == "neuron":
         from pipeline.backends.neuron import load_package
 
-        load_package()  # registers the process group
+        load_package()  # this registers the backend with torch.distributed
         return "neuron"
     if name != "cuda":
         return None
     from pipeline.backends.cuda import check_visible
 
-    check_visible()  # before NCCL fails with a less helpful error
+    check_visible()  # the error of NCCL would be less helpful
     return "cpu:gloo,cuda:nccl"
 
 
 def module_device() -> str:
-    """Return the backend on which a user's module runs unchanged: a GPU, a native Neuron device, else cpu."""
+    """Return the backend to use for an unmodified module of the user.
+
+    This is a GPU or a native Neuron device if there is one, and the CPU otherwise.
+    """
     name = _resolved("auto")
     return "cpu" if name == "xla" else name
 
@@ -100,9 +110,10 @@ def module_device() -> str:
 def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> Backend:
     """Open the device of this rank.
 
-    `auto` selects cuda if a GPU is visible, else neuron (native) or xla if installed, else cpu. On a host without an
-    accelerator, stages replace `auto` depending on the model (context.with_backend). With several ranks, the process
-    group must be initialised before (parallel/process_group.py).
+    `auto` selects the first backend that is available, in the order cuda, neuron (native), xla, cpu. Note that on hosts
+    without an accelerator, stages choose a backend based on the size of the model instead, see context.with_backend.
+
+    If there are multiple ranks, the process group must be initialized first (parallel/process_group.py).
     """
     name = _resolved(name)
     if name == "xla":
@@ -129,23 +140,29 @@ def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, w
 
 
 def open_host() -> Backend:
-    """Open the CPU of this host, independent of the settings."""
+    """Open the CPU of this host, regardless of the settings."""
     return open_backend("cpu")
 
 
 def open_tracer() -> Backend:
-    """Open the backend that traces as on one Neuron core, with source lines. Call it before importing torch_xla."""
+    """Open a backend that only traces graphs, as on a single Neuron core. Graphs include source lines.
+
+    This must be called before torch_xla is imported.
+    """
     os.environ |= {"PJRT_DEVICE": "CPU", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1"}
     return open_backend(TRACED)
 
 
 def step_program(backend: Backend, function: Function) -> Function:
-    """Compile a part of a step without collectives, if the backend compiles steps. Otherwise return it unchanged."""
+    """Compile a part of a training step if the backend compiles steps. The function must not contain collectives."""
     return backend.compiled(function) if backend.compiles_steps else function
 
 
 def device_guard(device: "torch.device") -> AbstractContextManager[object]:
-    """Make a CUDA device the current one of this thread. Every thread starts with the first device."""
+    """Make a CUDA device the current device of this thread.
+
+    This is required in new threads, because their current device is always the first one.
+    """
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -164,5 +181,5 @@ def _resolved(name: str) -> str:
 
 
 def _is_native(name: str) -> bool:
-    """Return whether a backend will be the native Neuron device, if torch sees no GPU."""
+    """Return whether a backend is the native Neuron device, assuming that there is no GPU."""
     return name == "neuron" or (name == "auto" and (native_version() or (0, 0)) >= NATIVE_SINCE)

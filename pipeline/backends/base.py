@@ -1,4 +1,4 @@
-"""The Backend interface, through which all other code uses a device. Does not import torch."""
+"""The interface that all backends implement. This module doesn't import torch."""
 
 import queue
 import threading
@@ -18,20 +18,24 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Item = TypeVar("Item")
 HostMean = Callable[[list["Tensor"]], list["Tensor"]]
 HostGather = Callable[[list["Tensor"]], list["Tensor"]]
-"""Takes CPU tensors of this rank. Returns those of all ranks, concatenated in rank order along the first dimension."""
+"""Gathers CPU tensors from all ranks and concatenates them along the first dimension in rank order."""
 Batch = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks that this rank communicates with, and the other groups of equal size that the world is divided into."""
+    """The group of ranks that this rank communicates with.
+
+    Collectives inside a graph need to know all groups that the world is divided into, so this keeps track of all of
+    them. All groups have the same size.
+    """
 
     rank: int
-    """Global rank."""
+    """The global rank."""
     groups: tuple[tuple[int, ...], ...]
-    """Global ranks of every group, in order, as collectives in a graph take them."""
+    """The global ranks in each group."""
     process_group: "ProcessGroup | None" = None
-    """The group of this rank for collectives outside graphs (None: the default group)."""
+    """The group of this rank, for collectives outside a graph. None is the default process group."""
 
     @property
     def size(self) -> int:
@@ -39,128 +43,174 @@ class RankGroup:
 
     @property
     def index(self) -> int:
-        """Index of this rank in its group."""
+        """The index of this rank within its group."""
         return next(group.index(self.rank) for group in self.groups if self.rank in group)
 
 
 class Backend(Protocol):
-    """The device of one rank. The defaults are those of an eager device."""
+    """The device of a single rank.
+
+    The defaults are correct for an eager device. All other code should only access devices through this interface.
+    """
 
     name: str
     device: "torch.device"
     is_lazy: bool = False
-    """Operations are traced and executed at step boundaries."""
+    """Whether operations are traced first and only executed at step boundaries."""
     reduces_in_graph: bool = False
-    """`reduce` is a device collective. Otherwise the host reduces."""
+    """Whether `reduce` is a collective on the device. Otherwise, tensors are reduced on the host."""
     gathers_in_graph: bool = True
-    """`gather` may be called anywhere. Otherwise it ends the graph."""
+    """Whether `gather` can be part of a graph. Otherwise, it ends the graph."""
     sums_by_matmul: bool = False
-    """Sums over rows are faster as matrix products (XLA:CPU)."""
+    """Whether sums over rows are faster if they are expressed as matrix products, as on XLA:CPU."""
     is_neuron: bool = False
-    """The device is a NeuronCore."""
+    """Whether the device is a NeuronCore."""
     shares_host_memory: bool = False
-    """The device uses the cores and memory of this host."""
+    """Whether the device uses the CPU cores and the memory of the host."""
     can_compile: bool = False
-    """`compiled` fuses the operations of a module with torch.compile."""
+    """Whether `compiled` uses torch.compile. Otherwise, it returns the function unchanged."""
     compiles_steps: bool = False
-    """Training and evaluation are also compiled with `compiled`, one program for each shape."""
+    """Whether training and evaluation should be compiled with `compiled` too, which creates a program per shape."""
     parallelism: frozenset[str]
-    """Supported features of a plan, of parameters, tensor, offload and process_group (pipeline/parallel/config.py)."""
+    """The supported features of a parallelism plan, which are any of `parameters`, `tensor`, `offload` and
+    `process_group` (pipeline/parallel/config.py)."""
     default_tokens: int
-    """Default number of tokens in a batch of texts to embed."""
+    """The default number of tokens per batch when embedding texts."""
 
     def runtime_world_size(self) -> int:
-        """Return the number of participating devices according to the runtime."""
+        """Return the number of devices that participate in the run, as reported by the runtime."""
         return 1
 
     def compiled(self, function: Function) -> Function:
-        """Compile a function, one program per shape, if can_compile. Raises ConfigError without a compiler."""
+        """Compile a function to one program per shape, if the backend supports this (see `can_compile`).
+
+        Raises ConfigError if there is no compiler.
+        """
         return function
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
-        """Iterate batches on the device. They are copied while the previous step runs."""
+        """Iterate over batches on the device. The next batches are copied while the current step is running."""
 
     def step_boundary(self, computed: Sequence["Tensor"]) -> None:
-        """End the graph and start executing it (lazy devices), or do nothing. `computed`: results of the graph."""
+        """End the current graph and start executing it. This does nothing on eager devices.
+
+        `computed` are the tensors that the graph computes.
+        """
         return
 
     def reduce(self, tensors: Sequence["Tensor"], host_mean: HostMean) -> None:
-        """Average tensors over ranks in place, in a graph with one collective. `host_mean` averages CPU tensors."""
+        """Average tensors over all ranks in place. In a graph, this uses a single collective.
+
+        `host_mean` averages CPU tensors, for devices that can't do so themselves.
+        """
 
     def all_gather(self, tensor: "Tensor", ranks: RankGroup | None = None) -> "Tensor":
-        """Concatenate the tensors [N, ...] of a group (None: all ranks) in its order to [size * N, ...]."""
+        """Gather the tensors of all ranks in a group and concatenate them along the first dimension.
+
+        Args:
+            tensor: the tensor [N, ...] of this rank.
+            ranks: the group (default: all ranks).
+
+        Returns:
+            A tensor [size * N, ...] in the order of the group.
+        """
 
     def all_reduce(self, tensor: "Tensor", ranks: RankGroup) -> "Tensor":
-        """Return the sum over a group."""
+        """Return the sum of the tensors of all ranks in a group."""
 
     def reduce_scatter(self, tensor: "Tensor", ranks: RankGroup, scale: float = 1.0) -> "Tensor":
-        """Return this rank's slice [N] of the sum over a group of vectors [size * N], times `scale`."""
+        """Sum vectors [size * N] over all ranks in a group, and return this rank's slice [N] multiplied by `scale`."""
 
     def gather(self, tensors: Sequence["Tensor"], host_gather: HostGather) -> list["Tensor"]:
-        """Gather rows of all ranks, in rank order, without a gradient. `host_gather` gathers CPU tensors."""
+        """Gather tensors from all ranks in rank order, without propagating gradients.
+
+        `host_gather` gathers CPU tensors, for devices that can't do so themselves.
+        """
 
     def to_host(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
-        """Copy tensors to host memory with one synchronisation."""
+        """Copy tensors to host memory. This synchronizes with the device only once."""
         return self.fetch(tensors)()
 
     def fetch(self, tensors: Sequence["Tensor"]) -> Callable[[], list["Tensor"]]:
-        """Start copying tensors to host memory, after a step boundary. The returned function waits for the copies."""
+        """Start copying tensors to host memory and return a function that waits for the copies and returns them.
+
+        This must be called after a step boundary.
+        """
         return lambda: [tensor.detach().cpu() for tensor in tensors]
 
     def barrier(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
-        """Return the same values. Computations on them do not reuse earlier results (lazy devices)."""
+        """Return tensors with the same values, but hide this from the compiler.
+
+        This prevents it from reusing earlier results when the same computation is repeated on the new tensors.
+        """
         return list(tensors)
 
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
-        """Save the random state. The returned function opens a context with that state, and restores it on exit."""
+        """Save the random state and return a function that opens a context with the saved state.
+
+        On exit, the context restores the random state from before it was entered.
+        """
 
     def autocast(self, dtype: "torch.dtype") -> AbstractContextManager[object]:
-        """Use mixed precision in the forward pass. Raises ConfigError if the device does not support it."""
+        """Enable mixed precision for the forward pass. Raises ConfigError if the device doesn't support it."""
 
     def seed(self, seed: int) -> None:
-        """Seed the random numbers of the device (dropout) and of the host (modules of a factory)."""
+        """Seed the random number generators of the device and of the host.
+
+        Dropout uses the former, and user-defined modules may use the latter.
+        """
 
     def compile_count(self) -> int:
-        """Return how many graphs this process has compiled so far (0 on eager devices)."""
+        """Return the number of graphs that this process has compiled so far, which is 0 on eager devices."""
         return 0
 
     def compile_seconds(self) -> float:
-        """Return the seconds this process has spent compiling so far (0 on eager devices)."""
+        """Return how many seconds this process has spent compiling so far, which is 0 on eager devices."""
         return 0.0
 
     def host_operators(self) -> dict[str, int]:
-        """Return how often each operator (`aten::<name>`) has run on the host because the device lacks it."""
+        """Return how often each operator fell back to the host, because the device doesn't support it.
+
+        Keys are names such as `aten::<name>`.
+        """
         return {}
 
     def reset_host_operators(self) -> None:
-        """Reset the counts of `host_operators`, if the device supports it."""
+        """Reset the counts of `host_operators` if the device supports this."""
         return
 
     def device_name(self) -> str:
-        """Return the target of compiled graphs, such as xla:NEURON or xla:CPU."""
+        """Return the name of the device that graphs are compiled for, such as xla:NEURON or xla:CPU."""
         return self.name
 
     def hlo_text(self, tensors: Sequence["Tensor"]) -> str:
-        """Return the pending graph that computes `tensors` as HLO text ('' on eager devices)."""
+        """Return the HLO of the pending graph that computes `tensors`, or '' on eager devices."""
         return ""
 
     def graph_hash(self, tensors: Sequence["Tensor"]) -> str:
-        """Return a hash of that graph, equal in every process of one version ('' on eager devices)."""
+        """Return a hash of the pending graph that computes `tensors`, or '' on eager devices.
+
+        The hash is the same in every process that uses the same version of PyTorch/XLA.
+        """
         return ""
 
     def memory_bytes(self) -> int | None:
-        """Return the device memory in use (on the host the resident set), None if it cannot be read safely."""
+        """Return how much device memory is in use, or None if there is no safe way to determine it.
+
+        For the CPU, this is the resident set size of the process.
+        """
 
     def synchronise(self) -> None:
-        """Wait until all started operations have finished."""
+        """Wait until all pending operations have finished."""
         return
 
 
 @contextmanager
 def prefetched(items: Iterable[Item], depth: int) -> Iterator[Iterator[Item]]:
-    """Iterate `items`, such as batches, with one thread that reads up to `depth` items ahead and ends with the context.
+    """Iterate over `items`, such as batches, while a background thread reads up to `depth` items ahead.
 
-    An error in the thread is raised at the consumer's next item.
+    If the iterable raises an error, it is raised again when the consumer requests the next item. The thread stops when
+    the context exits.
     """
     ready: queue.Queue[tuple[Item] | BaseException | None] = queue.Queue(maxsize=depth)
     closed = threading.Event()
@@ -199,11 +249,11 @@ def prefetched(items: Iterable[Item], depth: int) -> Iterator[Iterator[Item]]:
 
 
 NATIVE_SINCE = (2, 13)
-"""First version of torch-neuronx with PyTorch's native device `neuron`. Earlier ones use PyTorch/XLA."""
+"""The first version of torch-neuronx with native support for the device `neuron`. Earlier versions use PyTorch/XLA."""
 
 
 def native_version() -> tuple[int, int] | None:
-    """Return the major and minor version of torch-neuronx, None if it is not installed."""
+    """Return the major and minor version of torch-neuronx, or None if it isn't installed."""
     try:
         major, minor = metadata.version("torch-neuronx").split(".")[:2]
     except metadata.PackageNotFoundError:
@@ -212,5 +262,5 @@ def native_version() -> tuple[int, int] | None:
 
 
 def pjrt_device(env: Mapping[str, str]) -> str:
-    """Return the PJRT device from the environment, else NEURON if its plug-in is installed, else CPU."""
+    """Return the PJRT device that is set in the environment. The default is NEURON if its plugin is installed."""
     return env.get("PJRT_DEVICE") or ("NEURON" if find_spec("libneuronxla") else "CPU")

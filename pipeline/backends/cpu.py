@@ -1,4 +1,4 @@
-"""Eager PyTorch on the CPU, and the base classes of eager backends."""
+"""Eager PyTorch on the CPU, and base classes for eager backends."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGroup, prefetched
 
-# The names since torch 2.14, which deprecates the earlier ones.
+# torch 2.14 introduced these names and deprecated the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Eager(Backend):
-    """An eager backend, with the collectives of the process group (gloo or NCCL)."""
+    """Base class for eager backends. Collectives use torch.distributed."""
 
     parallelism = frozenset({"parameters", "tensor", "offload", "process_group"})
 
     def all_gather(self, tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
-        """Concatenate the tensors of all ranks or of a group. Return `tensor` if there is no process group."""
+        """Gather and concatenate tensors. Returns `tensor` unchanged if there is no process group."""
         if not dist.is_initialized():
             return tensor
         size, group = (dist.get_world_size(), None) if ranks is None else (ranks.size, ranks.process_group)
@@ -44,11 +44,11 @@ class Eager(Backend):
         return torch.autocast(self.device.type, dtype=dtype)
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)  # of the host and of GPUs
+        torch.manual_seed(seed)  # this seeds the host and all GPUs
 
 
 class Accelerator(Eager):
-    """An eager backend of a device with separate memory and its own collectives."""
+    """Base class for eager backends of accelerators, which have their own memory and collectives."""
 
     can_compile = True
 
@@ -58,7 +58,7 @@ class Accelerator(Eager):
 
     @contextmanager
     def uploaded(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
-        """Iterate batches from the prefetch thread, copied asynchronously on the stream of the step."""
+        """Prefetch batches in a background thread and copy them asynchronously on the current stream."""
         with prefetched(batches, depth=4) as ready:
             yield (
                 {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()} for batch in ready
@@ -69,7 +69,7 @@ _State = TypeVar("_State", Tensor, int)
 
 
 def replayed(get: Callable[[], _State], put: Callable[[_State], None]) -> Callable[[], AbstractContextManager[None]]:
-    """Implement Backend.replay with functions that read and write the random state of a device."""
+    """Implement Backend.replay, given functions that get and set the random state of a device."""
     state = get()
 
     @contextmanager
@@ -89,7 +89,7 @@ class CpuBackend(Eager):
 
     name = "cpu"
     shares_host_memory = True
-    default_tokens = 1024  # for each core: activations fit in its part of the cache
+    default_tokens = 1024  # per core, so that the activations fit into the core's share of the cache
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

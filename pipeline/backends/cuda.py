@@ -15,7 +15,7 @@ from pipeline.core.errors import ConfigError
 
 
 def check_visible() -> None:
-    """Raise ConfigError on a machine without a GPU."""
+    """Raise ConfigError if there is no GPU."""
     if not torch.cuda.is_available():
         raise ConfigError(
             "no CUDA device is visible",
@@ -25,7 +25,7 @@ def check_visible() -> None:
 
 
 class CudaBackend(Accelerator):
-    """One GPU of this node, chosen by local rank."""
+    """The backend for a single GPU, which is selected by the local rank."""
 
     name = "cuda"
     default_tokens = 32_768
@@ -44,7 +44,7 @@ class CudaBackend(Accelerator):
     def compiled(self, function: Function) -> Function:
         if not any(map(shutil.which, ("cc", "gcc", "clang"))):
             raise ConfigError(
-                "torch.compile needs a C compiler, and none is on PATH",
+                "torch.compile needs a C compiler, but there is none on PATH",
                 expected="cc, gcc or clang on PATH",
                 next_command="install gcc, or use --no-embed.compiled, which is slower",
             )
@@ -60,7 +60,7 @@ class CudaBackend(Accelerator):
                 dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Copy on a separate stream, concurrently with the next computation."""
+        """Copy tensors on a separate stream, so that the copies overlap with the next computation."""
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
         self._copying.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copying):

@@ -1,10 +1,14 @@
-"""The native Neuron device of PyTorch: torch-neuronx 2.13 and later, on Trn2 and Trn3. The only file that imports it.
+"""The native Neuron device of PyTorch, which requires torch-neuronx 2.13 or later and Trn2 or Trn3.
 
-Sources, Neuron SDK 2.33 (awsdocs-neuron.readthedocs-hosted.com/en/latest/): torch/guides/torch-distributed (the process
-group, one device per rank without an index), torch/compile/reference-torch-compile (static shapes only, one graph per
-shape, get_dynamo_metrics), torch/reference/best-practices-pytorch-neuron (operators that run on the host),
-torch/guides/memory-profiling-guide (memory_allocated), torch/reference/env-vars (the cache), torch/troubleshooting
-(native versions).
+This is the only module that imports torch_neuronx. It is based on the following pages of the Neuron SDK 2.33
+documentation (awsdocs-neuron.readthedocs-hosted.com/en/latest/):
+
+- torch/guides/torch-distributed: the process group, and that every rank has a single device without an index
+- torch/compile/reference-torch-compile: static shapes only, one graph per shape, and get_dynamo_metrics
+- torch/reference/best-practices-pytorch-neuron: operators that fall back to the host
+- torch/guides/memory-profiling-guide: memory_allocated
+- torch/reference/env-vars: the compile cache
+- torch/troubleshooting: which versions are native
 """
 
 import importlib
@@ -24,43 +28,49 @@ from pipeline.backends.base import NATIVE_SINCE, Batch, Function, HostMean, nati
 from pipeline.backends.cpu import Accelerator, replayed
 from pipeline.core.errors import ConfigError, first_line
 
-_BUNDLE_ELEMENTS = 2**24  # 64 MiB of fp32, reduced at once
+_BUNDLE_ELEMENTS = 2**24  # 64 MiB in fp32
 _MULTIPLE = 4096
-"""Reduced vectors are padded to a multiple of this. Eager kernels are 30 to 90 times slower on lengths that are not a
-multiple of 128 (measured).
+"""Vectors are padded to a multiple of this before they are reduced. We measured that eager kernels are 30 to 90 times
+slower if the length is not a multiple of 128.
 """
-_MAX_SHAPES = 256  # of one function (torch's default is 8, after which it silently runs eagerly)
-_INSTALL = "see The native device in docs/neuron.md for the versions; --backend cpu runs anywhere"
+_MAX_SHAPES = 256  # per function; beyond the default of 8, torch would silently fall back to eager mode
+_INSTALL = 'see "The native device" in docs/neuron.md for the supported versions; --backend cpu works on any host'
 
 
 def load_package() -> Any:
-    """Import torch_neuronx without opening a device. Raises ConfigError if it is missing or does not match torch."""
+    """Import torch_neuronx without opening a device.
+
+    Raises ConfigError if it isn't installed or if its version doesn't match the version of torch.
+    """
     version, torch_version = native_version(), tuple(int(part) for part in torch.__version__.split(".")[:2])
     installed = "not installed" if version is None else metadata.version("torch-neuronx")
     if version is None or version < NATIVE_SINCE or version != torch_version:
         raise ConfigError(
             f"torch {torch.__version__} does not match torch-neuronx ({installed})",
             expected=f"torch-neuronx {NATIVE_SINCE[0]}.{NATIVE_SINCE[1]} or later, in the same minor version as torch",
-            next_command=f"--backend xla if torch-neuronx is the one for PyTorch/XLA; or {_INSTALL}",
+            next_command=f"use --backend xla if this is torch-neuronx for PyTorch/XLA; or {_INSTALL}",
         )
     try:
         return importlib.import_module("torch_neuronx")
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"torch_neuronx {installed} cannot be imported: {first_line(error)}",
-            expected="an installed Neuron runtime",
+            expected="a working installation of the Neuron runtime",
             next_command=_INSTALL,
         ) from error
 
 
 class NeuronBackend(Accelerator):
-    """One logical NeuronCore. Each rank sees only its core, so the device has no index."""
+    """The backend for a single logical NeuronCore.
+
+    The device has no index, because each rank only sees its own core.
+    """
 
     name = "neuron"
     is_neuron = True
     compiles_steps = True
-    # Supported according to AWS (training/best-practices, torch/guides/torch-distributed), FSDP2 with eager operations.
-    # AWS mentions neither offloading nor other collectives.
+    # These are supported according to training/best-practices and torch/guides/torch-distributed, which describe FSDP2
+    # with eager operations. The documentation mentions neither offloading nor other collectives.
     parallelism = frozenset({"parameters", "tensor"})
     default_tokens = 4096
 
@@ -70,26 +80,27 @@ class NeuronBackend(Accelerator):
             raise ConfigError(
                 "no Neuron device is visible",
                 expected="a Trn2 or Trn3 machine with the Neuron driver",
-                next_command="neuron-ls, then trnpipe health on that machine; --backend cpu runs anywhere",
+                next_command="run neuron-ls and trnpipe health on this machine; --backend cpu works on any host",
             )
         dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _MAX_SHAPES
         dynamo.fail_on_recompile_limit_hit = True
         self.device = torch.device("neuron")
-        torch.empty(1, device=self.device)  # opens the device before a DeviceMesh would select one by local rank
+        torch.empty(1, device=self.device)  # open the device now, because DeviceMesh would select it by local rank
         self._pack, self._unpack_mean = self.compiled(_pack), self.compiled(_unpack_mean)
 
     def compiled(self, function: Function) -> Function:
-        """Compile one full graph for each shape. Graph breaks and dynamic shapes raise."""
+        """Compile a full graph for each shape. Graph breaks and dynamic shapes raise an error."""
         return cast(Function, torch.compile(function, backend="neuron", fullgraph=True, dynamic=False))
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
-        """Upload from pageable memory, because the device does not support pinned memory."""
+        """Upload batches from pageable memory, because the device doesn't support pinned memory."""
         return self.uploaded(batches)
 
     def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
-        """Reduce several tensors at once, because a collective costs the same for a bias as for a matrix.
+        """Average tensors over all ranks in place.
 
-        Packing and unpacking are compiled, because eager operations are slow on vectors of most lengths.
+        Several tensors are packed into one vector, because a collective takes about as long for a bias as for a matrix.
+        Packing and unpacking are compiled, because eager operations are slow for most vector lengths (see `_MULTIPLE`).
         """
         del host_mean
         if not dist.is_initialized():
@@ -107,11 +118,17 @@ class NeuronBackend(Accelerator):
         torch.neuron.manual_seed(seed)  # type: ignore[attr-defined]
 
     def compile_count(self) -> int:
-        """Return the number of graphs from torch.compile. Unlike the count of torch_neuronx it does not synchronise."""
+        """Return the number of graphs compiled by torch.compile.
+
+        We don't use the counter of torch_neuronx, because it synchronizes with the device.
+        """
         return int(counters["stats"]["unique_graphs"])
 
     def compile_seconds(self) -> float:
-        """Return the seconds of the Neuron compiler, 0 for cached programs. Synchronises."""
+        """Return the time spent in the Neuron compiler, which excludes cached programs.
+
+        Note that this synchronizes with the device.
+        """
         return float(sum(graph.torch_neuronx_compile_us for graph in self._package.get_dynamo_metrics())) / 1e6
 
     def host_operators(self) -> dict[str, int]:
@@ -121,7 +138,10 @@ class NeuronBackend(Accelerator):
         self._package.clear_op_tracking()
 
     def memory_bytes(self) -> int:
-        """Return the allocated memory. Synchronises: running operations hold memory (memory-profiling-guide)."""
+        """Return the allocated memory.
+
+        This synchronizes with the device, because pending operations hold on to memory (see memory-profiling-guide).
+        """
         self.synchronise()
         return int(self._package.memory_allocated())
 
@@ -130,14 +150,14 @@ class NeuronBackend(Accelerator):
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return one vector of all elements, padded with zeros."""
+    """Concatenate all elements of the tensors into one vector and pad it with zeros."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     padding = -sum(map(len, flat)) % _MULTIPLE
     return torch.cat([*flat, flat[0].new_zeros(padding)]) if padding else torch.cat(flat)
 
 
 def _unpack_mean(vector: Tensor, tensors: Sequence[Tensor], ranks: int) -> None:
-    """Copy a vector of `_pack` back into the tensors, divided by the number of ranks."""
+    """Divide a vector from `_pack` by the number of ranks and copy it back into the tensors."""
     start = 0
     for tensor in tensors:
         elements = vector[start : start + tensor.numel()]
@@ -146,7 +166,7 @@ def _unpack_mean(vector: Tensor, tensors: Sequence[Tensor], ranks: int) -> None:
 
 
 def _bundles(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield successive tensors of one dtype that are reduced together."""
+    """Split tensors into bundles that are reduced together. All tensors in a bundle have the same dtype."""
     bundle: list[Tensor] = []
     for tensor in tensors:
         size = sum(member.numel() for member in bundle) + tensor.numel()

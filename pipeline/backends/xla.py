@@ -1,4 +1,4 @@
-"""PyTorch/XLA: Neuron devices and XLA:CPU. The only file that imports torch_xla."""
+"""PyTorch/XLA on Neuron devices and on the CPU. This is the only module that imports torch_xla."""
 
 import ctypes
 import importlib
@@ -18,20 +18,23 @@ from pipeline.backends.cpu import CpuBackend, replayed
 from pipeline.core.errors import ConfigError
 from pipeline.core.optional import missing_package
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h of glibc
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # from malloc.h of glibc
 
 
 class XlaBackend(Backend):
-    """One PJRT device. Gradients are reduced in the graph on Neuron, and by the host on XLA:CPU."""
+    """The backend for a single PJRT device.
+
+    On Neuron, gradients are reduced by a collective in the graph. On XLA:CPU, they are reduced on the host.
+    """
 
     name = "xla"
     is_lazy = True
-    parallelism: frozenset[str] = frozenset()  # only the optimizer state is sharded, by parallel/strategies/zero1.py
+    parallelism: frozenset[str] = frozenset()  # only supports sharded optimizer state (parallel/strategies/zero1.py)
     default_tokens = 4096
     executes = True
-    """False in a subclass that only traces."""
+    """Whether graphs are executed. A subclass that only traces graphs sets this to False."""
     separate_processes = frozenset({"CPU"})
-    """PJRT devices without collectives between processes."""
+    """PJRT devices that don't support collectives between processes."""
 
     def __init__(self, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> None:
         if os.environ.setdefault("PJRT_DEVICE", pjrt_device(os.environ)) == "CPU" and self.executes:
@@ -51,11 +54,12 @@ class XlaBackend(Backend):
         self.sums_by_matmul = self.shares_host_memory
         self.is_neuron = self.device_type == "NEURON"
         if self.reduces_in_graph and world_size > 1:
-            # Sets the replication devices. If the world size is read before, the runtime caches 1 and all_reduce does
-            # nothing (torch_xla 2.9, runtime.world_size and xla_model.all_reduce).
+            # This sets the replication devices and must be called before anything reads the world size. Otherwise, the
+            # runtime caches a world size of 1, and all_reduce silently does nothing (see runtime.world_size and
+            # xla_model.all_reduce in torch_xla 2.9).
             self._pjrt.initialize_multiprocess(local_rank, local_world_size)
         self.device: torch.device = self._xla.device()
-        self._host = CpuBackend()  # for collectives outside graphs
+        self._host = CpuBackend()  # for collectives outside a graph
 
     def runtime_world_size(self) -> int:
         if self.reduces_in_graph:
@@ -64,10 +68,11 @@ class XlaBackend(Backend):
 
     @contextmanager
     def loader(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
-        """Iterate batches through MpDeviceLoader, which uploads them while the previous step runs.
+        """Iterate over batches with MpDeviceLoader, which uploads them while the current step is running.
 
-        If the source fails, its threads end the iteration silently (torch_xla 2.9 parallel_loader.py, _loader_worker),
-        so the error is saved here and raised when the loader is exhausted.
+        If the source raises an error, the threads of MpDeviceLoader end the iteration without reporting it (see
+        _loader_worker in parallel_loader.py of torch_xla 2.9). As a workaround, we store the error and raise it once
+        the loader is exhausted.
         """
         errors: list[BaseException] = []
         closed = threading.Event()
@@ -87,7 +92,7 @@ class XlaBackend(Backend):
             self.device,
             loader_prefetch_size=4,
             device_prefetch_size=2,
-            batches_per_execution=sys.maxsize,  # graphs end at step_boundary, not at every batch
+            batches_per_execution=sys.maxsize,  # only end graphs in step_boundary instead of after each batch
         )
         iterator = iter(loader)
 
@@ -113,8 +118,9 @@ class XlaBackend(Backend):
         for tensor, mean in zip(tensors, host_mean(self.to_host(tensors)), strict=True):
             tensor.copy_(mean.to(self.device))
 
-    # With a pinned layout, the default, torch_xla replaces an all-gather with an all-reduce of zero-padded tensors, and
-    # a mix of pinned and unpinned layouts may fail to compile (xla_model.all_reduce).
+    # All collectives set pin_layout=False. By default, torch_xla pins the layout and implements all-gather as an
+    # all-reduce of zero-padded tensors. Mixing pinned and unpinned layouts may fail to compile (see
+    # xla_model.all_reduce).
 
     def all_gather(self, tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
         if self.reduces_in_graph:
@@ -148,13 +154,17 @@ class XlaBackend(Backend):
         return self.fetch(tensors)()
 
     def barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies after a barrier that XLA's common subexpression elimination does not cross."""
-        copies = [tensor.clone() for tensor in tensors]  # no copy of memory: the barrier changes tensors in place
+        """Return copies of the tensors that XLA can't merge with the originals in common subexpression elimination."""
+        # The barrier replaces tensors in place, so clone them first. This doesn't actually copy any memory.
+        copies = [tensor.clone() for tensor in tensors]
         self._xm.optimization_barrier_(copies)
         return copies
 
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
-        """Save the random state, a number on the host that is an input of graphs that draw random numbers."""
+        """Save the random state.
+
+        This is a number on the host, which is passed as an input to all graphs that generate random numbers.
+        """
         return replayed(self._xm.get_rng_state, self._xm.set_rng_state)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
@@ -171,7 +181,7 @@ class XlaBackend(Backend):
         self._xm.set_rng_state(seed, device=str(self.device))
 
     def _metric(self, name: str) -> tuple[int, float]:
-        """Return (count, seconds) of a metric of the runtime."""
+        """Return the count and the total seconds of a runtime metric."""
         data = self._metrics.metric_data(name)
         return (0, 0.0) if data is None else (int(data[0]), float(data[1]) / 1e9)
 
@@ -195,10 +205,10 @@ class XlaBackend(Backend):
         return str(self._xla._XLAC._get_graph_hash(list(tensors)).hex())
 
     def memory_bytes(self) -> int | None:
-        """Return the resident set on the CPU, the driver's counter on Neuron.
+        """Return the resident set size on the CPU, and the driver's memory counter on Neuron.
 
-        torch_xla's get_memory_info aborts the process if the plug-in does not implement it (pytorch/xla 2.9,
-        PjRtComputationClient::GetMemoryInfo).
+        We can't use get_memory_info of torch_xla, because it aborts the process if the PJRT plugin doesn't implement it
+        (see PjRtComputationClient::GetMemoryInfo in pytorch/xla 2.9).
         """
         if self.device_type == "CPU":
             return self._host.memory_bytes()
@@ -214,11 +224,11 @@ def _groups(ranks: RankGroup | None) -> list[list[int]] | None:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc reuse the large buffers that XLA:CPU allocates for every execution.
+    """Configure glibc to reuse the large buffers that XLA:CPU allocates for every execution.
 
-    By default they are mapped and unmapped each time, and the page faults (88,000 per optimizer update of 22.7M
-    parameters) take longer than the update itself. Must be called before any thread starts. No effect on other C
-    libraries.
+    By default, glibc maps and unmaps these buffers each time. The resulting page faults (88,000 per optimizer update of
+    22.7M parameters) take longer than the update itself. This must be called before any threads are started, and it has
+    no effect with other C libraries.
     """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -228,17 +238,19 @@ def _keep_freed_memory() -> None:
         mallopt(parameter, value)
 
 
-# Device memory in use on one NeuronCore, from the driver's counters in sysfs.
+# Read the memory in use on a NeuronCore from the driver's counters in sysfs.
 #
-# Source: AWS Neuron docs, "Neuron Sysfs User Guide" (driver 2.28): the counter `total` in `memory_usage` is the
-# current use. Later drivers moved some nodes. The use is unknown if a node is missing.
+# According to the "Neuron Sysfs User Guide" in the AWS Neuron documentation (driver 2.28), the counter `total` in
+# `memory_usage` is the current usage. Later drivers moved some files. If a file is missing, the usage is unknown.
 
 SYSFS = Path("/sys/devices/virtual/neuron_device")
-_ARCHITECTURE = "v2"  # trn1, where runtime and driver number cores alike. Later chips combine cores into one.
+# Only trn1 is supported, because its runtime and driver use the same core numbers. Later chips combine several physical
+# cores into one logical core.
+_ARCHITECTURE = "v2"
 
 
 def core_memory_bytes(env: Mapping[str, str], root: Path = SYSFS) -> int | None:
-    """Return the bytes in use on the core of this process (NEURON_RT_VISIBLE_CORES), None if unknown."""
+    """Return the bytes in use on the core of this process (NEURON_RT_VISIBLE_CORES), or None if this is unknown."""
     try:
         cores_of_device = int((root / "neuron0" / "core_count").read_text())
         device, core = divmod(int(env["NEURON_RT_VISIBLE_CORES"]), cores_of_device)
@@ -251,15 +263,16 @@ def core_memory_bytes(env: Mapping[str, str], root: Path = SYSFS) -> int | None:
     return sum(parts) if parts else None
 
 
-# A device that traces and never executes, to see the graphs of a program without compiling them.
+# A device that traces graphs without executing them. This allows tools to inspect the graphs without compiling them.
 
 _TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int32: "s32", torch.bool: "pred"}
 
 
 class XlaTracer(XlaBackend):
-    """Backend that traces the operators of a Neuron device on any host and executes nothing.
+    """A backend that traces the same operators as a Neuron device on any host, but never executes them.
 
-    At a step boundary the graph is dropped and its results become placeholders. Tensors fetched to the host are zeros.
+    At each step boundary, the graph is discarded and its results are replaced by placeholders. Tensors that are fetched
+    to the host contain zeros.
     """
 
     executes = False
@@ -278,9 +291,9 @@ class XlaTracer(XlaBackend):
         for tensor in computed:
             shape = {"type": _TYPES[tensor.dtype], "sizes": list(tensor.shape)}
             self._xla._XLAC._replace_xla_tensor(tensor, self._xla._XLAC._xla_create_placeholder_tensor(shape))
-        # The token orders the all-reduces of one graph. A sync also drops it.
+        # The all-reduce token keeps the collectives of a graph in order. A real sync resets it, so we have to as well.
         self._xla._XLAC._set_all_reduce_token(str(self.device), None)
-        self.seed(0)  # the random state is a result of the graph, too
+        self.seed(0)  # the random state is a result of the graph too, so reset it
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return self.fetch(tensors)()

@@ -1,4 +1,4 @@
-"""Save checkpoints from host copies in a background thread, which writes, commits and prunes."""
+"""Save checkpoints in a background thread, which also deletes old ones."""
 
 import threading
 import time
@@ -36,7 +36,10 @@ from pipeline.train.config import CheckpointConfig
 def steps_to_delete(
     steps: Iterable[int], *, keep_last: int, keep_every_steps: int, best_step: int | None
 ) -> tuple[int, ...]:
-    """Return the steps to delete: all but the newest, the best, and multiples of `keep_every_steps`."""
+    """Return the steps of checkpoints that should be deleted.
+
+    This keeps the newest `keep_last` steps, the best step, and all multiples of `keep_every_steps`.
+    """
     ordered = sorted(set(steps))
     kept = set(ordered[-keep_last:])
     if best_step is not None:
@@ -48,7 +51,7 @@ def steps_to_delete(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of one checkpoint in host memory. Its tensors must not change anymore."""
+    """The content of a checkpoint in host memory. The tensors must not be modified after it has been submitted."""
 
     state: TrainState
     weights: Mapping[str, Tensor]
@@ -59,29 +62,32 @@ class Snapshot:
 
 @dataclass
 class CheckpointWriter:
-    """Background writer of one snapshot at a time. A failed save is reported, and the run continues."""
+    """Background writer that saves one snapshot at a time. If a save fails, it is reported, but the run continues."""
 
     store: CheckpointStore
     config: CheckpointConfig
     staging: Path
-    """Folder for temporary files. Cycles may share it, because each save uses its own subfolder."""
+    """Folder for temporary files, which may be shared between cycles since each save creates a subfolder."""
     before_commit: Callable[[], None] = lambda: None
-    """Called before the commit, to make earlier events durable."""
+    """Called before the commit, so that earlier events can be fsynced."""
     in_use: Callable[[], Collection[str]] = frozenset
-    """Returns the prefixes of checkpoints that retention must not delete, such as promoted ones."""
+    """Returns the prefixes of checkpoints that must not be deleted, for example because they were promoted."""
     failure: str = field(init=False, default="")
     last_saved: int | None = field(init=False, default=None)
     _thread: threading.Thread | None = field(init=False, default=None)
     _error: BaseException | None = field(init=False, default=None)
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Start saving in the background, after waiting for the previous save."""
+        """Wait for the previous save, if any, and start saving a snapshot in the background."""
         self.wait()
         self._thread = threading.Thread(target=self._work, args=(snapshot,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the current save. Re-raises unexpected errors, while expected ones are stored in `failure`."""
+        """Wait for the current save to finish, if there is one.
+
+        Expected errors are stored in `failure`, whereas unexpected ones are raised here.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -93,11 +99,11 @@ class CheckpointWriter:
         try:
             if self._save(snapshot):
                 self._prune(snapshot)
-        except BaseException as error:  # a bug: wait() raises it in the training thread
+        except BaseException as error:  # unexpected errors are raised in the training thread by wait()
             self._error = error
 
     def _save(self, snapshot: Snapshot) -> bool:
-        """Save a snapshot and emit the event. Return False after an expected failure."""
+        """Save a snapshot and emit the corresponding event. Returns False if this fails with an expected error."""
         step, store, size_bytes = snapshot.state.step, self.store, 0
         started = time.monotonic()
         try:
@@ -105,12 +111,12 @@ class CheckpointWriter:
             if step in store.steps():
                 try:
                     store.open(step)
-                    is_complete = True  # an earlier attempt saved the same bytes
+                    is_complete = True  # an earlier attempt has already saved an identical checkpoint
                 except CheckpointError:
                     store.delete(step)
             if not is_complete:
                 size_bytes = commit_snapshot(store.storage, snapshot, self.staging, self.before_commit).size_bytes
-        # SafetensorError: how safetensors reports a full disk.
+        # safetensors raises SafetensorError when the disk is full.
         except (TransientError, DataError, ConfigError, OSError, SafetensorError, Preempted) as error:
             self.failure = str(error)
             store.emit(EventName.CHECKPOINT_FAILED, step=step, reason=str(error))
@@ -126,10 +132,11 @@ class CheckpointWriter:
         return True
 
     def _prune(self, snapshot: Snapshot) -> None:
-        """Delete old checkpoints. A failure does not affect the save, and the next save prunes again."""
+        """Delete old checkpoints. If this fails, the save is not affected, and the next save will retry."""
         step, best = snapshot.state.step, snapshot.state.best
         try:
-            # Later steps were rejected as damaged when this run resumed, and must not displace good checkpoints.
+            # Ignore any later steps, which were rejected as damaged when this run resumed. Otherwise, they would count
+            # towards keep_last in place of valid checkpoints.
             old = steps_to_delete(
                 [saved for saved in self.store.steps() if saved <= step],
                 keep_last=self.config.keep_last,
@@ -140,7 +147,7 @@ class CheckpointWriter:
             for old_step in old:
                 if prefix_of(self.store.cycle, old_step) not in kept:
                     self.store.delete(old_step)
-        # CheckpointError, DataError: the checkpoints in use are unknown, so none is deleted.
+        # After a CheckpointError or DataError, we don't know which checkpoints are in use, so none are deleted.
         except (TransientError, ConfigError, CheckpointError, DataError, OSError) as error:
             reason = f"old checkpoints could not be deleted: {error}"
             self.store.emit(EventName.CHECKPOINT_FAILED, step=step, reason=reason)
@@ -149,7 +156,7 @@ class CheckpointWriter:
 def commit_snapshot(
     storage: Storage, snapshot: Snapshot, staging: Path, before_commit: Callable[[], None] = lambda: None
 ) -> Manifest:
-    """Publish a snapshot as the checkpoint of its cycle and step, written to a temporary folder in `staging` first."""
+    """Write a snapshot to a temporary folder in `staging`, and then commit it as the checkpoint for its step."""
     state = snapshot.state
     with atomic.staging_dir(staging) as temporary:
         folder = temporary / f"step-{state.step}"

@@ -1,4 +1,4 @@
-"""Checkpoints of one cycle in the workspace: find, verify, load, delete."""
+"""Find, verify, load and delete the checkpoints in a workspace."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from pipeline.telemetry.events import EventName
 if TYPE_CHECKING:
     from torch import Tensor
 
-# state.json: all content of a checkpoint that is not a tensor.
+# The content of state.json, which includes everything in a checkpoint except for tensors.
 
 SCHEMA_VERSION = 1
 KIND = "checkpoint"
@@ -34,10 +34,10 @@ WEIGHTS, OPTIMIZER, STATE, HF_CONFIG, TOKENIZER = (
 
 
 class Parent(Record):
-    """The checkpoint a run started from."""
+    """The checkpoint that a run started from."""
 
     uri: str
-    digest: str = Field(description="Digest of its manifest, which identifies its content")
+    digest: str = Field(description="Digest of the manifest, which identifies the content of the checkpoint")
     cycle: str
     step: int
 
@@ -51,15 +51,15 @@ class Best(Record):
 
 
 class Origin(Record):
-    """The source of imported weights, the root of a lineage that began outside of this workspace."""
+    """The source of a checkpoint that was imported from outside of this workspace."""
 
     uri: str
     format: str = Field(description="Format of the imported files, such as sentence-transformers")
-    fingerprint: str = Field(description="xxh3_128 over the imported files")
+    fingerprint: str = Field(description="xxh3_128 hash of the imported files")
 
 
 class PublishedWeights(Record):
-    """Weights of a published encoder that training started from (model.init_from)."""
+    """The pretrained encoder weights that training started from (model.init_from)."""
 
     uri: str = Field(description="URI of the weights file")
     sha256: str
@@ -70,39 +70,41 @@ class PublishedWeights(Record):
 
 
 class TrainState(Record):
-    """The state of a run, from which it resumes. `step` is also the complete state of the data loader."""
+    """The state that a run needs to resume. Note that `step` fully determines the state of the data loader."""
 
     schema_version: int = SCHEMA_VERSION
     cycle: str
-    step: int = Field(ge=0, description="Optimizer steps done, which is also the number of global batches consumed")
+    step: int = Field(ge=0, description="Number of completed optimizer steps, each of which consumes one global batch")
     max_steps: int
-    identity: str = Field(description="Hash of everything that determines the weights; a run resumes only on a match")
-    identity_parts: dict[str, str] = Field(description="Components of the identity, to report a difference")
+    identity: str = Field(description="Hash of everything that determines the weights; must match for a run to resume")
+    identity_parts: dict[str, str] = Field(description="Components of the identity, used to report differences")
     model: ModelConfig
     inputs: InputSpec
     tokenizer_fingerprint: str
     watermark: str = Field(
-        description="Newest dt= partition trained on, by this run or its parents; empty for flat data"
+        description="Newest dt= partition that this run or its parents trained on; empty for data without partitions"
     )
     partitions: dict[str, str] = Field(
-        description="Fingerprint of every partition trained on, by this run or its parents"
+        description="Fingerprints of all partitions that this run or its parents trained on, by name"
     )
     also_seen: dict[str, str] = Field(
         {},
-        description="Further content that was trained on, fingerprint to name: replayed partitions that arrived late or"
-        " changed, and earlier content of a name in `partitions`",
+        description="Names of other partitions that were trained on, by fingerprint: replayed partitions that arrived"
+        " late or changed, and earlier contents of those in `partitions`",
     )
     parent: Parent | None
     best: Best | None
-    origin: Origin | None = Field(None, description="Source of an imported checkpoint")
+    origin: Origin | None = Field(None, description="Source of the checkpoint if it was imported")
     published: PublishedWeights | None = Field(
-        None, description="Initial weights of this run or the first of its lineage; none: from scratch or unknown"
+        None,
+        description="Pretrained weights that the first run of the lineage started from, if any",
     )
     max_tokens: int | None = Field(
-        None, description="Longest text the encoder was trained on, including [CLS] and [SEP]; none: unknown"
+        None,
+        description="Maximum length of texts used to train the encoder, including [CLS] and [SEP]; none if unknown",
     )
     trained_head: bool = Field(
-        True, description="Whether the relevance head was trained, so that scores are meaningful"
+        True, description="Whether the relevance head was trained, which is required for meaningful scores"
     )
     settings_hash: str
     code_version: str
@@ -113,7 +115,7 @@ def checkpoint_manifest(storage: Storage, prefix: str, *, next_command: str) -> 
     manifest = read_manifest(storage, prefix)
     if manifest is None or manifest.kind != KIND:
         raise CheckpointError(
-            f"{storage.uri(prefix)} holds no committed checkpoint",
+            f"{storage.uri(prefix)} is not a committed checkpoint",
             expected="a folder with a MANIFEST.json of kind checkpoint",
             next_command=next_command,
         )
@@ -121,7 +123,7 @@ def checkpoint_manifest(storage: Storage, prefix: str, *, next_command: str) -> 
 
 
 def parse_state(data: bytes) -> TrainState:
-    """Parse a state.json. Raises ValidationError if it is invalid, and DataError for another schema."""
+    """Parse a state.json. Raises ValidationError if it is invalid, and DataError if the schema is not supported."""
     state = TrainState.model_validate_json(data)
     if state.schema_version != SCHEMA_VERSION:
         raise DataError(f"{STATE} has schema {state.schema_version}")
@@ -134,7 +136,7 @@ _STEP = re.compile(r"^step-(\d+)$")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint in local files."""
+    """A verified checkpoint, which has been downloaded if necessary."""
 
     prefix: str
     uri: str
@@ -143,11 +145,11 @@ class Checkpoint:
     state: TrainState
 
     def weights(self) -> "dict[str, Tensor]":
-        """Load the fp32 weights, under Hugging Face names."""
+        """Load the fp32 weights, which use Hugging Face names."""
         return _load_tensors(self.folder / WEIGHTS)
 
     def optimizer(self) -> "dict[str, Tensor]":
-        """Load the optimizer state, under the names of TrainProgram."""
+        """Load the optimizer state, which uses the names defined by TrainProgram."""
         return _load_tensors(self.folder / OPTIMIZER)
 
     def tokenizer(self) -> bytes:
@@ -155,12 +157,15 @@ class Checkpoint:
 
 
 def prefix_of(cycle: str, step: int) -> str:
-    """Return the key prefix of a step's checkpoint in the workspace."""
+    """Return the key prefix of a checkpoint in the workspace."""
     return f"checkpoints/{cycle}/step-{step}"
 
 
 def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoint:
-    """Fetch a checkpoint, verify every byte and read its state. Raises CheckpointError if it is missing or damaged."""
+    """Fetch a checkpoint, verify the checksums of all files, and read its state.
+
+    Raises CheckpointError if the checkpoint is missing or damaged.
+    """
     uri = storage.uri(prefix)
     try:
         next_command = "use a checkpoint such as <workspace>/checkpoints/<cycle>/step-<n>, or --train.start scratch"
@@ -170,7 +175,7 @@ def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoin
     except (DataError, ValidationError, OSError) as error:
         raise CheckpointError(
             f"{uri}: {first_line(error)}",
-            expected=f"a complete checkpoint of schema {SCHEMA_VERSION}",
+            expected=f"a complete checkpoint with schema {SCHEMA_VERSION}",
             next_command="use an earlier checkpoint of the cycle",
         ) from error
     return Checkpoint(prefix, uri, folder, manifest.digest, state)
@@ -178,7 +183,7 @@ def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoin
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints of one cycle, which are fetched to `cache_dir` when opened."""
+    """The checkpoints of a cycle, which are downloaded to `cache_dir` when they are opened."""
 
     storage: Storage
     cycle: str
@@ -186,17 +191,20 @@ class CheckpointStore:
     emit: Emit
 
     def steps(self) -> list[int]:
-        """Return the steps with a committed checkpoint in ascending order, without verifying them."""
+        """Return the steps of all committed checkpoints in ascending order, without verifying the checkpoints."""
         names = self.storage.list_dirs(f"checkpoints/{self.cycle}/")
         steps = sorted(int(match.group(1)) for name in names if (match := _STEP.match(name)))
         return [step for step in steps if self.storage.stat(f"{prefix_of(self.cycle, step)}/{MANIFEST_NAME}")]
 
     def open(self, step: int) -> Checkpoint:
-        """Open a step's checkpoint. Raises CheckpointError if it is missing or damaged."""
+        """Open the checkpoint for a step. Raises CheckpointError if it is missing or damaged."""
         return open_checkpoint(self.storage, prefix_of(self.cycle, step), self.cache_dir)
 
     def newest_valid(self) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest valid checkpoint, if any, and the problems of newer ones, emitting an event for each."""
+        """Return the newest valid checkpoint, if any, and the reasons why newer ones were rejected.
+
+        Emits an event for each checkpoint that is rejected.
+        """
         rejected: list[str] = []
         for step in reversed(self.steps()):
             try:
@@ -207,7 +215,7 @@ class CheckpointStore:
         return None, rejected
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint, its marker first, so that a half-deleted one never counts as complete."""
+        """Delete a checkpoint. The manifest is deleted first, so that a partially deleted checkpoint is never used."""
         prefix = prefix_of(self.cycle, step)
         self.storage.delete([f"{prefix}/{MANIFEST_NAME}"])
         self.storage.delete_prefix(f"{prefix}/")
@@ -215,7 +223,7 @@ class CheckpointStore:
 
 
 def _load_tensors(path: Path) -> "dict[str, Tensor]":
-    from safetensors.torch import load_file  # imports torch, which would cost prepare seconds
+    from safetensors.torch import load_file  # imports torch, which would slow down prepare by seconds
 
     try:
         return load_file(path)

@@ -1,1 +1,1 @@
-"""Ahead-of-time compilation: trial run, graph manifest, guard, lint, cache."""
+"""Ahead-of-time compilation, which includes the trial run, graph manifests, the guard, the lint and the cache."""

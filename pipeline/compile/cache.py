@@ -1,7 +1,7 @@
-"""Entries of a Neuron compile cache on a disk or S3: their states, and deletion of stale and failed ones.
+"""Inspect and repair a Neuron compile cache, which is either on a local disk or on S3.
 
-Layout on both: `neuronxcc-<version>+<build>/MODULE_<graph hash>+<flags hash>/<files>`. Sources: neuron-caching.rst of
-AWS Neuron SDK 2.29, and the cache clean-up of optimum-neuron for the states.
+Both use the layout `neuronxcc-<version>+<build>/MODULE_<graph hash>+<flags hash>/<files>`, which is documented in
+neuron-caching.rst of AWS Neuron SDK 2.29. The states of entries are based on the cache clean-up in optimum-neuron.
 """
 
 import json
@@ -26,32 +26,33 @@ from pipeline.io import atomic
 from pipeline.io.storage import Storage, os_errors
 
 NEFF_NAME = "model.neff"
-DONE_NAME = "model.done"  # an empty marker, written last
-LOG_NAME = "model.log"  # the compiler's error text
-FLAGS_NAME = "compile_flags.json"  # since about SDK 2.20
+DONE_NAME = "model.done"  # an empty marker that is written last
+LOG_NAME = "model.log"  # contains the compiler's error message
+FLAGS_NAME = "compile_flags.json"  # written since about SDK 2.20
 LOCK_SUFFIX = ".lock"
-# Without a running compiler, a lock is valid only shortly before one starts and after one ends.
+# If no compiler is running, locks are only valid for a short time, before a compiler starts or after it exits.
 STALE_LOCK_S = 600.0
-# On S3 compilers of other machines are invisible. Longer than compiling one graph, shorter than a cycle can wait.
+# On S3, we can't see the compilers on other machines, so we use a limit that is longer than the compile time of a
+# graph, but short enough for a cycle to wait.
 SHARED_LOCK_S = 3600.0
 LOCK_DIR = ".trnpipe-sync"
 
-# The graph hash is a decimal integer (training) or 20 hex digits (torch_neuronx.trace).
+# The graph hash is a decimal integer in training, or 20 hex digits for torch_neuronx.trace.
 _ENTRY = re.compile(r"neuronxcc-[0-9][^+/]*(?:\+[^/]+)?/MODULE_[0-9A-Za-z_]+\+(?P<flags>[0-9a-f]{8})")
 _PUBLISHED_FILE = re.compile(r"[0-9a-f]{32}/.+")
 
 
 class EntryState(StrEnum):
-    """The state of one graph in a compile cache."""
+    """The state of a graph in a compile cache."""
 
     DONE = "done"
-    FAILED = "failed"  # a cached failure, which is reused until it is deleted
-    LOCKED = "locked"  # being compiled, or a stale lock of a killed compiler
-    PARTIAL = "partial"  # traced but not compiled, or left by a killed writer
+    FAILED = "failed"  # the failure is cached and won't be retried until the entry is deleted
+    LOCKED = "locked"  # currently being compiled, or has a stale lock from a compiler that was killed
+    PARTIAL = "partial"  # traced but not yet compiled, or the writer was killed
 
 
 def entry_state(names: Collection[str]) -> EntryState:
-    """Return the state of an entry from its file names. A finished result is DONE even if a lock is left."""
+    """Determine the state of an entry from its file names. A finished entry is DONE even if it still has a lock."""
     if DONE_NAME in names and NEFF_NAME in names:
         return EntryState.DONE
     if any(name.endswith(LOCK_SUFFIX) for name in names):
@@ -61,7 +62,7 @@ def entry_state(names: Collection[str]) -> EntryState:
 
 @dataclass(frozen=True)
 class CacheFile:
-    """One file of an entry. `age_s` is None if the storage does not report it."""
+    """A file of an entry. `age_s` is None if the storage doesn't report when the file was modified."""
 
     size_bytes: int
     age_s: float | None = None
@@ -69,7 +70,7 @@ class CacheFile:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """An entry as listed. `key`: `<version folder>/<module folder>`."""
+    """An entry that was found by listing the cache. The key is `<version folder>/<module folder>`."""
 
     key: str
     files: Mapping[str, CacheFile]
@@ -80,12 +81,12 @@ class CacheEntry:
 
     @property
     def flags(self) -> str:
-        """Hash of the compiler flags."""
+        """The hash of the compiler flags."""
         return self.key.rpartition("+")[2]
 
     @property
     def is_published(self) -> bool:
-        """True if it has the layout of compile/sync.py: files in a subfolder, with a marker that has checksums."""
+        """True if this entry was published by compile/sync.py, which uses subfolders and a marker with checksums."""
         return any(name == MANIFEST_NAME or _PUBLISHED_FILE.fullmatch(name) for name in self.files)
 
     @cached_property
@@ -93,7 +94,7 @@ class CacheEntry:
         if self.is_published:
             marker = self.files.get(MANIFEST_NAME)
             return EntryState.DONE if marker and marker.size_bytes else EntryState.PARTIAL
-        # After a power failure a file may exist without its content.
+        # After a power failure, files may exist without their content.
         return entry_state({name for name, file in self.files.items() if name != NEFF_NAME or file.size_bytes})
 
     @property
@@ -106,13 +107,13 @@ class CacheEntry:
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since its newest file changed, None if any age is unknown."""
+        """Seconds since any file was last modified, or None if the age of a file is unknown."""
         ages = [file.age_s for file in self.files.values()]
         return None if None in ages else min((age for age in ages if age is not None), default=None)
 
 
 def list_entries(storage: Storage, key: str = "") -> list[CacheEntry]:
-    """List the entries of a cache, or only `key`, by name without reading files. Raises ConfigError if unreadable."""
+    """List all entries of a cache, or only the entry `key`. Raises ConfigError if the cache can't be listed."""
     root, entries = storage.local_path(""), dict[str, dict[str, CacheFile]]()
     files = _local_files(root, key) if root else ((s.key, s.size_bytes, s.age_s) for s in storage.list(key))
     for path, size_bytes, age_s in files:
@@ -123,7 +124,10 @@ def list_entries(storage: Storage, key: str = "") -> list[CacheEntry]:
 
 
 def _local_files(root: Path, key: str) -> Iterator[tuple[str, int, float | None]]:
-    """Yield (key, size, age) of files at least two folders deep, skipping files that are deleted during the listing."""
+    """Yield the key, size and age of files that are at least two folders deep.
+
+    Files that are deleted during the listing are skipped.
+    """
     now_s = time.time()
     with os_errors("listing", f"file://{root}"):
         if not root.is_dir() or not any(root.iterdir()):
@@ -135,18 +139,18 @@ def _local_files(root: Path, key: str) -> Iterator[tuple[str, int, float | None]
                     yield path.relative_to(root).as_posix(), stat.st_size, now_s - stat.st_mtime
 
 
-# Running compilers on this host, and file systems with unreliable locks.
+# Detection of running compilers and of file systems with unreliable locks.
 
-COMPILER_NAMES = ("neuronx-cc", "walrus_driver")  # the driver and its longest running child
+COMPILER_NAMES = ("neuronx-cc", "walrus_driver")  # the compiler driver and its longest-running child process
 Compilers = Callable[[], Sequence[str]]
 
 
 def live_compilers() -> list[str]:
-    """Return the running compilers of this host or container, as `name (pid 7)`."""
+    """Return the compilers that are running on this host or container, in the form `name (pid 7)`."""
     compilers = []
     for process in psutil.process_iter(["pid", "name", "cmdline", "status"]):
         info = process.info
-        # A console script may run as `python -u /opt/.../neuronx-cc compile`.
+        # A console script may be running as `python -u /opt/.../neuronx-cc compile`.
         names = [info["name"] or "", *(PurePath(argument).name for argument in (info["cmdline"] or [])[:3])]
         name = next((name for name in names if name.startswith(COMPILER_NAMES)), None)
         if name is not None and info["status"] != psutil.STATUS_ZOMBIE:
@@ -154,13 +158,14 @@ def live_compilers() -> list[str]:
     return compilers
 
 
-# Neuron documents its locks as unreliable on these: missing files, corruption, KeyError.
+# According to Neuron's documentation, locks are unreliable on these file systems, which results in missing files,
+# corruption, and KeyError.
 NETWORK_TYPES = frozenset({"nfs", "nfs4", "lustre", "efs", "cifs", "smb3"})
-LOCAL_FUSE = "fuse.fuse-overlayfs"  # the root of an unprivileged container, on a local disk
+LOCAL_FUSE = "fuse.fuse-overlayfs"  # the root file system of an unprivileged container, which is on a local disk
 
 
 def refuse_network_root(root: Path) -> None:
-    """Raise ConfigError if compilers would share `root` over a network file system."""
+    """Raise ConfigError if the cache is on a network file system."""
     resolved = root.resolve()
     mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
     mount = max(reversed(mounts), key=lambda mount: len(PurePath(mount.mountpoint).parts), default=None)
@@ -169,7 +174,7 @@ def refuse_network_root(root: Path) -> None:
         raise ConfigError(
             f"compile cache {root} is on a network file system ({kind})",
             expected="a local disk, because the compiler's locks are unreliable on network file systems",
-            next_command="set the cache to a local folder and share it with `trnpipe cache sync` through S3",
+            next_command="set the cache to a local folder, and share it through S3 with `trnpipe cache sync`",
         )
 
 
@@ -177,7 +182,11 @@ def refuse_network_root(root: Path) -> None:
 
 
 def status_lines(storage: Storage, flags: CompilerFlags, compilers: Compilers = live_compilers) -> list[str]:
-    """Return totals, a line per compiler version and set of flags, a line per entry that is not done, and warnings."""
+    """Summarize the state of a compile cache.
+
+    Returns lines with totals, the number of entries for each compiler version and set of flags, all entries that are
+    not done, and warnings.
+    """
     entries = list_entries(storage)
     running = compilers() if storage.local_path("") is not None else ()
     counts = Counter(entry.state for entry in entries)
@@ -198,14 +207,17 @@ def status_lines(storage: Storage, flags: CompilerFlags, compilers: Compilers = 
             size = format_bytes(entry.size_bytes)
             lines.append(f"{entry.state} {entry.key} | {size} | age {format_duration(entry.age_s)}")
     if counts[EntryState.FAILED] or (counts[EntryState.LOCKED] and not running):
-        lines.append("warning: failed entries and stale locks block compiling until deleted: trnpipe cache repair")
+        lines.append("warning: failed entries and stale locks block compilation (run trnpipe cache repair)")
     if texts and not any(set(flags.tokens()) == set(text.split()) for text in texts.values()):
-        lines.append(f"warning: no entry has the flags {flags.text()}, so the next run compiles every graph again")
+        lines.append(f"warning: no entry has the flags {flags.text()}, so the next run will recompile all graphs")
     return lines
 
 
 def _flags_texts(storage: Storage, entries: Sequence[CacheEntry]) -> dict[str, str]:
-    """Return the flags of each flags hash, without the target, as stored in one of its entries."""
+    """Look up the compiler flags for each flags hash, excluding the target.
+
+    They are read from the first entry with this hash that has stored them.
+    """
     texts: dict[str, str] = {}
     for entry in entries:
         if entry.flags not in texts and FLAGS_NAME in entry.files:
@@ -215,13 +227,13 @@ def _flags_texts(storage: Storage, entries: Sequence[CacheEntry]) -> dict[str, s
     return texts
 
 
-# Repair. Locked and partial entries may belong to a running compiler: on a disk if one runs on this host, on S3 until
-# they are older than SHARED_LOCK_S.
+# Repairing the cache. A locked or partial entry may still be in use by a compiler. On a local disk, we assume that it
+# is if any compiler is running on this host, and on S3, until it is older than SHARED_LOCK_S.
 
 
 @contextmanager
 def cache_lock(root: Path, stop: StopSignal) -> Iterator[Path]:
-    """Hold the lock of sync and repair on a local cache. Yields a work folder that compilers ignore."""
+    """Prevent concurrent syncs and repairs of a local cache, and yield a temporary folder that compilers ignore."""
     folder = root / LOCK_DIR
     with os_errors("writing", f"file://{folder}"):
         atomic.make_dirs(folder)
@@ -230,10 +242,12 @@ def cache_lock(root: Path, stop: StopSignal) -> Iterator[Path]:
 
 
 def repair(storage: Storage, *, stale_s: float = STALE_LOCK_S, compilers: Compilers = live_compilers) -> list[str]:
-    """Delete failed entries and stale locks, on a disk also partial entries, and return a line for each.
+    """Delete failed entries, stale locks, and (on a local disk) partial entries, and return a line for each of them.
 
-    On S3 partial entries are kept, because another machine may be about to compile them. `stale_s`: age from which a
-    lock or partial entry on a disk is stale if no compiler runs on this host. Raises Preempted when stopped.
+    On S3, partial entries are kept, since another machine may be about to compile them.
+
+    `stale_s`: age in seconds after which a lock or partial entry on a local disk is considered stale, if no compiler is
+    running on this host. Raises Preempted when stopped.
     """
     root = storage.local_path("")
     if root is None:
@@ -246,15 +260,15 @@ def repair(storage: Storage, *, stale_s: float = STALE_LOCK_S, compilers: Compil
 
 
 def release_locks(storage: Storage, *, stale_s: float = 0.0, compilers: Compilers = live_compilers) -> list[str]:
-    """Delete locks of dead compilers, so that waiting processes continue, and return a line for each."""
+    """Delete the locks of killed compilers, so that waiting processes can continue, and return a line for each."""
     return list(_clean(storage, stale_s, compilers, ()))
 
 
 def _clean(storage: Storage, stale_s: float, compilers: Compilers, dropped: Collection[EntryState]) -> Iterator[str]:
-    """Delete stale locks, and complete entries in one of the `dropped` states, and yield a line for each."""
+    """Delete stale locks, and entire entries in one of the `dropped` states. Yields a line for each deletion."""
     for listed in list_entries(storage):
         storage.stop.raise_if_set("repairing the compile cache")
-        # List the entry again, because a compiler may have started since.
+        # List the entry again, since a compiler may have started in the meantime.
         for entry in list_entries(storage, listed.key) if listed.locks or listed.state in dropped else ():
             if not (entry.locks or entry.state in dropped):
                 continue
@@ -269,7 +283,7 @@ def _clean(storage: Storage, stale_s: float, compilers: Compilers, dropped: Coll
 
 
 def _is_stale(storage: Storage, entry: CacheEntry, stale_s: float, compilers: Compilers) -> bool:
-    """Return whether no compiler can be working on a locked or partial entry."""
+    """Return whether a locked or partial entry is no longer used by any compiler."""
     is_local = storage.local_path("") is not None
     names = {lock.rpartition("/")[2] for lock in entry.locks} or entry.files.keys()
     limit_s = stale_s if is_local else SHARED_LOCK_S

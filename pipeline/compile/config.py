@@ -1,4 +1,4 @@
-"""Settings of ahead-of-time compilation."""
+"""Settings for ahead-of-time compilation."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -9,21 +9,26 @@ from pipeline.core.record import Record
 from pipeline.io.paths import user_path
 
 ALL_THERE_S = 1800.0
-"""Time-out for the last node of a job after the first: nodes load an image and pull a cache before they arrive."""
+"""How long the first node waits for the last one, since each node has to load an image and pull the cache first."""
 
 
 class CompilerFlags(Record):
-    """Flags of neuronx-cc without the target, in a fixed order because the Neuron cache key hashes their tokens."""
+    """Flags for neuronx-cc, except for the target. Their order is fixed, since it affects the Neuron cache key."""
 
     retired: ClassVar[Mapping[str, Any]] = {"model_type": "transformer", "auto_cast_type": "bf16"}
 
     auto_cast: Literal["none", "matmult", "all"] = Field(
-        "none", description="Operations that the compiler casts to bf16; always passed, as its default changed in 2.27"
+        "none", description="Operations that the compiler automatically casts to bf16 (--auto-cast)"
     )
-    optlevel: int = Field(1, ge=1, le=3, description="Optimization level; 1 compiles fastest, with least host memory")
+    optlevel: int = Field(
+        1, ge=1, le=3, description="Compiler optimization level; 1 compiles the fastest and uses the least memory"
+    )
 
     def tokens(self) -> tuple[str, ...]:
-        """Return the flags as `--name=value`."""
+        """Return a list of flags in the form `--name=value`.
+
+        `--auto-cast` is always included, since its default value changed in release 2.27.
+        """
         cast_type = () if self.auto_cast == "none" else ("--auto-cast-type=bf16",)
         cast = (f"--auto-cast={self.auto_cast}", *cast_type)
         return ("--model-type=transformer", *cast, f"--optlevel={self.optlevel}")
@@ -34,48 +39,48 @@ class CompilerFlags(Record):
 
 
 class CompileConfig(Record):
-    """Settings of ahead-of-time compilation and of its cache."""
+    """Settings for ahead-of-time compilation and the compile cache."""
 
     retired: ClassVar[Mapping[str, Any]] = {"target": ..., "parallel": ..., "max_retries": ..., "keep_versions": ()}
 
     flags: CompilerFlags = CompilerFlags()
     tool: Literal["auto", "neuron", "none"] = Field(
         "auto",
-        description="neuron: trace a trial run with neuron_parallel_compile; none: compile during the trial run; auto:"
-        " neuron on Neuron devices",
+        description="How to compile the graphs of a trial run; neuron: in parallel with neuron_parallel_compile, none:"
+        " one by one during the trial run, auto: neuron on Neuron devices",
     )
     scoring_ranks: tuple[int, ...] = Field(
         (),
-        description="Further numbers of ranks on one machine to compile the graphs of evaluation and embedding for",
+        description="Additional per-node rank counts for which to compile the graphs of evaluation and embedding",
     )
     time_limit_s: float = Field(
-        14_400.0, gt=0, description="Time limit in seconds for tracing and compiling, including the retry"
+        14_400.0, gt=0, description="Time limit for tracing and compiling in seconds, including the retry"
     )
     cache_url: str = Field(
-        "", description="Folder or s3://bucket/prefix of compiled graphs; empty: compile-cache/ in the workspace"
+        "", description="Folder or s3://bucket/prefix for compiled graphs (default: compile-cache/ in the workspace)"
     )
     sync_url: str = Field(
-        "", description="s3://bucket/prefix through which machines exchange compiled graphs; empty: no exchange"
+        "", description="s3://bucket/prefix that machines use to share compiled graphs; empty to disable sharing"
     )
     on_unknown_graph: Literal["error", "warn"] = Field(
-        "error", description="Action if a run needs a graph that was not compiled ahead of time"
+        "error", description="What to do if a run requires a graph that was not compiled ahead of time"
     )
 
     def stage_limit_s(self, *, num_nodes: int) -> float:
-        """Return the maximum duration of the stage with Neuron's tool, including the wait for other nodes."""
+        """Return the maximum duration of the stage when using Neuron's tool, including the wait for other nodes."""
         return self.time_limit_s + (ALL_THERE_S if num_nodes > 1 else 0.0)
 
     def cache_root(self, workspace: str) -> str:
-        """Return the location of compiled graphs: the absolute path of a folder, or s3://bucket/prefix."""
+        """Return the location of the compile cache, which is either an absolute path or s3://bucket/prefix."""
         root = self.cache_url or f"{workspace.rstrip('/')}/compile-cache"
         return root.rstrip("/") if root.startswith("s3://") else str(user_path(root.removeprefix("file://")))
 
 
 class EstimateConfig(Record):
-    """The machine for the estimates of `trnpipe doctor` and its price."""
+    """Settings for the time and cost estimates of `trnpipe doctor`."""
 
-    instance: str = Field("trn1.32xlarge", description="Instance type to estimate for")
+    instance: str = Field("trn1.32xlarge", description="Instance type to use for the estimates")
     price_usd_per_hour: float | None = Field(
-        None, ge=0, description="Price of the machine in dollars per hour (default: on-demand list price, if known)"
+        None, ge=0, description="Instance price in USD per hour (default: on-demand list price, if known)"
     )
-    mfu: float = Field(0.3, gt=0, le=1, description="Model FLOPS utilization: assumed fraction of peak FLOPS")
+    mfu: float = Field(0.3, gt=0, le=1, description="Assumed model FLOPS utilization, as a fraction of peak FLOPS")

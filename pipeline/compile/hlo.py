@@ -1,6 +1,6 @@
-"""Parse, compare and lint HLO text as printed by torch_xla.
+"""Parse, compare and lint HLO text that was printed by torch_xla.
 
-The format is that of XLA's `HloModule::ToString` (github.com/openxla/xla, xla/hlo/ir/hlo_instruction.cc).
+The format is defined by `HloModule::ToString` in XLA (github.com/openxla/xla, xla/hlo/ir/hlo_instruction.cc).
 """
 
 import math
@@ -19,44 +19,44 @@ _LAYOUT_OR_COMMENT = re.compile(r"\{[^{}]*\}|/\*.*?\*/")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operation of a graph."""
+    """An operation in a graph."""
 
     name: str
     opcode: str
     shape: str
-    """`f32[2,3]`, or a tuple `(f32[2], s32[2])`. A dynamic dimension is printed as its bound, `<=7`."""
+    """For example `f32[2,3]` or a tuple `(f32[2], s32[2])`. Dynamic dimensions are printed as a bound, like `<=7`."""
     first_shape: str
-    """The shape of its first operand, empty if it has none."""
+    """The shape of the first operand, or an empty string if there are no operands."""
     rest: str
-    """The text after the opening parenthesis: operands and attributes."""
+    """The operands and attributes, which are printed after the opening parenthesis."""
     combiner: str = ""
-    """The root operation of the computation that it applies (`to_apply`)."""
+    """The root operation of the computation that is applied (`to_apply`), if any."""
 
     @property
     def signature(self) -> str:
-        """Operation and shape, for counting: `dot f32[64,256]`."""
+        """The operation and its shape, for example `dot f32[64,256]`."""
         return f"{self.opcode} {self.shape}"
 
     @property
     def source(self) -> str:
-        """Source location as file:line, empty unless traced with XLA_HLO_DEBUG=1 and XLA_IR_DEBUG=1."""
+        """The source location as file:line, which requires tracing with XLA_HLO_DEBUG=1 and XLA_IR_DEBUG=1."""
         file, line = self.attribute("source_file"), self.attribute("source_line")
         return f"{file}:{line}" if file else ""
 
     def attribute(self, name: str) -> str:
-        """Return the value of an attribute without quotes, empty if it is missing."""
+        """Return the value of an attribute without quotes, or an empty string if it is missing."""
         match = re.search(rf'\b{name}=(?:"([^"]*)"|(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|[^\s,}}]+))', self.rest)
         return (match[1] or match[2] or "") if match else ""
 
 
 def arrays(shape: str) -> list[tuple[str, list[str]]]:
-    """Return (dtype, dimensions as printed) of an array, or of each array in a tuple."""
+    """Parse the shape of an array, or of each array in a tuple, as (dtype, dimensions) with dimensions as strings."""
     return [(dtype, [size for size in sizes.split(",") if size]) for dtype, sizes in _ARRAY.findall(shape)]
 
 
 def read_instructions(text: str) -> Iterator[Instruction]:
-    """Yield the instructions of all computations, without parameters that are not inputs of the graph."""
-    roots: dict[str, str] = {}  # computations are printed before those that apply them
+    """Yield the instructions of all computations. Parameters are skipped unless they are inputs of the graph."""
+    roots: dict[str, str] = {}  # computations are printed before the ones that apply them
     shapes: dict[str, str] = {}
     computation, is_entry = "", False
     for line in text.splitlines():
@@ -85,49 +85,50 @@ def read_instructions(text: str) -> Iterator[Instruction]:
 
 
 def op_counts(text: str) -> dict[str, int]:
-    """Count operations by result shape, over all computations of a graph."""
+    """Count the operations in all computations of a graph, grouped by operation and result shape."""
     return dict(sorted(Counter(instruction.signature for instruction in read_instructions(text)).items()))
 
 
 def difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return the changes of operation counts, inputs first, then the largest changes."""
+    """Return the changes in operation counts, starting with graph inputs and followed by the largest changes."""
     changes = {op: after.get(op, 0) - before.get(op, 0) for op in before.keys() | after.keys()}
     order = sorted(changes, key=lambda op: (not op.startswith("parameter "), -abs(changes[op]), op))
     return {op: changes[op] for op in order if changes[op]}
 
 
 def describe(changes: Mapping[str, int], limit: int = 8) -> str:
-    """Format a difference: `-1 parameter f32[64,2], +3 dot f32[64,256] and 12 more`."""
+    """Format changes, for example as `-1 parameter f32[64,2], +3 dot f32[64,256] and 12 more`."""
     if not changes:
-        return "the same operations in another order or with other constants"
+        return "a different order of operations or different constants"
     more = f" and {len(changes) - limit} more" if len(changes) > limit else ""
     return ", ".join([f"{change:+d} {op}" for op, change in changes.items()][:limit]) + more
 
 
-# The lint finds operations that neuronx-cc is documented to refuse or to compute wrongly. Sources: AWS Neuron
-# documentation (error code pages of neuronx-cc), and traces by torch-xla 2.9 on XLA:CPU. Codes such as EVRF001 are
-# printed by neuronx-cc (as NCC_EVRF001). HLO0xx are codes of this lint, for wrong results.
+# The lint detects operations that, according to the documentation, neuronx-cc rejects or computes incorrectly. The
+# rules are based on the error code pages in the AWS Neuron documentation and on traces from torch-xla 2.9 on XLA:CPU.
+# Codes such as EVRF001 are the ones that neuronx-cc prints (as NCC_EVRF001), whereas HLO0xx are codes of this lint for
+# operations that would return incorrect results.
 
 Severity = Literal["error", "warning"]
 
 INTEGERS = frozenset({"s2", "s4", "s8", "s16", "s32", "s64", "u2", "u4", "u8", "u16", "u32", "u64"})
 DYNAMIC = frozenset({"set-dimension-size", "get-dimension-size", "dynamic-reshape"})
 LARGEST_EXCHANGE_BYTES = 140_000_000
-_FLOAT_EXACT = "exact below 2^24 only"
+_FLOAT_EXACT = "only exact below 2^24"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem and the number of its occurrences at one source location."""
+    """A problem at one source location, and how often it occurs there."""
 
     code: str
     message: str
     remedy: str
     severity: Severity = "error"
     instruction: str = ""
-    """Name, operation and shape of the first instruction, empty for a counter."""
+    """Name, operation and shape of the first instruction, or an empty string if the problem was found in counters."""
     source: str = ""
-    """Source location, see Instruction.source."""
+    """Source location (see Instruction.source)."""
     count: int = 1
 
     def __str__(self) -> str:
@@ -138,64 +139,67 @@ class Finding:
 
 
 def _check_shapes(op: Instruction) -> Iterator[Finding]:
-    """Check the dtypes and dimensions of any operation."""
+    """Check the data types and dimensions of an operation."""
     shapes = [] if op.opcode == "tuple" else arrays(op.shape)
     dtypes = sorted({dtype for dtype, _ in shapes})
     for dtype in dtypes:
         if dtype in ("c64", "c128"):
-            yield Finding("EVRF004", f"complex numbers ({dtype})", "keep real and imaginary parts in two tensors")
+            yield Finding("EVRF004", f"complex numbers ({dtype})", "store real and imaginary parts in two tensors")
         elif dtype.startswith("f8") and ("fnuz" in dtype or "b11" in dtype or dtype == "f8e4m3fn"):
-            remedy = "bf16, or f8e5m2 / f8e4m3 if the compiler supports them"
+            remedy = "use bf16, or f8e5m2 or f8e4m3 if the compiler supports them"
             yield Finding("EVRF005", f"an 8-bit float that trn1 and trn2 do not support ({dtype})", remedy)
         elif dtype.startswith("f4"):
-            yield Finding("ESPP004", f"a 4-bit float ({dtype})", "bf16")
+            yield Finding("ESPP004", f"a 4-bit float ({dtype})", "use bf16")
         elif dtype == "f64":
-            remedy = "float32: compare with tensors, not with Python floats"
+            remedy = "use float32, and compare with tensors instead of Python floats"
             yield Finding("ESPP004", f"double precision in {op.opcode} (f64)", remedy, "warning")
     if op.opcode in DYNAMIC or any(size.startswith(("<=", "?")) for _, sizes in shapes for size in sizes):
-        remedy = "fixed shapes: a mask instead of indexing by condition"
-        yield Finding("EMOD025", f"a dimension known only at run time, in {op.opcode}", remedy)
+        remedy = "use static shapes, for example with a mask instead of boolean indexing"
+        yield Finding("EMOD025", f"a dynamic dimension in {op.opcode}", remedy)
     integers = ", ".join(dtype for dtype in dtypes if dtype in INTEGERS)
     if integers and op.opcode in ("dot", "all-reduce", "reduce-scatter"):
-        remedy = f"{_FLOAT_EXACT}: use float32, or keep the values small"
+        remedy = f"use float32, or ensure that values are small ({_FLOAT_EXACT})"
         yield Finding("HLO004", f"{op.opcode} of {integers}", remedy, "warning")
     if op.opcode in ("all-gather", "reduce-scatter"):
-        # AWS's trainer got NaN above this size (neuronx-distributed, trainer/trainer.py: "Bucket cap > 140 MB").
+        # neuronx-distributed observed NaN above this size (trainer/trainer.py: "Bucket cap > 140 MB").
         largest = max(
             math.prod(map(int, sizes)) * int("".join(filter(str.isdigit, dtype)) or 8) // 8
             for dtype, sizes in (*shapes, *arrays(op.first_shape))
         )
         if largest > LARGEST_EXCHANGE_BYTES:
-            remedy = "split it, because collectives above 140 MB may return NaN"
+            remedy = "split the tensor, since collectives above 140 MB may return NaN"
             yield Finding("HLO007", f"{op.opcode} of {largest / 1e6:,.0f} MB", remedy, "warning")
 
 
 def _check_operation(op: Instruction) -> Iterator[Finding]:
-    """Check for operations that are documented as refused, or refused for integers."""
+    """Check for operations that are documented as unsupported in general or for integers."""
     target = op.attribute("custom_call_target")
     keys = {dtype for dtype, _ in arrays(op.first_shape)} & INTEGERS
     if keys and (op.opcode in ("sort", "topk") or target in ("TopK", "AwsNeuronTopK")):
-        remedy = f"convert the keys to float32 ({_FLOAT_EXACT}) before sort or topk"
-        yield Finding("EVRF013", f"{target or op.opcode} by keys of {', '.join(sorted(keys))}", remedy)
+        remedy = f"convert the keys to float32 before sort or topk ({_FLOAT_EXACT})"
+        yield Finding("EVRF013", f"{target or op.opcode} with {', '.join(sorted(keys))} keys", remedy)
     combined = {dtype for dtype, _ in arrays(op.shape)} & (INTEGERS | {"pred"})
-    if op.opcode == "scatter" and combined and op.combiner != "parameter":  # a parameter overwrites
-        remedy = f"scatter float32 and convert back ({_FLOAT_EXACT})"
+    if op.opcode == "scatter" and combined and op.combiner != "parameter":  # a parameter means that values are replaced
+        remedy = f"scatter float32 values and convert back ({_FLOAT_EXACT})"
         yield Finding("EVRF016", f"scatter that combines {', '.join(sorted(combined))}", remedy)
     if op.opcode in ("triangular-solve", "cholesky"):
-        yield Finding("EVRF001", f"operator {op.opcode}", "solve or factor on the host, before or after training")
+        yield Finding("EVRF001", f"operator {op.opcode}", "compute it on the host, before or after training")
     if op.opcode == "rng-bit-generator" and op.attribute("algorithm") not in ("", "rng_default"):
-        remedy = "unset XLA_RNG_BIT_GENERATOR: only rng_default is implemented"
-        yield Finding("EVRF006", f"random numbers by {op.attribute('algorithm')}", remedy)
+        remedy = "unset XLA_RNG_BIT_GENERATOR, since only rng_default is implemented"
+        yield Finding("EVRF006", f"random numbers generated by {op.attribute('algorithm')}", remedy)
     if op.opcode == "custom-call" and not target.startswith(("AwsNeuron", "NeuronBoundaryMarker", "Resize")):
-        yield Finding("EVRF015", f"custom call {target}", "use plain operators, or compute it on the host")
+        yield Finding("EVRF015", f"custom call {target}", "use regular operators, or compute it on the host")
 
 
 HOST_READ = "HLO006"
-"""Code of the finding that a value was read on the host."""
+"""Code that is reported if a value was read on the host."""
 
 
 def lint(*texts: str) -> tuple[Finding, ...]:
-    """Apply every rule to every instruction of HLO texts. Returns each problem once per source line, errors first."""
+    """Apply all rules to all instructions in the given HLO texts.
+
+    Each problem is reported once per source line. Errors precede warnings.
+    """
     findings: dict[tuple[str, str, str], Finding] = {}
     for text in texts:
         for op in read_instructions(text):
@@ -208,13 +212,13 @@ def lint(*texts: str) -> tuple[Finding, ...]:
 
 
 def lint_counters(counters: Mapping[str, int]) -> tuple[Finding, ...]:
-    """Report operators that ran on the host, from the `aten::` counters of torch_xla.debug.metrics."""
+    """Report operators that ran on the host, based on the `aten::` counters in torch_xla.debug.metrics."""
     read = "aten::_local_scalar_dense"
     findings = [
         Finding(
             "HLO005",
             f"{name} ran on the host, which splits the graph and copies the result back to the device",
-            "use another operator, or move the computation to data preparation",
+            "use a different operator, or move the computation to data preparation",
             count=count,
         )
         for name, count in sorted(counters.items())

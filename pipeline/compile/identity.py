@@ -1,4 +1,8 @@
-"""The plan that identifies the graphs of a run, and the guard that compares a run with the manifest of its plan."""
+"""Graph plans and guards.
+
+A plan identifies the graphs of a run. A guard verifies that a run only uses graphs that are listed in the manifest of
+its plan.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,7 +31,7 @@ from pipeline.model.config import ENCODER_FIELDS, EncoderSize, InputSpec, ModelC
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 
-# Settings that do not affect graphs, because their values are inputs or are used on the host only.
+# Settings that don't affect graphs, because they are passed as inputs or are only used on the host.
 _NOT_IN_GRAPHS = {
     "start",
     "replay_share",
@@ -52,7 +56,10 @@ _SCHEDULE_FIELDS = {"learning_rate", "warmup_fraction", "schedule", "final_fract
 def graph_plan(
     settings: Settings, spec: InputSpec, buckets: Sequence[Bucket], share: RankSlice, device: str
 ) -> dict[str, PlanValue]:
-    """Return everything that determines the graphs of training, by name. Runs with equal plans share their graphs."""
+    """Return the plan of a training run, which contains everything that determines its graphs.
+
+    Runs with the same plan have the same graphs.
+    """
     plan = evaluation_plan(settings, spec, buckets, share.world_size, device)
     parallel = settings.train.parallel
     if parallel.recompute != "none":
@@ -65,7 +72,10 @@ def graph_plan(
 def evaluation_plan(
     settings: Settings, spec: InputSpec, buckets: Sequence[Bucket], world_size: int, device: str
 ) -> dict[str, PlanValue]:
-    """Return the part of the plan that determines the graphs of evaluation, without how ranks divide a step."""
+    """Return the part of a training plan that determines the graphs of evaluation.
+
+    This does not include how each step is divided between ranks.
+    """
     train, model = settings.train, settings.model
     plan: dict[str, PlanValue] = {}
     for prefix, fields, excluded in (
@@ -90,7 +100,10 @@ def evaluation_plan(
 def embed_plan(
     model: ModelConfig, embed: EmbedConfig, flags: CompileConfig, spec: InputSpec, device: str, world_size: int
 ) -> dict[str, PlanValue]:
-    """Return the part of the plan for graphs of embedding: encoder, vocabulary, shapes, device, replicas, compiler."""
+    """Return the part of a training plan that determines the graphs of embedding.
+
+    This includes the encoder, the vocabulary, shapes, the device, the number of replicas, and the compiler.
+    """
     plan: dict[str, PlanValue] = {
         f"model.{name}": value
         for name, value in model.shape().items()
@@ -105,9 +118,9 @@ def embed_plan(
     return plan | {
         "data.vocab_size": spec.vocab_size,
         "device": device,
-        # The number of devices for which a rank's runtime compiles every graph, even one without collectives.
-        # PyTorch/XLA 2.9 passes it to the compiler (PjRtComputationClient::Compile), so it may change the cache key.
-        # XLA:CPU processes compile for one device each.
+        # The number of devices that each graph is compiled for, even if it doesn't contain any collectives. This may
+        # affect the cache key, because PyTorch/XLA 2.9 passes it to the compiler (PjRtComputationClient::Compile). On
+        # XLA:CPU, each process compiles for a single device.
         "replicas": 1 if is_lazy_host(device) else world_size,
         "flags": flags.flags.text(),
         "versions": versions,
@@ -115,9 +128,10 @@ def embed_plan(
 
 
 def open_guard(workspace: Storage, plan: Plan, tracer: Tracer, config: CompileConfig, console: Console) -> GraphWatch:
-    """Return a guard that compares a run with the manifest of exactly its plan, if the workspace has manifests.
+    """Return a guard that compares the graphs of a run with the manifest of its plan.
 
-    Raises ConfigError, before anything is traced, if it has manifests of other plans only.
+    If the workspace has no manifests, the guard does nothing. Raises ConfigError before anything is traced if it only
+    has manifests for different plans.
     """
     manifest = load_manifest(workspace, plan)
     if manifest is not None:
@@ -128,10 +142,11 @@ def open_guard(workspace: Storage, plan: Plan, tracer: Tracer, config: CompileCo
 def open_part_guard(
     workspace: Storage, plan: Plan, tracer: Tracer, config: CompileConfig, console: Console
 ) -> GraphWatch:
-    """Return a guard for evaluation or embedding, whose plan may be part of several training plans.
+    """Return a guard for evaluation or embedding, using the manifest of any training plan that contains `plan`.
 
-    On devices these must have the same number of ranks. Evaluation and embedding may also run on CPU machines while
-    training runs on Trainium. XLA:CPU compiles in seconds, so only manifests for XLA:CPU and this model are enforced.
+    On accelerators, this requires the same number of ranks. On XLA:CPU, which compiles in seconds, we only enforce
+    manifests for XLA:CPU and the same model, since evaluation and embedding may run on CPU instances even if the model
+    is trained on Trainium.
     """
     manifests = load_manifests(workspace)
     for manifest in manifests:
@@ -155,7 +170,7 @@ def _unguarded(
     if not others:
         console.info("graphs: none compiled ahead of time, compiling on demand (see trnpipe compile)")
         return GraphWatch()
-    message = f"no graph of this run was compiled ahead of time: {'; '.join(plan_differences(plan, others))}"
+    message = f"no graph of this run was compiled ahead of time: {', '.join(plan_differences(plan, others))}"
     if config.on_unknown_graph == "error":
         raise ConfigError(
             message,

@@ -1,4 +1,4 @@
-"""The graph manifest: all graphs of a cycle, recorded by the compile stage and enforced by later runs."""
+"""Graph manifests, which list all graphs of a cycle, are recorded by the compile stage and enforced by later runs."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,34 +16,40 @@ from pipeline.io.storage import Storage, read_record
 FOLDER = "compile-cache/graphs"
 PlanValue = None | bool | int | float | str | list[int] | list[str] | dict[str, str]
 Plan = Mapping[str, PlanValue]
-"""Everything that determines the graphs of a run, by name. Runs with equal plans share their graphs."""
+"""Everything that determines the graphs of a run, by name. Runs with the same plan have the same graphs."""
 
 
 class GraphRecord(Record):
-    """One graph of a manifest."""
+    """A graph in a manifest."""
 
-    key: str = Field(description="Digest of operations, flags, world and versions, the same on every machine")
+    key: str = Field(description="Digest of operations, flags, world size and versions, which is machine-independent")
     phase: str = Field(
         description="Part of the program: start, step, first_micro_step, micro_step, update,"
         " embed_batch, embeddings, contrast, evaluate, embed"
     )
-    bucket: str = Field(description="QUERYxPRODUCT tokens, tokens of a text to embed, or empty without a batch")
-    batch_size: int = Field(description="Samples on one device, 0 for a graph without a batch")
+    bucket: str = Field(
+        description="QUERYxPRODUCT tokens, number of tokens of texts to embed, or empty for a graph without a batch"
+    )
+    batch_size: int = Field(description="Number of samples per device, or 0 for a graph without a batch")
     num_instructions: int
     hlo_bytes: int = Field(description="Length of the HLO text")
     op_counts: dict[str, int] = Field(description="Number of instructions by operation and shape")
-    compiles: int = Field(description="Number of compilations, since graphs that differ only in aliasing have one key")
-    compile_s: float = Field(description="Compile time in seconds when it was recorded")
+    compiles: int = Field(
+        description="Number of compilations, which may exceed 1 since graphs that only differ in aliasing have one key"
+    )
+    compile_s: float = Field(description="Compile time in seconds when the graph was recorded")
 
 
 class GraphManifest(Record):
-    """All graphs of one plan: settings, device, world size, flags and versions."""
+    """All graphs for a plan, which includes the settings, device, world size, compiler flags and versions."""
 
-    schema_version: Literal[1, 2] = Field(2, description="1: keys of an earlier revision, which match no graph")
+    schema_version: Literal[1, 2] = Field(
+        2, description="Version of the graph keys, where keys of version 1 never match"
+    )
     plan: dict[str, PlanValue] = Field(description="Everything that determines the graphs, by name")
     graphs: tuple[GraphRecord, ...]
     cache_entries: dict[str, float | None] = Field(
-        default={}, description="Entries of the Neuron compile cache with the graphs, and compile seconds if known"
+        default={}, description="Neuron compile cache entries of the graphs, with compile times in seconds if known"
     )
 
     @property
@@ -52,17 +58,17 @@ class GraphManifest(Record):
 
     @property
     def compile_s(self) -> float:
-        """Total compile time in seconds, over all machines."""
+        """Total compile time in seconds on all machines."""
         entries = sum(seconds or 0.0 for seconds in self.cache_entries.values())
         return round(entries or sum(graph.compile_s for graph in self.graphs), 3)
 
     @property
     def key(self) -> str:
-        """Its storage key in a workspace."""
+        """The storage key of this manifest in a workspace."""
         return f"{FOLDER}/{self.plan_id}.json"
 
     def nearest(self, phase: str, op_counts: Mapping[str, int]) -> GraphRecord | None:
-        """Return the graph with the smallest difference of operation counts, in the same phase if possible."""
+        """Return the graph with the most similar operation counts, preferring graphs of the same phase."""
 
         def distance(graph: GraphRecord) -> int:
             return sum(map(abs, difference(graph.op_counts, op_counts).values()))
@@ -71,9 +77,10 @@ class GraphManifest(Record):
 
 
 def graph_key(graph_hash: str, plan: Plan) -> str:
-    """Return a graph's key: a digest of its operations (backend.graph_hash), compiler flags and optimizer settings.
+    """Return the key of a graph, which is a digest of its operations, compiler flags and optimizer settings.
 
-    torch_xla passes the optimizer's values as inputs on XLA:CPU, but on other devices they may be graph constants.
+    Optimizer settings are included because they may be constants in the graph, even though torch_xla passes them as
+    inputs on XLA:CPU. `graph_hash`: the hash of operations that the backend computes.
     """
     compiler = ("device", "flags", "replicas", "versions", "world_size")
     rest = {name: value for name, value in plan.items() if name in compiler or name.startswith("train.optimizer.")}
@@ -81,17 +88,20 @@ def graph_key(graph_hash: str, plan: Plan) -> str:
 
 
 def store_manifest(workspace: Storage, manifest: GraphManifest) -> None:
-    """Publish a manifest atomically."""
+    """Atomically write a manifest to the workspace."""
     workspace.write_bytes(manifest.key, manifest.model_dump_json(indent=1).encode() + b"\n")
 
 
 def load_manifest(workspace: Storage, plan: Plan) -> GraphManifest | None:
-    """Return the manifest of exactly this plan and this schema, if any. Raises DataError if it is damaged."""
+    """Load the manifest of a plan, or return None if there is none with the current schema.
+
+    Raises DataError if the manifest is damaged.
+    """
     return _read(workspace, f"{FOLDER}/{fingerprint(dict(plan))}.json")
 
 
 def load_manifests(workspace: Storage) -> list[GraphManifest]:
-    """Return all manifests of the workspace, except those of earlier schemas."""
+    """Load all manifests in the workspace, except for those with an earlier schema."""
     keys = [stat.key for stat in workspace.list(FOLDER) if stat.key.endswith(".json")]
     return [manifest for key in keys if (manifest := _read(workspace, key)) is not None]
 
@@ -102,7 +112,10 @@ def _read(workspace: Storage, key: str) -> GraphManifest | None:
 
 
 def plan_differences(requested: Plan, manifests: Sequence[GraphManifest]) -> list[str]:
-    """Compare a plan with the nearest compiled one, with a line `name: compiled ..., now ...` per difference."""
+    """Compare a plan with the most similar one that was compiled.
+
+    Each difference is returned in the form `name: compiled ..., now ...`.
+    """
     tables = []
     for plan in [manifest.plan for manifest in manifests]:
         names = sorted(name for name in plan.keys() | requested.keys() if plan.get(name) != requested.get(name))
@@ -110,21 +123,22 @@ def plan_differences(requested: Plan, manifests: Sequence[GraphManifest]) -> lis
     return min(tables, key=len, default=[])
 
 
-# Watching the graphs of a program: recorded in a trial run, compared with the manifest otherwise. A graph is hashed
-# when the program is about to cut it, before anything is compiled. Hashing walks over all its operations, so it is done
-# only for the first graphs at each position (phase, bucket), and again after the compile counter has changed. Devices
-# that compile each step (`compiles_steps`) expose no graph, so a position counts as compiled once its program has run.
+# Watching the graphs of a program. A trial run records them, and other runs compare them with the manifest. We hash a
+# graph when the program is about to cut it, before anything is compiled. Since this requires iterating over all of its
+# operations, we only hash the first few graphs at each position (phase and bucket), and again whenever the compile
+# counter has changed. Devices that compile entire steps (`compiles_steps`) don't expose graphs, so a position is
+# considered to be compiled once its program has run.
 
 Tensors = Sequence[Any]
-"""Torch tensors, without an import of torch."""
+"""Torch tensors. This module doesn't import torch."""
 COMPILE = "trnpipe compile, with the same settings"
 _WARN_ONLY = "--compile.on-unknown-graph warn"
-_MAX_CHECKS = 3  # per position, before relying on the compile counter
+_MAX_CHECKS = 3  # number of graphs to hash at each position before relying on the compile counter
 
 
 @dataclass(frozen=True)
 class GraphPosition:
-    """The position in a program at which a graph is cut."""
+    """A position in a program where a graph is cut."""
 
     phase: str
     bucket: str = ""
@@ -136,7 +150,7 @@ class GraphPosition:
 
 
 class Tracer(Protocol):
-    """The part of a backend that hashes graphs and counts compilations."""
+    """The methods of a backend that hash graphs and count compilations."""
 
     compiles_steps: bool
 
@@ -147,10 +161,10 @@ class Tracer(Protocol):
 
 
 class GraphWatch:
-    """Hooks around every graph that a program cuts. This base class does nothing, for devices without tracing."""
+    """Hooks that are called for each graph that a program cuts. This base class does nothing."""
 
     def before(self, position: GraphPosition, tensors: Tensors) -> None:
-        """Check the graph that computes `tensors`, which is complete but not yet compiled."""
+        """Check the graph that computes `tensors`. It is complete, but has not been compiled yet."""
 
     def after(self, position: GraphPosition) -> None:
         """Count compilations after the graph has been sent to the device."""
@@ -158,17 +172,20 @@ class GraphWatch:
 
 @dataclass
 class Recorder(GraphWatch):
-    """Recorder of all distinct graphs of a trial run with their compile times."""
+    """Recorder that keeps track of all distinct graphs of a trial run and their compile times."""
 
     tracer: Tracer
     plan: Plan
     graphs: dict[str, GraphRecord] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    """HLO text by key, for the lint."""
+    """HLO text of each graph by key, which is used by the lint."""
     on_graph: Callable[[int, GraphPosition], object] = lambda number, position: None
-    """Called with the number (from 1) of each new graph before it is compiled, or after if `compiles_steps`."""
+    """Called with the number of each new graph, starting from 1.
+
+    It is called before the graph is compiled, or afterwards if the device has `compiles_steps`.
+    """
     extra_compiles: list[str] = field(default_factory=list)
-    """Positions at which more than the recorded graph was compiled."""
+    """Positions where any graph was compiled in addition to the recorded one."""
     _key: str = field(default="", init=False)
     _count: int = field(default=0, init=False)
     _seconds: float = field(default=0.0, init=False)
@@ -215,7 +232,7 @@ class Recorder(GraphWatch):
         self.on_graph(len(self.graphs), position)
 
     def _new_compiles(self) -> int:
-        """Return the number of compilations since the last call."""
+        """Return the number of compilations since the previous call."""
         count = self.tracer.compile_count()
         compiled, self._count = count - self._count, count
         self._seconds = self.tracer.compile_seconds()
@@ -224,9 +241,9 @@ class Recorder(GraphWatch):
 
 @dataclass
 class Guard(GraphWatch):
-    """Guard that compares the graphs of a run with the manifest.
+    """Guard that verifies that all graphs of a run are listed in the manifest.
 
-    On a device with `compiles_steps`, only the first pass at a position may load programs from the cache.
+    On a device with `compiles_steps`, programs may only be loaded from the cache in the first pass at each position.
     """
 
     tracer: Tracer
@@ -235,10 +252,10 @@ class Guard(GraphWatch):
     warn: Callable[[str], None]
     unknown: int = 0
     steps: int = 0
-    """Number of steps finished in this process."""
+    """Number of steps that were completed in this process."""
     _count: int = field(default=0, init=False)
     _checks: Counter[GraphPosition] = field(default_factory=Counter, init=False)
-    """Number of checked graphs at each position, or of passes if the device has `compiles_steps`."""
+    """Number of graphs checked at each position, or number of passes if the device has `compiles_steps`."""
     _is_checked: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -260,7 +277,7 @@ class Guard(GraphWatch):
         compiled, self._count = count - self._count, count
         if not self.tracer.compiles_steps:
             if compiled and not self._is_checked:
-                self._checks[position] -= 1  # it is new or differs only in aliasing, so check the next one
+                self._checks[position] -= 1  # the graph is new or only differs in aliasing, so check the next one
             return
         self._checks[position] += 1
         is_known = graph_key(str(position), self.manifest.plan) in self._keys
@@ -268,21 +285,21 @@ class Guard(GraphWatch):
             return
         why = "is not in the manifest" if not is_known else "was compiled before, so a shape or type has changed"
         message = f"after {self.steps} steps, {compiled} graphs were compiled at {position}, which {why}"
-        self._report(compiled, message, "one graph per shape of the compile stage (TORCH_LOGS=recompiles explains why)")
+        self._report(compiled, message, "one graph per shape of the compile stage (see TORCH_LOGS=recompiles)")
 
     def _report(self, count: int, message: str, expected: str) -> None:
-        """Count graphs that are not in the manifest, and raise ConfigError or warn."""
+        """Count graphs that are not in the manifest, and either raise ConfigError or print a warning."""
         self.unknown += count
         if self.on_unknown == "error":
             raise ConfigError(message, expected=expected, next_command=f"{COMPILE}, or {_WARN_ONLY}")
         self.warn(f"{message}; expected {expected}")
 
     def _explain(self, position: GraphPosition, text: str) -> str:
-        """Describe the nearest known graph and the difference from it."""
+        """Describe how a graph differs from the most similar graph in the manifest."""
         counts = op_counts(text)
         nearest = self.manifest.nearest(position.phase, counts)
         if nearest is None:
             return "a manifest with at least one graph"
         nearest_position = GraphPosition(nearest.phase, nearest.bucket, nearest.batch_size)
         changes = describe(difference(nearest.op_counts, counts))
-        return f"the nearest compiled graph, {nearest_position}, from which this one differs by {changes}"
+        return f"a graph in the manifest, the most similar of which is {nearest_position} (differences: {changes})"

@@ -1,14 +1,16 @@
-"""Exchange compiled graphs between machines.
+"""Share compiled graphs between machines.
 
-PyTorch/XLA: entries of a local cache are copied to and from a storage that all nodes share. In the storage an entry is
-a committed folder, `<entry>/<content id>/<files>` and a marker `<entry>/MANIFEST.json`. Nodes that compile the same
-graph produce different bytes (a NEFF contains times and ids), so files are in a folder named by their content, and the
-marker, which is created once, refers to the folder of the first node. An empty marker withdraws a damaged entry until
-a node that has the entry replaces it. Concurrent and killed processes are safe, because the marker is written last, and
-on the disk an entry appears by one rename, or with `model.done` last.
+With PyTorch/XLA, the entries of a local cache are copied to and from a storage that all nodes share. In the storage,
+the files of an entry are stored as `<entry>/<content id>/<files>`, with a marker `<entry>/MANIFEST.json`. If several
+nodes compile the same graph, the files differ, because a NEFF contains timestamps and ids. We therefore store them in a
+folder named after their content, and the marker, which is only created once, refers to the folder of the first node. If
+an entry is found to be damaged, it is withdrawn by making the marker empty, until it is replaced by a node that has the
+entry. It is safe to sync concurrently or to kill a sync, because the marker is written last. On the local disk, entries
+are added with a single rename, or by moving `model.done` last.
 
-The native device: programs are files named by their content, `<folders>/<hash>.neff`, which torch-neuronx writes under
-another name and renames ("safe for concurrent access across processes and nodes", its source).
+On the native device, programs are files named after their content, `<folders>/<hash>.neff`. torch-neuronx writes each
+of them to a temporary file and renames it, which its source describes as "safe for concurrent access across processes
+and nodes".
 """
 
 import errno
@@ -47,12 +49,16 @@ from pipeline.parallel.world import TRACE_FILE, node_from_env
 from pipeline.settings import Settings
 
 WITHDRAWN = b""
-NUM_ENTRY_THREADS = 4  # entries copied in parallel, each with its files in parallel
+NUM_ENTRY_THREADS = 4  # number of entries to copy in parallel, in addition to copying the files of each in parallel
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Keys of copied entries, (key, reason) of skipped entries, and the number of entries that both sides had."""
+    """The result of a sync.
+
+    It contains the keys of copied entries, the keys and reasons of skipped entries, and the number of entries that were
+    already on both sides.
+    """
 
     pulled: tuple[str, ...] = ()
     pushed: tuple[str, ...] = ()
@@ -67,10 +73,11 @@ class SyncReport:
 
 
 def sync_cache(root: Path, storage: Storage) -> SyncReport:
-    """Copy finished entries between the local cache `root` and `storage`, pulling first because training waits for it.
+    """Copy finished entries between the local cache `root` and `storage`.
 
-    Raises ConfigError if the root is on a network file system or is itself a shared storage. After DiskFull,
-    TransientError or Preempted, copied entries are usable and the same call continues.
+    Entries are pulled before any are pushed, since training has to wait for them. Raises ConfigError if the root is on
+    a network file system, or if it is itself a shared storage. After DiskFull, TransientError or Preempted, entries
+    that have been copied can be used, and calling this again continues with the others.
     """
     refuse_network_root(root)
     local = open_storage(str(root), stop=storage.stop)
@@ -79,12 +86,12 @@ def sync_cache(root: Path, storage: Storage) -> SyncReport:
     if is_same or any(entry.is_published for entry in list_entries(local)):
         raise ConfigError(
             f"compile cache {root} is itself a storage that caches are synced with",
-            expected="the compiler's local folder, and another folder or s3:// prefix shared by all nodes",
+            expected="the compiler's local folder, and a different folder or s3:// prefix that all nodes share",
             next_command="trnpipe config  # see the section compile",
         )
     with cache_lock(root, storage.stop) as work_dir:
         staging = work_dir / "staging"
-        _clear(staging)  # left by a killed sync, since this process has the lock
+        _clear(staging)  # we have the lock, so any existing files are from a sync that was killed
         try:
             return _Sync(local, root, storage, staging).run()
         finally:
@@ -118,21 +125,24 @@ class _Sync:
         )
 
     def _pull(self, key: str) -> str:
-        """Copy an entry to the disk. Return an empty string, or why it was skipped."""
+        """Copy an entry to the local disk. Returns the reason if it was skipped, or else an empty string."""
         if any(entry.locks for entry in list_entries(self.local, key)):
-            return "locked here by a running or killed compiler (trnpipe cache repair)"
+            return "locked locally by a compiler that is running or was killed (see trnpipe cache repair)"
         marker = join_key(key, MANIFEST_NAME)
-        stat = self.storage.stat(marker)  # before the entry is verified
+        stat = self.storage.stat(marker)  # must be read before the entry is verified
         try:
             folder = self._fetch(key)
-        except DataError as error:  # withdraw it, so that a node that has or compiles it can push it again
+        except DataError as error:  # withdraw the entry, so that any node that has or compiles it can push it again
             if stat is not None and stat.etag:
                 self.storage.write_if_match(marker, WITHDRAWN, stat.etag)
-            return f"{error.seen}; withdrawn, to be compiled and pushed again"
-        return "" if place_entry(self.root, key, folder) else "locked here by a compiler that started during the pull"
+            return f"{error.seen} (withdrawn, so that it is compiled and pushed again)"
+        return "" if place_entry(self.root, key, folder) else "locked by a compiler that started during the pull"
 
     def _fetch(self, key: str) -> Path:
-        """Return a verified copy in the staging folder. Raises DataError if the marker or a file is damaged."""
+        """Download an entry to the staging folder and verify it.
+
+        Raises DataError if the marker or any file is damaged.
+        """
         fetched = fetch_dir(self.storage, key, self.staging / key)
         with os_errors("reading", f"file://{fetched}"):
             manifest = Manifest.from_json((fetched / MANIFEST_NAME).read_bytes(), source=str(fetched))
@@ -150,7 +160,10 @@ class _Sync:
         return folder
 
     def _push(self, entry: CacheEntry) -> str | None:
-        """Upload the files, then the marker. Return '', why it was skipped, or None if another node was first."""
+        """Upload the files of an entry, followed by the marker.
+
+        Returns an empty string, the reason if the entry was skipped, or None if another node has already pushed it.
+        """
         key, folder = entry.key, self.root / entry.key
         marker = join_key(key, MANIFEST_NAME)
         before = self.storage.stat(marker)
@@ -181,7 +194,8 @@ class _Sync:
             won = self.storage.write_if_absent(marker, manifest.to_json())
         if won:
             return ""
-        try:  # the first node may have pushed the same bytes; searched as text, since the marker may be damaged
+        # The other node may have pushed identical files. The marker may be damaged, so don't parse it.
+        try:
             is_used = f'"{content}/'.encode() in self.storage.read_bytes(marker)
         except KeyNotFound:
             is_used = False
@@ -191,10 +205,11 @@ class _Sync:
 
 
 def place_entry(root: Path, key: str, folder: Path) -> bool:
-    """Move the files of `folder` (on the same file system) to the entry. Return False if the entry is locked.
+    """Move the files in `folder`, which must be on the same file system, to an entry of the local cache.
 
-    A missing entry appears by one rename. For an existing one (traced, failed, half written) the files are moved one by
-    one, then the log of an earlier failure is deleted, and `model.done` is moved last.
+    If the entry doesn't exist yet, the folder is renamed. Otherwise, the entry may have been traced, failed or
+    partially written. In that case, the files are moved one by one and the log of an earlier failure is deleted, before
+    `model.done` is moved last. Returns False if the entry is locked.
     """
     target = root / key
     with os_errors("writing", f"file://{target}"):
@@ -225,10 +240,10 @@ def _clear(staging: Path) -> None:
             shutil.rmtree(staging)
 
 
-# Sharing programs during a stage on Neuron.
+# Sharing compiled programs while a stage is running on Neuron.
 
 FOLDER = "neff"
-PUSH_EVERY_S = 60.0  # a machine that fails while compiling loses the programs of at most one minute
+PUSH_EVERY_S = 60.0  # if a machine fails, the programs compiled in the last minute are lost
 _PROGRAM = re.compile(r"(?:[0-9A-Za-z_-][0-9A-Za-z_.+-]*/)*[0-9A-Za-z_-][0-9A-Za-z_.+-]*\.neff")
 
 
@@ -236,10 +251,11 @@ _PROGRAM = re.compile(r"(?:[0-9A-Za-z_-][0-9A-Za-z_.+-]*/)*[0-9A-Za-z_-][0-9A-Za
 def shared_compile_cache(
     settings: Settings, stop: StopSignal, say: Say, env: Mapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """Prepare the compile cache of a stage and share new programs, once per node and not in each rank.
+    """Prepare the compile cache for a stage, and share new programs while the stage is running.
 
-    PyTorch/XLA uses a cache on S3 directly, so only stale locks are deleted there. Programs of the native device are
-    copied from and to the storage. Enter it after `use_neuron_cache`. Raises the storage's errors.
+    This must be entered after calling `use_neuron_cache`, and does nothing in ranks, since it is only required once per
+    node. PyTorch/XLA can use a cache on S3 directly, so for that we only delete stale locks. On the native device,
+    programs are copied to and from the storage. Storage errors are propagated.
     """
     config, root = settings.compile, settings.compile.cache_root(settings.workspace)
     is_rank = "WORLD_SIZE" in env or TRACE_FILE in env
@@ -259,7 +275,7 @@ def shared_compile_cache(
 
     def push_periodically() -> None:
         while not ended.wait(PUSH_EVERY_S):
-            with suppress(TrnpipeError):  # the final push below reports errors
+            with suppress(TrnpipeError):  # errors are reported by the final push below
                 programs.push()
 
     pusher = Thread(target=push_periodically, name="compiled programs", daemon=True)
@@ -274,20 +290,20 @@ def shared_compile_cache(
                 programs.push()
             except Preempted:
                 raise
-            except TrnpipeError as error:  # other jobs compile again, but the stage's result is valid
+            except TrnpipeError as error:  # other jobs have to compile again, but the result of the stage is valid
                 say(f"compile cache: compiled programs could not be shared: {error.seen}")
         if programs.num_pushed:
             say(f"compile cache: pushed {programs.num_pushed} compiled programs to {uri}")
 
 
 def programs_uri(config: CompileConfig, root: str) -> str:
-    """Return the URI of shared programs, empty if the cache is a folder and sync_url is not set."""
+    """Return the URI of shared programs, or an empty string if the cache is local and sync_url is not set."""
     shared = root if root.startswith("s3://") else config.sync_url.rstrip("/")
     return f"{shared}/{FOLDER}" if shared else ""
 
 
 class Programs:
-    """Compiled programs in a local folder and in the storage that machines share."""
+    """The compiled programs in a local folder and in the storage that is shared between machines."""
 
     def __init__(self, storage: Storage, folder: Path) -> None:
         self._storage, self._folder = storage, folder
@@ -295,13 +311,13 @@ class Programs:
         self.num_pushed = 0
 
     def pull(self) -> int:
-        """Download the programs that are missing in the folder and return their number."""
+        """Download all programs that are missing in the local folder and return their number."""
         missing = sorted(self._stored - self._local())
         self._storage.download_dir("", self._folder, missing)
         return len(missing)
 
     def push(self) -> None:
-        """Upload programs that the storage did not have when this object was created, each once."""
+        """Upload all programs that were not in the storage and have not been uploaded by this object."""
         new = sorted(self._local() - self._stored)
         self._storage.upload_dir("", self._folder, new)
         self._stored |= {*new}

@@ -1,1 +1,1 @@
-"""Convert input tables to fixed-shape token shards, and read batches from them."""
+"""Convert input tables to token shards of fixed shapes, and load batches from them."""

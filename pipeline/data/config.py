@@ -1,4 +1,4 @@
-"""Settings of the input data: its location, its columns, and how its rows become token shards."""
+"""Settings that describe the input data and how its rows are converted to token shards."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -10,22 +10,22 @@ from pipeline.core.record import Record
 
 
 class ColumnMapping(Record):
-    """Names of the input columns. An optional column may be absent from the input."""
+    """Names of the input columns. Optional columns may be missing from the input."""
 
-    query: str = Field("query", description="Column of the query text")
-    title: str = Field("title", description="Column of the product title")
-    text: str = Field("text", description="Column of longer product text, appended to the title (optional)")
-    label: str = Field("label", description="Column of the relevance label (class name)")
-    gain: str = Field("gain", description="Column of the graded gain, 0 to 1 (optional)")
-    query_id: str = Field("query_id", description="Column of the query id (optional, default: hash of the query)")
-    product_id: str = Field("product_id", description="Column of the product id (optional, default: hash of the title)")
+    query: str = Field("query", description="Column with the query text")
+    title: str = Field("title", description="Column with the product title")
+    text: str = Field("text", description="Column with longer product text, which is appended to the title (optional)")
+    label: str = Field("label", description="Column with the relevance label (class name)")
+    gain: str = Field("gain", description="Column with the graded gain, from 0 to 1 (optional)")
+    query_id: str = Field("query_id", description="Column with the query id (optional, default: hash of the query)")
+    product_id: str = Field("product_id", description="Column with the product id (optional, default: hash of title)")
     split: str = Field(
-        "split", description="Column with train, valid or test (optional, default: by hash of the query id)"
+        "split", description="Column with train, valid or test (optional, default: split by hash of the query id)"
     )
 
 
 class CategoricalFeature(Record):
-    """A categorical column, hashed to a fixed number of ids, so that there is no vocabulary to maintain."""
+    """A categorical column. Values are hashed to a fixed number of ids so that no vocabulary has to be maintained."""
 
     short: ClassVar[tuple[str, ...]] = ("column", "num_ids")
     column: str = Field(description="Input column")
@@ -33,68 +33,72 @@ class CategoricalFeature(Record):
 
 
 class SyntheticConfig(Record):
-    """The built-in deterministic catalogue, used if data.path is not set."""
+    """Settings of the built-in, deterministic catalogue, used when `data.path` is not set."""
 
     retired: ClassVar[Mapping[str, Any]] = {"candidates_per_query": 12, "first_day": "2026-01-01", "seed": 17}
     num_queries: int = Field(1500, ge=10, description="Queries per day, each with 12 judged products")
     num_days: int = Field(
-        1, ge=1, le=366, description="Number of dt= partitions. Increasing it adds days and leaves the others unchanged"
+        1, ge=1, le=366, description="Number of dt= partitions. Increasing it adds days without changing existing ones"
     )
 
 
 class TokenizerConfig(Record):
-    """An existing tokenizer.json, or a lower-case WordPiece vocabulary trained on the input."""
+    """Settings for using an existing tokenizer.json, or for training a lower-case WordPiece tokenizer on the input."""
 
     retired: ClassVar[Mapping[str, Any]] = {"train_rows": 1_000_000, "lowercase": True}
     path: str | None = Field(
-        None, description="URI of a tokenizer.json (default: the parent model's, otherwise train one)"
+        None, description="URI of a tokenizer.json (default: the parent model's tokenizer if any, else train one)"
     )
-    vocab_size: int = Field(8192, ge=256, le=250_000, description="Size of a trained vocabulary")
+    vocab_size: int = Field(8192, ge=256, le=250_000, description="Vocabulary size when a tokenizer is trained")
     split_digits: bool = Field(
         False,
-        description="Split words between letters and digits, so that tp1724 and tp 1724 give the same tokens "
-        "(does not change a parent's tokenizer)",
+        description="Split words between letters and digits so that tp1724 and tp 1724 produce the same tokens "
+        "(ignored when the parent model's tokenizer is used)",
     )
 
 
 class DataConfig(Record):
-    """The input and how it is prepared."""
+    """Settings of the input and of the prepare stage."""
 
     retired: ClassVar[Mapping[str, Any]] = {"esci_locale": None, "quarantine_rows": 1000, "worker": None}
     name: str = Field("catalogue", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Dataset name in the workspace")
     path: str | None = Field(None, description="File or folder (file:// or s3://). Default: the synthetic catalogue")
     format: Literal["auto", "parquet", "csv", "jsonl", "esci"] = Field(
-        "auto", description="Input format (auto: by file suffix)"
+        "auto", description="Input format (auto: determined by the file suffix)"
     )
     columns: ColumnMapping = ColumnMapping()
     labels: tuple[str, ...] = Field(
         (),
-        description="Class names, least relevant first. Default: taken from the data, ordered by mean gain or grade",
+        description="Class names, least relevant first (default: read from the data and ordered by mean gain or grade)",
     )
     numeric: tuple[str, ...] = Field((), description="Numeric feature columns")
     categorical: tuple[CategoricalFeature, ...] = Field((), description="Categorical feature columns")
     slices: tuple[str, ...] = Field(
-        (), description="Columns by which evaluation groups rows (category, language). Not an input of the model"
+        (), description="Columns by which evaluation breaks down metrics (category, language). Not used by the model"
     )
-    lexical: bool = Field(True, description="Add features of the word overlap between query and title")
-    filter: dict[str, str] = Field({}, description="Keep only rows with these values: column=value or column=a|b")
+    lexical: bool = Field(True, description="Add features that measure the word overlap between query and title")
+    filter: dict[str, str] = Field({}, description="Keep only rows that match: column=value or column=a|b")
     valid_fraction: float = Field(
         0.05, ge=0, lt=0.5, description="Fraction of queries held out for validation if the input has no split column"
     )
     test_fraction: float = Field(
         0.05, ge=0, lt=0.5, description="Fraction of queries held out for testing if the input has no split column"
     )
-    max_bad_fraction: float = Field(0.05, ge=0, le=1, description="Maximum fraction of bad rows before prepare fails")
-    buckets: tuple[str, ...] = Field(("16x16", "16x32", "64x64"), description="Static shapes, QUERYxPRODUCT tokens")
-    rows_per_chunk: int = Field(50_000, ge=100, description="Rows tokenised at a time by one process (limits memory)")
-    num_workers: int = Field(0, ge=0, description="Tokenising processes (0: one per core)")
+    max_bad_fraction: float = Field(0.05, ge=0, le=1, description="Fraction of bad rows above which prepare fails")
+    buckets: tuple[str, ...] = Field(
+        ("16x16", "16x32", "64x64"), description="Static input shapes, as QUERYxPRODUCT numbers of tokens"
+    )
+    rows_per_chunk: int = Field(
+        50_000, ge=100, description="Number of rows that a process tokenises at a time. Lower it to save memory"
+    )
+    num_workers: int = Field(0, ge=0, description="Number of tokeniser processes (0: one per core)")
     workers: int = Field(1, ge=1, le=10_000, description="Number of array tasks that prepare partitions in parallel")
     tokenizer: TokenizerConfig = TokenizerConfig()
     query_prefix: str = Field(
-        "", max_length=200, description="Text prepended to every query, if the encoder expects one ('query: ' for e5)"
+        "", max_length=200, description="Text prepended to every query, as some encoders expect ('query: ' for e5)"
     )
     product_prefix: str = Field(
-        "", max_length=200, description="Text prepended to every product text, also in embed ('passage: ' for e5)"
+        "", max_length=200, description="Text prepended to every product, including in embed ('passage: ' for e5)"
     )
     synthetic: SyntheticConfig = SyntheticConfig()
 

@@ -1,8 +1,9 @@
-"""A parser of CSV and TSV that returns the fields of each record, or the reason why a record is malformed.
+"""A CSV and TSV parser that reports malformed records instead of failing on them.
 
-It reads RFC 4180 (doubled quotes, fields that span lines), Spark's `\\"` within quotes, and TSV as registered (IANA
-text/tab-separated-values), which has no quoting: a quote in a TSV is text unless only a program that quotes fields can
-have written it.
+The parser supports RFC 4180 (doubled quotes, fields that span lines) as well as the `\\"` escapes that Spark writes.
+The registered TSV format (IANA text/tab-separated-values) does not support quoting, but many programs quote TSV fields
+anyway. Quotes in a TSV file are therefore treated as text unless the record can only have been written by such a
+program.
 """
 
 import csv
@@ -15,16 +16,16 @@ WRONG_FIELDS = "malformed row: wrong number of fields"
 UNCLOSED_QUOTE = "malformed row: quote never closed"
 TEXT_AFTER_QUOTE = "malformed row: text after a closing quote"
 _DELIMITERS = (",", "\t", ";", "|")
-_MAX_OPEN_CHARACTERS = 128 * 2**10  # a quote that is still open after so many characters without a quote is text
+_MAX_OPEN_CHARACTERS = 128 * 2**10  # a quote that is not closed within this many characters is considered text
 csv.field_size_limit(max(16 * 2**20, csv.field_size_limit()))
-_MAX_CONTENT_CHARACTERS = 1000  # of a malformed record, for the quarantine file
-_ESCAPES = {'\\"': '""', "\\\\": "\\"}  # Spark's escapes within quotes, and their RFC 4180 form
+_MAX_CONTENT_CHARACTERS = 1000  # maximum length of a malformed record in the quarantine file
+_ESCAPES = {'\\"': '""', "\\\\": "\\"}  # maps Spark's escapes within quotes to their RFC 4180 equivalents
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?\s*')
 
 
 @dataclass(frozen=True)
 class Malformed:
-    """Text that is not a record. It counts as `lines` rows."""
+    """Text that could not be parsed as a record. It is counted as `lines` bad rows."""
 
     reason: str
     text: str
@@ -32,16 +33,16 @@ class Malformed:
 
 
 class _Lines(Iterator[str]):
-    """An iterator over lines that can push back the lines taken for the current record."""
+    """An iterator over lines that can rewind to the start of the current record."""
 
     def __init__(self, text: Iterable[str]) -> None:
         self._text, self._pushed_back = iter(text), deque[str]()
         self.taken: list[str] = []
-        self.first = 1  # number of the first line of the record
+        self.first = 1  # line number at which the record starts
         self._size = 0
 
     def __next__(self) -> str:
-        """Return the next line. Raises csv.Error if the record has too many characters since its last quote."""
+        """Return the next line. Raises csv.Error if too much text has been read since the last quote of the record."""
         if self._size > _MAX_OPEN_CHARACTERS:
             raise csv.Error("a quote is never closed")
         line = self._pushed_back.popleft() if self._pushed_back else next(self._text)
@@ -54,16 +55,17 @@ class _Lines(Iterator[str]):
         self.taken, self._size = [], 0
 
     def take(self, count: int) -> None:
-        """Rewind to the start of the record and take its first `count` lines."""
+        """Rewind to the start of the record and consume its first `count` lines again."""
         self._pushed_back.extendleft(reversed(self.taken))
         self.taken = [self._pushed_back.popleft() for _ in range(count)]
         self._size = 0
 
 
 class CsvRecords:
-    """The header and the records of a text. Another delimiter is used if `delimiter` does not split the header.
+    """An iterator over the records of a CSV or TSV text, which also exposes its header.
 
-    `rows` and `blank` count rows and blank lines read so far. Raises csv.Error for an unclosed quote in the header.
+    If `delimiter` does not split the header, the delimiter is detected instead. The attributes `rows` and `blank` count
+    the rows and blank lines read so far. Raises csv.Error if a quote in the header is never closed.
     """
 
     def __init__(self, text: Iterable[str], delimiter: str) -> None:
@@ -76,7 +78,7 @@ class CsvRecords:
         self._delimiter = delimiter = _delimiter_of(line, delimiter)
         is_tabbed = delimiter == "\t"
         self._parser = self._parser_of(self._lines)
-        # A comma within text is followed by a space, a comma between columns is not.
+        # Commas within text are usually followed by a space, whereas commas between columns are not.
         self._column_end = re.compile(re.escape(delimiter) + ("" if is_tabbed else "(?! )"))
         self.header = _split(line) if line else []
         self._has_quotes = not is_tabbed or all(_unquoted(field) for field in self.header)
@@ -91,7 +93,7 @@ class CsvRecords:
         return csv.reader(lines, delimiter=self._delimiter, strict=True, skipinitialspace=self._delimiter != "\t")
 
     def _first_line(self) -> str:
-        """Return the first line that is not blank, or an empty string at the end of the text."""
+        """Skip blank lines and return the next line, or an empty string at the end of the text."""
         for line in self._lines:
             if line.strip("\r\n"):
                 return line
@@ -100,7 +102,7 @@ class CsvRecords:
         return ""
 
     def __iter__(self) -> Iterator[tuple[int, list[str] | Malformed]]:
-        """Yield the number of the first line of each record, and its fields or the malformed text."""
+        """Yield each record as the number of its first line and either its fields or the malformed text."""
         read = self._read_quoted if self._has_quotes else self._read_tabbed
         while True:
             self._lines.begin_record()
@@ -114,7 +116,7 @@ class CsvRecords:
             yield self._lines.first, record
 
     def _read_quoted(self) -> list[str] | Malformed:
-        """Return the fields of the next record of a CSV, or an empty list for a blank line and at the end."""
+        """Return the fields of the next CSV record, or an empty list for a blank line or at the end of the text."""
         row, reason = self._parse(self._parser)
         if row is not None:
             return row
@@ -125,9 +127,10 @@ class CsvRecords:
         return self._malformed(reason)
 
     def _read_tabbed(self) -> list[str] | Malformed:
-        """Return the fields of the next record of a TSV, or an empty list for a blank line and at the end.
+        """Return the fields of the next TSV record, or an empty list for a blank line or at the end of the text.
 
-        A record spans several lines only if its first line is not a row by itself, or leaves a quote open.
+        Most records are a single line. Quoted fields that span several lines are only considered if the first line
+        has the wrong number of fields or leaves a quote open.
         """
         line = next(self._lines, "")
         if not line.strip("\r\n"):
@@ -147,17 +150,18 @@ class CsvRecords:
             return self._malformed(WRONG_FIELDS)
         if None not in plain:
             return [text or "" for text in plain]
-        # A program that quotes only when it must quotes an empty text and a text that contains a quote.
+        # Programs that quote only when necessary quote empty fields and fields that contain a quote, so these are the
+        # only fields to unquote.
         return [
             text if text is not None and (not text or '"' in text) else field
             for text, field in zip(plain, fields, strict=True)
         ]
 
     def _parse(self, parser: Iterator[list[str]]) -> tuple[list[str] | None, str]:
-        """Return the next row (empty for a blank line), or None and the reason why the lines are not a row.
+        """Return the next row (empty for a blank line), or None and the reason why the lines could not be parsed.
 
-        Text after a closing quote means that an earlier quote was never closed, so that several rows were read as one.
-        The same holds if the lines of one field look like rows.
+        An unclosed quote makes the parser read several rows as one. This is detected if the next quote is followed by
+        text, or if the lines within a field look like rows.
         """
         try:
             record = next(parser, [])
@@ -171,7 +175,7 @@ class CsvRecords:
         return record, ""
 
     def _parse_escaped(self) -> list[str] | None:
-        """Parse the lines taken again with Spark's escapes. Return None if they are not a row."""
+        """Parse the lines of the current record again, with Spark's escapes. Return None if that fails too."""
         if not any('\\"' in line for line in self._lines.taken):
             return None
         self._lines.take(0)
@@ -182,10 +186,11 @@ class CsvRecords:
         return Malformed(reason, text[:_MAX_CONTENT_CHARACTERS], len(self._lines.taken))
 
     def _swallowed_rows(self, record: list[str]) -> bool:
-        """Return whether a field spans from a quote in one row to a quote in the same column of a later row.
+        """Return whether a field extends from a quote in one row to a quote in the same column of a later row.
 
-        Such a field contains the end of the first row and the start of the last. Unless the delimiter is a tab, most
-        lines between them must be rows. In an unquoted TSV, one row (or its start, up to this column) is enough.
+        Such a field contains the end of the first row and the start of the last row. To avoid false positives, most of
+        the lines in between must also look like rows, unless the delimiter is a tab. In a TSV file without quoting, a
+        single row (or the start of a row up to this column) within the field is sufficient evidence.
         """
         num_columns = len(record)
         for column, value in enumerate(record if num_columns > 1 else ()):
@@ -202,7 +207,7 @@ class CsvRecords:
 
 
 def _delimiter_of(header: str, usual: str) -> str:
-    """Return the usual delimiter if it splits the header, otherwise the one that gives the most fields."""
+    """Return the usual delimiter if it splits the header, otherwise the delimiter that yields the most fields."""
 
     def num_fields(delimiter: str) -> int:
         return len(next(csv.reader([header], delimiter=delimiter), ()))
@@ -215,7 +220,7 @@ def _split(line: str) -> list[str]:
 
 
 def _as_rfc(lines: Iterable[str], delimiter: str) -> Iterator[str]:
-    """Convert Spark's escapes within quotes to RFC 4180. Outside quotes a backslash is text."""
+    """Convert Spark's escapes within quotes to RFC 4180. Backslashes outside quotes are left unchanged."""
     is_open = False
     for line in lines:
         converted = ""
@@ -227,7 +232,7 @@ def _as_rfc(lines: Iterable[str], delimiter: str) -> Iterator[str]:
 
 
 def _unquoted(field: str) -> str | None:
-    """Return the text of a quoted field (with doubled or escaped quotes), or None for any other field."""
+    """Return the text of a quoted field (with doubled or escaped quotes), or None if the field is not quoted."""
     if len(field) < 2 or not (field[0] == field[-1] == '"'):
         return None
     inner = field[1:-1]

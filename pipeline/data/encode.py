@@ -1,4 +1,8 @@
-"""Encode one chunk of rows: validate, tokenise, pack and write one shard per split, then a completion record."""
+"""Encode chunks of rows in worker processes.
+
+Each chunk is validated, tokenised and packed into one shard per split. Once all of its shards have been written, a
+record with its row counts marks the chunk as finished.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +29,7 @@ from pipeline.io.storage import os_errors
 
 
 class ChunkRecord(Record):
-    """The row counts of a finished chunk. `rows_read` does not include `rows_filtered`."""
+    """The row counts of a finished chunk. Note that `rows_read` does not include `rows_filtered`."""
 
     file: str
     rows_filtered: int
@@ -37,13 +41,18 @@ class ChunkRecord(Record):
     shards: dict[Split, ShardInfo]
     sizes_bytes: dict[str, int]
     quarantined: tuple[QuarantinedRow, ...]
-    slices: Names = Field({}, description="Names of the values, by column")
-    without_category: tuple[int, ...] = Field((), description="Usable rows without a value, by categorical column")
+    slices: Names = Field({}, description="Names of the slice values, by column")
+    without_category: tuple[int, ...] = Field(
+        (), description="Number of usable rows without a value, for each categorical column"
+    )
 
 
 @dataclass(frozen=True)
 class Staging:
-    """The staging folder of a partition: `files/` becomes the token set, `records/` lists the finished chunks."""
+    """The staging folder of a partition.
+
+    The shards in `files/` are committed as the token set, and `records/` keeps track of the finished chunks.
+    """
 
     folder: Path
 
@@ -60,18 +69,18 @@ class Staging:
             (self.folder / "records").mkdir(exist_ok=True)
 
     def finished(self, index: int) -> ChunkRecord | None:
-        """Return the record of a chunk if all of its shards are complete, else None."""
+        """Return the record of a chunk if all of its shards are complete, otherwise None."""
         try:
             record = ChunkRecord.model_validate_json(self.record_path(index).read_bytes())
             is_complete = all((self.files / name).stat().st_size == size for name, size in record.sizes_bytes.items())
-        except (OSError, ValueError):  # missing or truncated: encode the chunk again
+        except (OSError, ValueError):  # missing or truncated, so the chunk is encoded again
             return None
         return record if is_complete else None
 
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """One chunk to encode. `index` is its number in the partition, `name` is part of its shards' file names."""
+    """A chunk to encode, with its index in the partition and the name that its shard files share."""
 
     index: int
     name: str
@@ -86,7 +95,10 @@ def _tokenizer(data: bytes) -> TextTokenizer:
 
 
 def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, ChunkRecord]:
-    """Encode a chunk, write its shards and then its record. Return (partition name, index of the chunk, record)."""
+    """Encode a chunk, write its shards, and finally write its record.
+
+    Returns the name of the partition, the index of the chunk, and the record.
+    """
     config, tokenizer = task.rules.config, _tokenizer(tokenizer_json)
     rows, bad, rows_read = clean(task.chunk, task.rules)
     encoded = encode_rows(rows, config, tokenizer)
@@ -126,7 +138,7 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """N encoded rows. `num_tokens` [N] counts the tokens of both texts after truncation to the row's bucket."""
+    """N encoded rows, where `num_tokens` [N] counts the tokens of both texts after truncation to the row's bucket."""
 
     queries: Tokens
     products: Tokens
@@ -137,7 +149,7 @@ class EncodedRows:
 
 
 def encode_rows(rows: CleanRows, config: DataConfig, tokenizer: TextTokenizer) -> EncodedRows:
-    """Tokenise usable rows, assign their buckets, and add the lexical features to the numeric ones."""
+    """Tokenise valid rows, assign each row to a bucket, and append the lexical features to the numeric features."""
     buckets = config.bucket_shapes
     limit = text_characters(buckets)
     queries = tokenizer.encode([config.query_prefix + query[:limit] for query in rows.query])
@@ -161,7 +173,7 @@ def bucket_arrays(
     tokenizer: TextTokenizer,
     buckets: Sequence[Bucket],
 ) -> Arrays:
-    """Return the tensors of a shard by name. `by_bucket` has the row indices of each bucket."""
+    """Return the named tensors of a shard, given the row indices of each bucket."""
     columns: Arrays = {
         "label": rows.label,
         "gain": rows.gain,

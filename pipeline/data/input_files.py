@@ -1,6 +1,7 @@
-"""The input files below a configured path, their formats, and the days they belong to.
+"""Find the input files below a configured path, determine their formats, and group them by day.
 
-No file below the path is ignored silently: it is read, listed as skipped, or the input is refused.
+No file is silently ignored. Files that are not read are reported as skipped, and an error is raised if it is unclear
+whether a file belongs to the input.
 """
 
 import os
@@ -30,7 +31,11 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read. `content_id` changes with its content, `version` (readers.file_version) when it is written."""
+    """A file to read.
+
+    `content_id` changes when the content of the file changes. `version` is the result of `readers.file_version` and
+    changes whenever the file is written.
+    """
 
     key: str
     format: str
@@ -41,14 +46,14 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a table, each with its format. `skipped`: keys of files that are not part of the table."""
+    """The files of a table, each with its format, and the keys of files that are not part of the table."""
 
     storage: Storage
     entries: tuple[tuple[ObjectStat, str], ...]
     skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise DataError for a file name that is not UTF-8, because names are stored with the prepared rows."""
+        """Raise DataError if a file name is not valid UTF-8, because names are stored with the prepared rows."""
         for stat, _ in self.entries:
             try:
                 stat.key.encode()
@@ -61,9 +66,11 @@ class Files:
 
     @cached_property
     def inputs(self) -> tuple[InputFile, ...]:
-        """The files with their content ids: the xxh3 of a local file (times are unreliable), ETag and size on S3.
+        """The files with their content ids.
 
-        The content id includes the version of the readers, because another version can read other rows.
+        The content id of an object on S3 is based on its ETag and size. Local files are hashed (xxh3) because their
+        modification times are unreliable. The version of the readers is included as well, because a different version
+        may read different rows from the same file.
         """
         storage, inputs = self.storage, list[InputFile]()
         size_bytes = sum(stat.size_bytes for stat, _ in self.entries)
@@ -79,7 +86,7 @@ class Files:
         return tuple(inputs)
 
     def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
-        """Yield all rows, at most `num_rows` at a time. `plan` returns the planner of a file by its URI."""
+        """Yield batches of at most `num_rows` rows from all files. `plan` maps the URI of a file to its planner."""
         with progress(doing, sum(stat.size_bytes for stat, _ in self.entries), "bytes") as advance:
             for stat, name in self.entries:
                 uri = self.storage.uri(stat.key)
@@ -90,7 +97,7 @@ class Files:
 
 
 def names_of(keys: Sequence[str]) -> str:
-    """Return the first few keys as text for a message."""
+    """Format the first few keys for use in a message."""
     more = f" and {len(keys) - _MAX_NAMES} more" if len(keys) > _MAX_NAMES else ""
     return ", ".join(map(shorten, keys[:_MAX_NAMES])) + more
 
@@ -100,7 +107,7 @@ def names_of(keys: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files below a path that may contain rows. `skipped`: keys of hidden files and documents."""
+    """The files below a path that may contain rows. `skipped` contains the keys of hidden files and documents."""
 
     storage: Storage
     stats: tuple[ObjectStat, ...]
@@ -115,7 +122,7 @@ _DOCUMENT = re.compile(
 
 
 def _is_hidden(part: str) -> bool:
-    """Return whether a name is hidden by the rules of Hadoop. A folder `_column=value` is not hidden."""
+    """Return whether a file or folder is hidden according to Hadoop's rules. `_column=value` is not hidden."""
     return part.startswith(".") or (part.startswith("_") and "=" not in part)
 
 
@@ -125,9 +132,10 @@ def _may_contain_rows(stat: ObjectStat) -> bool:
 
 
 def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry: RetryPolicy | None = None) -> Listing:
-    """List a path: a single file, or all files below a folder.
+    """List all files below a folder. If `path` is a file, it is the only file in the list.
 
-    Raises DataError, naming the `setting`, if the path does not exist or is ambiguous, and for broken links.
+    Raises DataError if the path does not exist, if it is both a file and a folder, or if it contains broken links. The
+    error refers to the `setting` that the path was read from.
     """
     is_local = "://" not in path or path.startswith("file:///")
     local = user_path(path.removeprefix("file://") if is_local else "/")
@@ -172,7 +180,7 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
 
 
 def _irregular_files(folder: Path) -> list[str]:
-    """Return the names of broken links, pipes and sockets."""
+    """Return the names of all entries that are not regular files, such as broken links, pipes and sockets."""
     paths = [Path(root, name) for root, _, names in os.walk(folder) for name in names]
     keys = [(path, str(path.relative_to(folder))) for path in paths if not path.is_file()]
     return sorted(key for _, key in keys if not any(map(_is_hidden, key.split("/"))))
@@ -181,15 +189,19 @@ def _irregular_files(folder: Path) -> list[str]:
 def open_files(
     path: str, default_format: str, stop: StopSignal, setting: str = "--data.path", retry: RetryPolicy | None = None
 ) -> Files:
-    """Return the files below a path. `default_format`, unless "auto", applies to files without a known suffix.
+    """Return the files below a path with their formats.
 
-    Raises DataError, naming the `setting`, if there is no file, or if the format of a file is unknown.
+    Unless it is "auto", `default_format` is used for files without a known suffix. Raises DataError if there are no
+    files or if the format of a file is unknown. The error refers to the `setting` that the path was read from.
     """
     return choose_files(find_files(path, stop, setting, retry), default_format, path, setting)
 
 
 def choose_files(listing: Listing, default_format: str, path: str, setting: str = "--data.path") -> Files:
-    """Return the files with their formats. Skip empty files without a suffix. Raises as open_files()."""
+    """Determine the format of every listed file. Empty files without a known suffix are skipped.
+
+    See `open_files` for the arguments and errors.
+    """
     entries, unknown, empty = list[tuple[ObjectStat, str]](), list[str](), list[str]()
     for stat in listing.stats:
         name = suffix_format(stat.key)
@@ -202,7 +214,7 @@ def choose_files(listing: Listing, default_format: str, path: str, setting: str 
     if unknown:
         raise DataError(
             f"{len(unknown)} of {len(listing.stats)} files in {path} have no known suffix: {names_of(unknown)}",
-            expected="*.parquet, *.csv, *.tsv or *.jsonl files, also with .gz",
+            expected="*.parquet, *.csv, *.tsv or *.jsonl files, optionally with .gz",
             next_command="move them out of the input, or set their format with"
             f" {setting.rpartition('.')[0] or '--data'}.format csv (or parquet, jsonl)",
         )
@@ -225,12 +237,15 @@ _LIKE_A_DAY = re.compile(
     r"|(?:^|/)(?:19|20)\d\d/(?:0?[1-9]|1[0-2])(?:/|$)"  # 2026/11
     r"|(?:^|/)(?:dt|ds|date|day|week|year|month|yyyy|yy|mm|dd)="
 )
-"""Names of folders that look like a day."""
+"""Matches folder names that look like a date."""
 
 
 @dataclass(frozen=True)
 class InputPartition:
-    """The files of one day (`dt=YYYY-MM-DD`) or of a flat input. `extra_ids`: content ids of files to join with."""
+    """The files of one day (`dt=YYYY-MM-DD`) or of a flat input.
+
+    `extra_ids` are the content ids of additional files that are joined with these files.
+    """
 
     name: str
     files: tuple[InputFile, ...]
@@ -242,14 +257,16 @@ class InputPartition:
 
     @property
     def content_id(self) -> str:
-        """Fingerprint of the contents and names of all files. Names count because they are part of sample ids."""
+        """Fingerprint of the contents and names of all files. Names are included because sample ids depend on them."""
         return fingerprint([self.name, [[file.key, file.content_id] for file in self.files], list(self.extra_ids)])
 
 
 def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ...] = ()) -> tuple[InputPartition, ...]:
-    """Return one partition for each `dt=YYYY-MM-DD` folder (at any level), by date, or a single partition `flat`.
+    """Group files by their `dt=YYYY-MM-DD` folder, which may be at any level of the path.
 
-    Raises DataError if some files are not in a day's folder, and if folders have invalid or differently written dates.
+    Returns one partition per day, sorted by date. If the input has no such folders, all files belong to a single
+    partition named `flat`. Raises DataError if only some of the files are in a day's folder, or if a folder has an
+    invalid date or a date in a different format.
     """
     days: dict[str, list[InputFile]] = {}
     for file in files:
@@ -267,20 +284,23 @@ def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ..
         raise DataError(
             f"{path} has dt= folders, and also {days[FLAT][0].key} outside of them",
             expected="either dt=YYYY-MM-DD/ folders or a flat folder",
-            next_command="move it into a dt= folder",
+            next_command="move it to a dt= folder",
         )
     return tuple(InputPartition(name, tuple(days[name]), extra_ids) for name in sorted(days))
 
 
 def _day_of(key: str, path: str) -> str:
-    """Return the day's folder of a file, or `flat`. Raises DataError if folders name several days or unknown dates."""
+    """Return the name of the day's folder that contains a file, or `flat`.
+
+    Raises DataError if the file is below several such folders, or if a folder has a date in a different format.
+    """
     folders = key.split("/")[:-1]
     days = {part for part in folders if _DAY.fullmatch(part)}
     if len(days) > 1:
         raise DataError(
             f"{path} has a file {key} below folders of several days",
             expected="one dt=YYYY-MM-DD folder above each file",
-            next_command="move it into the folder of its day",
+            next_command="move it to the folder for its day",
         )
     if not days and _LIKE_A_DAY.search(unquote("/".join(folders))):
         raise DataError(
@@ -292,21 +312,21 @@ def _day_of(key: str, path: str) -> str:
 
 
 _TOOLS = re.compile(r"(^|/)(_temporary|_spark_metadata|_delta_log|__MACOSX|\._|\.(git|hoodie|cache|ipynb_che|hive-))")
-_MIN_DUPLICATE_BYTES = 2048  # smaller files may be equal because each is only a header
+_MIN_DUPLICATE_BYTES = 2048  # smaller files may be identical just because they only contain a header
 
 
 def input_warnings(files: Sequence[InputFile], skipped: Sequence[str], path: str) -> tuple[str, ...]:
-    """Return warnings about an input that can be read but may not be as intended."""
+    """Return warnings about an input that can be read but may not be the input that the user intended."""
     warnings, keys = list[str](), [file.key for file in files]
     if hidden := [key for key in skipped if _ROWS_SUFFIX.fullmatch(key) and not _TOOLS.search(key)]:
         warnings.append(
-            f"{len(hidden)} data file(s) were not read because names that begin with _ or . are hidden:"
+            f"{len(hidden)} data file(s) were skipped because names that begin with _ or . are considered hidden:"
             f" {names_of(hidden)}"
         )
     if any(part in ("_delta_log", ".hoodie") for key in skipped for part in key.split("/")):
         warnings.append(
-            f"{path} is a Delta or Hudi table: all its files are read, including rows that the table has replaced or"
-            " deleted. Export a snapshot of it instead"
+            f"{path} is a Delta or Hudi table. All of its files are read, including rows that have since been updated"
+            " or deleted. Use an exported snapshot of the table instead"
         )
     folders = {part for key in keys for part in key.split("/")[:-1] if "=" in part and not _DAY.fullmatch(part)}
     if folders:
@@ -315,8 +335,8 @@ def input_warnings(files: Sequence[InputFile], skipped: Sequence[str], path: str
     dated_names = [key for key in keys if _LIKE_A_DAY.search(key.rpartition("/")[2])]
     if not is_dated and (_DAY.search(path) or len(dated_names) > 1):
         warnings.append(
-            f"{path} is read without dates although names contain dates. To train only on new days, move the files"
-            " into folders dt=YYYY-MM-DD and set --data.path to the folder above"
+            f"{path} is read as undated although file names contain dates. To train only on new days, move the files"
+            " into dt=YYYY-MM-DD folders and set --data.path to their parent folder"
         )
     first: dict[str, str] = {}
     large = [file for file in files if file.size_bytes >= _MIN_DUPLICATE_BYTES]

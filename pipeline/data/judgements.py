@@ -1,6 +1,7 @@
-"""Count the judgements of a partition, and warn of data that limits the quality of a model.
+"""Count the judgements in a partition, and warn about problems in the data that would limit model quality.
 
-Gains are counted in hundredths because the gain that makes a positive is a training setting, which may change later.
+Judgements are counted for every hundredth of gain, because the minimum gain of a positive is a training setting that
+may change after the data has been prepared.
 """
 
 from collections import Counter
@@ -24,14 +25,17 @@ _GRID = (np.arange(_BINS) / (_BINS - 1)).astype(np.float32)
 
 
 def hundredths(gain: npt.ArrayLike) -> npt.NDArray[np.intp]:
-    """Return gains from 0 to 1 in hundredths, rounded down from their float32 values."""
+    """Convert gains in [0, 1] to hundredths, rounding down. Gains are compared as float32."""
     return np.searchsorted(_GRID, np.asarray(gain, dtype=np.float32), side="right") - 1
 
 
 def count_judgements(
     folder: Path, splits: Mapping[Split, Sequence[ShardInfo]], num_labels: int, stop: StopSignal
 ) -> dict[Split, JudgedSplit]:
-    """Count the judgements of the shards in `folder`, by split. Takes 10 bytes of memory for each query of a shard."""
+    """Count the judgements in the shards of each split.
+
+    This needs about 10 bytes of memory for each query in each shard.
+    """
     counted = {split: _count(folder, shards, num_labels, stop) for split, shards in splits.items()}
     train_ids = counted["train"][1] if "train" in counted else np.zeros(0, dtype=np.int64)
     return {
@@ -43,7 +47,7 @@ def count_judgements(
 
 
 def _count(folder: Path, shards: Sequence[ShardInfo], num_labels: int, stop: StopSignal) -> tuple[JudgedSplit, Int64s]:
-    """Return the counts of one split and the ids of its queries."""
+    """Count the judgements in one split. Returns the counts and the ids of the queries in the split."""
     gains = np.zeros((len(shards[0].rows), _BINS), dtype=np.int64)
     rows, sums = np.zeros(num_labels, dtype=np.int64), np.zeros(num_labels, dtype=np.float64)
     queries: list[tuple[Any, Any, Any]] = []
@@ -70,7 +74,7 @@ def _count(folder: Path, shards: Sequence[ShardInfo], num_labels: int, stop: Sto
 
 
 def _reduce_by_query(ids: Int64s, low: Any, high: Any) -> tuple[Int64s, Any, Any]:
-    """Return the unique ids in ascending order, each with its lowest `low` and its highest `high`."""
+    """Return the sorted unique ids, together with the minimum of `low` and the maximum of `high` for each id."""
     order = np.argsort(ids, kind="stable")
     unique, starts = np.unique(ids[order], return_index=True)
     return unique, np.minimum.reduceat(low[order], starts), np.maximum.reduceat(high[order], starts)
@@ -82,9 +86,10 @@ def _nonzero(counts: Int64s) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class JudgementCounts:
-    """Counts of one split over some partitions, for one minimum gain of a positive.
+    """The judgements in one split, summed over partitions, given the minimum gain of a positive.
 
-    A query counts once in each partition. `mean_gains`: by label, None for a label without rows.
+    A query that occurs in several partitions is counted once per partition. `mean_gains` is the mean gain of each
+    label, or None if no row has that label.
     """
 
     rows: int
@@ -96,7 +101,10 @@ class JudgementCounts:
 
 
 def sum_judgements(infos: Sequence[TokenSetInfo], split: Split, positive_gain: float) -> JudgementCounts | None:
-    """Sum the counts of partitions. Return None if no partition has counts (no rows, or an earlier version's)."""
+    """Sum the counts of all partitions.
+
+    Returns None if none of them has counts, because the split is empty or was prepared by an earlier version.
+    """
     judged = [info.judged[split] for info in infos if split in info.judged]
     if not judged:
         return None
@@ -120,16 +128,16 @@ def _at_least(counts: Mapping[int, int], threshold: int) -> int:
     return sum(count for gain, count in counts.items() if gain >= threshold)
 
 
-# Warnings about data that limits quality without causing an error.
+# Warnings about problems in the data that limit quality without causing an error.
 
-_MAX_UNUSABLE = 0.5  # warn if more than this share of queries has no positive, or no negative
-_MAX_TRUNCATED = 0.05  # warn if more than this share of rows has a truncated text
+_MAX_UNUSABLE = 0.5  # maximum fraction of queries without a positive, or without a negative
+_MAX_TRUNCATED = 0.05  # maximum fraction of rows with a truncated text
 _GAIN_TOLERANCE = 1e-6
-_MAX_IN_TRAIN = 0.05  # warn if more than this share of the queries of a validation or test split is in train too
+_MAX_IN_TRAIN = 0.05  # maximum fraction of the queries in the validation or test split that are also in train
 
 
 def training_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, contrastive: bool) -> dict[str, str]:
-    """Return warnings, by kind, about properties of the train split that limit training."""
+    """Return warnings about problems in the train split that would limit model quality, keyed by kind."""
     judged = sum_judgements(infos, "train", positive_gain)
     if judged is None:
         return {}
@@ -147,8 +155,8 @@ def training_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, co
         )
     if contrastive and judged.positives and judged.queries_without_negative > _MAX_UNUSABLE * judged.queries:
         warnings["without negative"] = (
-            f"{judged.queries_without_negative:,} of {judged.queries:,} queries have no judged negative, only products"
-            " of other queries. Use trnpipe mine to find hard negatives"
+            f"{judged.queries_without_negative:,} of {judged.queries:,} queries have no judged negative, so only"
+            " products of other queries are used as negatives. Use trnpipe mine to find hard negatives"
         )
     gains = [(name, gain) for name, gain in zip(infos[0].labels, judged.mean_gains, strict=False) if gain is not None]
     if any(worse > better + _GAIN_TOLERANCE for (_, worse), (_, better) in pairwise(gains)):
@@ -158,7 +166,7 @@ def training_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, co
 
 
 def prepared_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, contrastive: bool) -> list[str]:
-    """Return the warnings about all prepared partitions together."""
+    """Return warnings about the prepared data, considering all partitions together."""
     warnings, truncated = list[str](), sum(info.truncated_rows for info in infos)
     rows = sum(info.rows for info in infos)
     if truncated > _MAX_TRUNCATED * rows:
@@ -174,8 +182,8 @@ def prepared_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, co
         in_train = sum(counts.queries_in_train for counts in judged)
         if in_train > _MAX_IN_TRAIN * queries:
             warnings.append(
-                f"{in_train:,} of {queries:,} queries ({in_train / queries:.0%}) of split {split} are in split train"
-                " too, so metrics on them are better than on new queries. Add a split column that separates queries,"
+                f"{in_train:,} of {queries:,} queries ({in_train / queries:.0%}) of split {split} are also in split"
+                " train, so metrics will be better than on new queries. Add a split column that separates queries,"
                 " or set --evaluate.leak warn"
             )
     return warnings

@@ -1,11 +1,12 @@
-"""Split text in any script into words, as BM25 indexes them, and compute word-overlap features of a query and a title.
+"""Split texts in any script into words, and compute features of the word overlap between a query and a title.
 
-In scripts without spaces between words (Chinese, Japanese, Thai, Khmer, Lao, Burmese and related scripts) each
-character and each pair of adjacent characters is a word, so that a query matches a title that contains it. In all
-other scripts a word is a run of letters and digits. Vowel signs and other marks (categories Mn and Mc) belong to the
-character before them.
+The same words are indexed for BM25. Some scripts do not separate words by spaces (Chinese, Japanese, Thai, Khmer, Lao,
+Burmese and related scripts). In these scripts, every character and every pair of adjacent characters is treated as a
+word, which ensures that a query matches any title that contains it. In all other scripts, a word is a run of letters
+and digits. Vowel signs and other combining marks (categories Mn and Mc) belong to the preceding character.
 
-Every feature is a function of the two texts alone, so that serving and embedding can compute it without statistics.
+The features depend only on the two texts. As a result, they can be computed at serving time without any corpus
+statistics.
 """
 
 import re
@@ -29,10 +30,10 @@ _UNSPACED = (
     "\u3100-\u312f\u31a0-\u31bf"  # Bopomofo
     "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"  # Han
 )
-"""Ranges of a character class. Korean is missing because it separates words by spaces."""
+"""Character ranges of scripts without spaces between words. Korean is not included because it uses spaces."""
 _JOINERS = "\u200c\u200d"
-"""Part of a word after a mark, as in Sinhala or Malayalam. They only select the form of a letter."""
-_LAST_MARK = 0x1FFFF  # the only marks above it are variation selectors
+"""Zero-width joiners. They only select the form of a letter, so they are part of a word if they follow a mark."""
+_LAST_MARK = 0x1FFFF  # all marks above this code point are variation selectors
 
 
 class _Patterns(NamedTuple):
@@ -62,23 +63,23 @@ def _patterns() -> _Patterns:
 
 
 _ASCII_WORD = re.compile(r"\w+")
-_HALF_WIDTH = re.compile("[\uff66-\uff9f]+")  # half-width Katakana, which are converted to full width
+_HALF_WIDTH = re.compile("[\uff66-\uff9f]+")  # half-width Katakana, which is converted to full width
 
 
 def lowered(text: str) -> str:
-    """Return a text in lower case and, unless it is ASCII, in Unicode normalization form C."""
+    """Convert a text to lower case and to Unicode normalization form C."""
     return text.lower() if text.isascii() else unicodedata.normalize("NFC", text.lower())
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text in lower case, in order. An underscore counts as a letter."""
+    """Split a text into lower-case words. Underscores are treated as letters."""
     if text.isascii():
         return _ASCII_WORD.findall(text.lower())
     return [word for run in _patterns().word.findall(lowered(text)) for word in split_run(run)]
 
 
 def split_run(run: str) -> list[str]:
-    """Return the words in a run of letters: the run itself unless it contains a script without spaces."""
+    """Split a run of letters into words. The run is a single word unless it contains a script without spaces."""
     if run.isascii():
         return [run]
     if not _patterns().unspaced.search(run):
@@ -101,7 +102,7 @@ def _without_joiners(text: str) -> str:
     return text.replace("\u200c", "").replace("\u200d", "")
 
 
-# Features for text that encoders represent poorly, such as model numbers and units.
+# Features for texts that encoders represent poorly, such as model numbers and units.
 
 LEXICAL_NAMES = (
     "lex_jaccard",
@@ -124,12 +125,13 @@ LEXICAL_NAMES = (
     "lex_query_word_length",
     "lex_title_word_length",
 )
-"""Coverage: share of one side's words that occur on the other. Code: word with a digit. Squeezed: without spaces."""
+"""Names of the features. A coverage is the fraction of words in one text that occur in the other text. A code is a word
+that contains a digit. A squeezed text has no spaces."""
 
 
 @cache
 def _part(*, ascii_only: bool) -> re.Pattern[str]:
-    """Return a pattern for runs of letters and digits, with a point or comma only before a digit."""
+    """Return a pattern that matches runs of letters and digits, including decimal points and commas before a digit."""
     letter = r"[^\W_]" if ascii_only else rf"(?:[^\W_]{_patterns().marks})"
     return re.compile(rf"{letter}+(?:[.,](?=\d){letter}+)*")
 
@@ -169,22 +171,27 @@ def _analyse(text: str) -> _Text:
 
 
 def numeric_names(config: DataConfig) -> tuple[str, ...]:
-    """Return the names of the numeric features in order: the configured columns, then the lexical features."""
+    """Return the names of all numeric features. The configured columns are followed by the lexical features."""
     return config.numeric + (LEXICAL_NAMES if config.lexical else ())
 
 
 def lexical_features(queries: Sequence[str], titles: Sequence[str]) -> npt.NDArray[np.float32]:
-    """Return features [N, len(LEXICAL_NAMES)] of N pairs, each 0 to about 1 (counts and lengths on a log scale)."""
+    """Compute the lexical features of N pairs as an array of shape [N, len(LEXICAL_NAMES)].
+
+    All values are between 0 and about 1. Counts and lengths are on a logarithmic scale.
+    """
     analyse = lru_cache(maxsize=_CACHED_TEXTS)(_analyse)
     values = [_pair_features(analyse(query), analyse(title)) for query, title in zip(queries, titles, strict=True)]
     return np.array(values, dtype=np.float32).reshape(len(values), len(LEXICAL_NAMES))
 
 
-_CACHED_TEXTS = 1024  # because rows of a query are adjacent (20 KB per text of 100 characters, 130 KB for 1,000)
+# The rows of a query are usually adjacent, so a small cache suffices. A text of 100 characters takes 20 KB of memory, a
+# text of 1,000 characters 130 KB.
+_CACHED_TEXTS = 1024
 
 
 def _scaled(count: float) -> float:
-    """Map a count to about 0..1 on a log scale: 0 -> 0, 19 -> 1."""
+    """Map a count to a logarithmic scale on which 0 is mapped to 0 and 19 to 1."""
     return log1p(count) / _LOG20
 
 

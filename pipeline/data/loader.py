@@ -1,4 +1,7 @@
-"""The batches of one rank as torch tensors. The loader's only state is the number of the next optimizer step."""
+"""Load the training batches of one rank as tensors.
+
+The loader is stateless apart from the number of the next optimizer step, so training can resume at any step.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ from pipeline.model.relevance import GroupInputs, RelevanceInputs
 
 
 class RowSource(Protocol):
-    """Rows addressed by (pool, number). Every text ends at its first padding token."""
+    """A source of rows, identified by pool and row number. Texts end at the first padding token."""
 
     @property
     def pad_id(self) -> int: ...
@@ -24,11 +27,14 @@ class RowSource(Protocol):
     def sizes(self) -> tuple[int, ...]: ...
 
     def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
-        """Read rows with at least the arrays `fields` (default: all)."""
+        """Read rows. The result contains at least the requested arrays (default: all)."""
 
 
 class GroupSource(Protocol):
-    """Groups of one query and several of its products, addressed by (pool, number). See GroupedRows.read."""
+    """A source of groups, identified by pool and group number.
+
+    A group consists of a query and several of its products. See `GroupedRows.read` for details.
+    """
 
     @property
     def sizes(self) -> tuple[int, ...]: ...
@@ -38,9 +44,10 @@ class GroupSource(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The inputs of one rank for one micro-step, in host memory. `sample_ids`: ids of the judged rows.
+    """The inputs of one rank for one micro-step, in host memory.
 
-    `position`: the optimizer step. `length`: index of the length of its token rows.
+    `position` is the optimizer step, `length` is the index of the sequence length, and `sample_ids` contains the ids of
+    all judged rows in the micro-batch.
     """
 
     position: int
@@ -52,12 +59,19 @@ class MicroBatch:
 def training_batches(
     source: GroupSource, plan: BatchPlan, share: RankSlice, start: int, stop: int
 ) -> Iterator[MicroBatch]:
-    """Yield `share.accumulation` micro-batches for each optimizer step from `start` to `stop` (exclusive).
+    """Yield the micro-batches of one rank for the optimizer steps from `start` to `stop` (exclusive).
 
-    `plan` orders the groups. The tensors of G groups with S slots: tokens, positions, segments int32 [G, T], query_key
-    and place (index of the group in the global batch) int32 [G], product_key and label int32 [G S], gain fp32 [G S],
-    numeric and categorical [G S, features]. An empty slot has label -1 and gain -1. A mined product has label -1 and
-    gain 0, because it is a negative without a grade.
+    Each step has `share.accumulation` micro-batches, and `plan` determines the order of the groups. A micro-batch of
+    G groups with S slots each contains the following tensors:
+
+    - tokens, positions and segments: int32 [G, T]
+    - query_key and place (the index of the group in the global batch): int32 [G]
+    - product_key and label: int32 [G S]
+    - gain: fp32 [G S]
+    - numeric and categorical: [G S, features]
+
+    Empty slots have label -1 and gain -1. Mined products have label -1 and gain 0, because they are treated as
+    negatives although they have no grade.
     """
     for position in range(start, stop):
         batch = plan.batch(position)
@@ -70,12 +84,12 @@ def training_batches(
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """Return the model inputs for scoring rows, with 32-bit integers because Neuron truncates 64-bit integers."""
+    """Return the model inputs for scoring rows. Integers are 32-bit because Neuron truncates 64-bit integers."""
     return {name: torch.from_numpy(arrays[name]) for name in RelevanceInputs._fields}
 
 
 def target_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """Return the targets of groups, see train/loss.Targets."""
+    """Return the training targets of a batch of groups. See `train/loss.Targets` for their meaning."""
     is_row = arrays["is_row"]
     unjudged_gain = np.where(arrays["is_mined"], 0.0, -1.0)
     return {
@@ -87,12 +101,15 @@ def target_tensors(arrays: Arrays) -> dict[str, Tensor]:
 
 
 def _key32(ids: Int64s) -> Tensor:
-    """Fold 64-bit ids to int32."""
+    """Hash 64-bit ids to int32 by folding their upper and lower halves."""
     wide = ids.view(np.uint64)
     return torch.from_numpy((wide ^ (wide >> np.uint64(32))).astype(np.uint32).view(np.int32))
 
 
 def sample_digest(sample_ids: Int64s) -> int:
-    """Return a 64-bit digest of a set of samples that is independent of order and additive (mod 2^64)."""
+    """Compute a 64-bit digest of a set of samples.
+
+    The digest does not depend on the order of the samples. The digests of disjoint sets can be added (mod 2^64).
+    """
     with np.errstate(over="ignore"):
         return int(mix64(sample_ids.astype(np.uint64)).sum(dtype=np.uint64))

@@ -1,13 +1,14 @@
-"""Convert every partition of the input to a committed folder of token shards, unless it already exists.
+"""Convert each partition of the input to a token set, a committed folder of token shards.
 
-Prepare opens the input, decides the labels, finds or trains the tokenizer, names each partition by fingerprint, reuses
-committed partitions, tokenises the others chunk by chunk in worker processes, and commits each partition after its last
-chunk. Each process needs memory for one chunk (at most 64 MiB of columns), the parent for two. After an interruption at
-any point, a rerun skips finished chunks and writes the same bytes.
+The prepare stage opens the input, determines the labels, and looks up or trains the tokenizer. Each partition is named
+by a fingerprint of everything that its token set depends on, so partitions that have already been committed are reused.
+All others are tokenised chunk by chunk in worker processes, and each partition is committed once its last chunk is
+finished. A worker process needs enough memory for one chunk (at most 64 MiB of columns), and the parent process needs
+enough for two. If the run is interrupted, a rerun skips the finished chunks and produces exactly the same bytes.
 
-Each of several workers (the tasks of an array) prepares every n-th partition. They need no coordination, because
-labels, tokenizer and names depend only on the input and the settings. The last worker to finish sees all partitions
-committed.
+With several workers (the tasks of an array job), each worker prepares every n-th partition. The workers do not need to
+coordinate, because the labels, the tokenizer and the names depend only on the input and the settings. The last worker
+to finish finds all partitions committed.
 """
 
 import shutil
@@ -48,16 +49,17 @@ from pipeline.io.storage import Storage, os_errors
 from pipeline.proc.pool import run_tasks
 from pipeline.telemetry.events import EventName
 
-Emit = Callable[..., object]  # writes an event, given its name and its fields as keyword arguments
+Emit = Callable[..., object]  # logs an event, given its name and its fields as keyword arguments
 _TOP_REASONS = 3
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The partitions in the workspace, in order.
+    """The prepared partitions in the workspace, in order.
 
-    `prepared` and `rows_prepared` (good and bad rows) count this run alone. `rows`, `rows_bad` and `rows_filtered` add
-    up to the rows of the input. `missing`: number of partitions that other workers are still preparing.
+    `prepared` and `rows_prepared` (both good and bad rows) only count the partitions that this run has prepared.
+    `rows`, `rows_bad` and `rows_filtered` add up to the total number of rows in the input. `missing` is the number of
+    partitions that other workers have not committed yet.
     """
 
     token_set_prefixes: list[str]
@@ -79,7 +81,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The settings, tokenizer and labels that determine how rows are encoded, shared by all partitions."""
+    """The settings, tokenizer and labels with which the rows of all partitions are encoded."""
 
     config: DataConfig
     tokenizer: TextTokenizer
@@ -88,9 +90,10 @@ class Encoding:
 
 @dataclass
 class _PartitionWork:
-    """A partition to prepare. `rows`, `blank`: rows and blank lines read, by file. `done`: records of finished chunks.
+    """The progress of a partition that is being prepared.
 
-    `num_chunks`: None until all files have been read.
+    `rows` and `blank` count the rows and the blank lines that have been read from each file. `done` contains the
+    records of all finished chunks. `num_chunks` is None until all files have been read.
     """
 
     partition: InputPartition
@@ -103,11 +106,11 @@ class _PartitionWork:
     num_chunks: int | None = None
 
     def add_record(self, index: int, record: ChunkRecord) -> None:
-        """Store the record of a finished chunk without its quarantined rows, which stay in the staging folder."""
+        """Keep the record of a finished chunk. To save memory, its quarantined rows are only kept on disk."""
         self.done[index] = record.model_copy(update={"quarantined": ()})
 
     def first_bad_rows(self) -> list[QuarantinedRow]:
-        """Return the first QUARANTINE_ROWS bad rows, reading no more chunk records than necessary."""
+        """Load the first QUARANTINE_ROWS bad rows, without reading more chunk records than necessary."""
         rows: list[QuarantinedRow] = []
         for index in sorted(self.done):
             if self.done[index].rows_bad and len(rows) < QUARANTINE_ROWS:
@@ -126,15 +129,15 @@ def prepare(
     events: Emit,
     stop: StopSignal,
 ) -> PreparedData:
-    """Bring the workspace's token sets up to date with the input.
+    """Prepare all partitions of the input that do not have a token set in the workspace yet.
 
     Args:
-        scratch: local folder for staged chunks, which a rerun must use again. It can be deleted afterwards.
-        tokenizer: tokenizer.json of the parent model. `config.tokenizer.path` takes precedence.
-        worker: index of this worker, below `config.workers`.
+        scratch: Local folder for staged chunks. A rerun must use the same folder to be able to skip finished chunks.
+        tokenizer: The tokenizer.json of the parent model. `config.tokenizer.path` takes precedence.
+        worker: Index of this worker, below `config.workers`.
 
     Raises DataError if the input is unusable or has too many bad rows, ConfigError if the tokenizer does not exist,
-    Preempted on a stop, and TransientError if the input changes while it is read.
+    Preempted if a stop is requested, and TransientError if the input changes while it is being read.
     """
     listed = list_input_objects(config, stop) if config.workers > 1 else frozenset()
     source = open_source(config, scratch=scratch, stop=stop)
@@ -148,8 +151,8 @@ def prepare(
         staging = Staging(scratch / "tokens" / prefix.rpartition("/")[2])
         if info := _committed(encoding, prefix, workspace):
             events(EventName.PARTITION_REUSED, partition=info.partition, prefix=prefix, rows=info.rows)
-            # An attempt killed at the end of its commit leaves its chunk records behind. If the token set were later
-            # deleted because it is damaged, they would claim that its deleted shards are finished.
+            # If an earlier attempt was killed right after its commit, its chunk records still exist. They have to be
+            # removed, because they would mark the chunks as finished even after the token set has been deleted.
             shutil.rmtree(staging.folder, ignore_errors=True)
             infos[prefix] = info
         elif number % config.workers == worker:
@@ -161,7 +164,7 @@ def prepare(
     if len(infos) < len(prefixes) and list_input_objects(config, stop) != listed:
         raise TransientError(
             f"{config.path} has changed since worker {worker} of {config.workers} listed it",
-            expected="the same input for all workers",
+            expected="an input that does not change until all workers have finished",
             next_command="run the same command again to prepare the remaining partitions",
         )
     available = {prefix: infos[prefix] for prefix in prefixes if prefix in infos}
@@ -200,7 +203,10 @@ def prepare(
 
 
 def _committed(encoding: Encoding, prefix: str, workspace: Storage) -> TokenSetInfo | None:
-    """Return the description of a committed partition, or None. Raises DataError if too many of its rows are bad."""
+    """Read the metadata of a token set. Returns None if it has not been committed.
+
+    Raises DataError if too many rows of the partition are bad.
+    """
     manifest = read_manifest(workspace, prefix)
     if manifest is None:
         return None
@@ -209,7 +215,7 @@ def _committed(encoding: Encoding, prefix: str, workspace: Storage) -> TokenSetI
     return info
 
 
-# The labels, the tokenizer, and the names of partitions, which are fingerprints of all that determines their bytes.
+# Labels, tokenizer, and partition names.
 
 
 def _labels_and_tokenizer(
@@ -221,7 +227,11 @@ def _labels_and_tokenizer(
     events: Emit,
     stop: StopSignal,
 ) -> tuple[Encoding, str]:
-    """Return the encoding and the prefix of its tokenizer. Reads all rows if the labels or the tokenizer need them."""
+    """Determine the labels and the tokenizer, and store the tokenizer in the workspace.
+
+    Labels that are not configured have to be read from the data, and a new tokenizer has to be trained on it. In either
+    case this reads the entire input. Returns the encoding and the prefix at which its tokenizer is stored.
+    """
     tokenizer = given_tokenizer(config, parent_tokenizer, stop)
     if tokenizer is not None and config.tokenizer.path is not None and config.tokenizer.split_digits:
         tokenizer = tokenizer.with_split_digits()
@@ -240,13 +250,16 @@ def _labels_and_tokenizer(
 
 
 def name_partition(encoding: Encoding, partition: InputPartition, *, carve_valid: bool) -> tuple[str, RowRules]:
-    """Return the prefix of a partition's token set, a fingerprint of everything its bytes depend on, and its rules."""
+    """Return the prefix of a partition's token set, and the rules by which its rows are validated.
+
+    The prefix contains a fingerprint of everything that the bytes of the token set depend on.
+    """
     config, labels = encoding.config, encoding.labels
     rules = RowRules(config, partition.name, tuple(labels.gains), labels.row_gains, carve_valid)
     newer = config.model_dump(mode="json", include={"slices", "query_prefix", "product_prefix"})
     name = fingerprint(
         {
-            # Defaults are left out, so that data prepared before these settings existed keeps its name.
+            # Omit defaults so that data prepared before these settings were introduced keeps its name.
             **{name: value for name, value in newer.items() if value},
             "format": FORMAT_VERSION,
             "content": partition.content_id,
@@ -254,7 +267,7 @@ def name_partition(encoding: Encoding, partition: InputPartition, *, carve_valid
             "labels": list(rules.labels),
             "row_gains": list(rules.label_gains),
             "columns": config.columns.model_dump(),
-            "esci_locale": None,  # a setting of earlier versions
+            "esci_locale": None,  # a setting that has been removed
             "numeric": list(config.numeric),
             "categorical": [feature.model_dump() for feature in config.categorical],
             "lexical": list(LEXICAL_NAMES) if config.lexical else [],
@@ -268,7 +281,7 @@ def name_partition(encoding: Encoding, partition: InputPartition, *, carve_valid
     return f"tokens/{config.name}/{name}", rules
 
 
-# Tokenise the chunks of all partitions in one stream, and commit each partition once it is complete.
+# Tokenise the chunks of all partitions as a single stream, and commit each partition once it is complete.
 
 
 def _encode_all(
@@ -286,7 +299,7 @@ def _encode_all(
     files = [file for work in works for file in work.partition.files]
     if not files:
         return {}
-    with reading_progress("tokenising", files) as advance:  # ahead of the workers by at most one chunk each
+    with reading_progress("tokenising", files) as advance:  # at most one chunk per worker ahead of the actual progress
         results = run_tasks(
             encode_chunk,
             encoding.tokenizer.data,
@@ -311,7 +324,10 @@ def _tasks(
     advance: Callable[[RawBatch | None], None],
     stop: StopSignal,
 ) -> Iterator[ChunkTask]:
-    """Yield the chunks that remain to be encoded. Add the records of chunks that an earlier attempt finished."""
+    """Yield the chunks that remain to be encoded.
+
+    If a chunk was already finished by an earlier attempt, its record is added to the partition instead.
+    """
 
     def counted(work: _PartitionWork, file: InputFile) -> Iterator[RawBatch]:
         for batch in source.read(file):
@@ -336,7 +352,7 @@ def _tasks(
 
 
 def _commit(encoding: Encoding, workspace: Storage, work: _PartitionWork, events: Emit) -> TokenSetInfo:
-    """Publish the shards of all chunks with their manifest. Raises DataError if too many rows are bad."""
+    """Commit the shards of a partition to the workspace. Raises DataError if too many rows are bad."""
     staging = work.staging
     with os_errors("reading", f"file://{staging.files}"):
         info, bad = _describe(encoding, work, workspace.stop), work.first_bad_rows()
@@ -351,7 +367,7 @@ def _commit(encoding: Encoding, workspace: Storage, work: _PartitionWork, events
     return info
 
 
-# The description that is stored with the shards.
+# The metadata of a token set.
 
 
 def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> TokenSetInfo:
@@ -395,7 +411,10 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
 
 
 def _file_rows(work: _PartitionWork, file: str, records: Sequence[ChunkRecord]) -> FileRows:
-    """Count the rows of a file by outcome. Raises RuntimeError (a bug) if the counts do not add up."""
+    """Count the good, bad and filtered rows of a file.
+
+    Raises RuntimeError if the counts do not add up to the number of rows read, which would be a bug.
+    """
     records = [record for record in records if record.file == file]
     rows = FileRows(
         file=file,
@@ -407,7 +426,8 @@ def _file_rows(work: _PartitionWork, file: str, records: Sequence[ChunkRecord]) 
     )
     if lost := rows.rows - rows.good - rows.bad - rows.filtered:
         raise RuntimeError(
-            f"{file}: {lost} of {rows.rows} rows are lost ({rows.good} good, {rows.bad} bad, {rows.filtered} filtered)"
+            f"{file}: {lost} of {rows.rows} rows are unaccounted for"
+            f" ({rows.good} good, {rows.bad} bad, {rows.filtered} filtered)"
         )
     return rows
 
@@ -415,7 +435,11 @@ def _file_rows(work: _PartitionWork, file: str, records: Sequence[ChunkRecord]) 
 def _check_bad_fraction(
     config: DataConfig, info: TokenSetInfo, bad: Sequence[QuarantinedRow], workspace: Storage
 ) -> None:
-    """Raise DataError with the most frequent reasons if too many rows are bad, after storing the `bad` rows."""
+    """Raise DataError if too many rows are bad.
+
+    The `bad` rows are stored in the workspace first so that they can be inspected. The error lists the most frequent
+    reasons.
+    """
     if info.rows_bad <= config.max_bad_fraction * info.rows_read:
         return
     sample, first = f"tokens/{config.name}/{info.fingerprint}/{QUARANTINE}", ""
@@ -429,6 +453,6 @@ def _check_bad_fraction(
         f"{info.partition}: {info.rows_bad} of {info.rows_read} rows are bad"
         f" ({info.rows_bad / info.rows_read:.1%}): {top}{first}",
         expected=f"at most {config.max_bad_fraction:.1%} (data.max_bad_fraction)",
-        next_command=f"read the bad rows in {workspace.uri(sample)}, then fix the input, correct --data.columns or"
+        next_command=f"look at the bad rows in {workspace.uri(sample)}, then fix the input, correct --data.columns or"
         " --data.labels, or raise --data.max-bad-fraction",
     )

@@ -1,10 +1,11 @@
-"""Read one Parquet, CSV or JSON lines file in batches of bounded size.
+"""Read Parquet, CSV and JSON lines files in batches of bounded size.
 
-CSV and JSON lines are parsed by Python, row by row, because pyarrow's parsers fail a whole block for invalid bytes or
-broken lines, which real exports contain.
+CSV and JSON lines are parsed in Python, one row at a time. Real exports contain invalid bytes and broken lines, for
+which pyarrow's parsers would fail an entire block.
 
-Every row that the format counts (in the Parquet footer, a CSV record, a line of JSON) is yielded once, good or bad.
-`read_file` compares both counts and fails if they differ.
+Every row of a file is yielded exactly once, either as a good or as a bad row. To verify this, `read_file` counts the
+rows that it yields, and raises an error if this number differs from the number of rows in the Parquet footer, CSV
+records, or lines of JSON.
 """
 
 import codecs
@@ -35,7 +36,7 @@ _PARQUET_BUFFER_BYTES = 8 * 2**20
 _BATCH_BYTES = 8 * 2**20
 _LINE_BYTES = 16 * 2**20
 _PEEK_LINES = 1000
-_MAX_CONTENT_CHARACTERS = 1000  # of a malformed line, for the quarantine file
+_MAX_CONTENT_CHARACTERS = 1000  # maximum length of a malformed line in the quarantine file
 _SUFFIXES = {
     "parquet": (".parquet", ".pq"),
     "csv": (".csv", ".tsv"),
@@ -57,18 +58,18 @@ _OTHER_CONTENTS = {
 }
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
-Planner = Callable[[list[str]], ColumnPlan]  # maps the columns of a file to a plan, or raises DataError
+Planner = Callable[[list[str]], ColumnPlan]  # takes the columns of a file, may raise DataError
 
 
 def suffix_format(name: str) -> str | None:
-    """Return `parquet`, `csv` or `jsonl` by file name, or None."""
+    """Return the format (`parquet`, `csv` or `jsonl`) that matches the suffix of a file name, or None if unknown."""
     stem = name.lower().removesuffix(".gz")
     return next((format_name for format_name, suffixes in _SUFFIXES.items() if stem.endswith(suffixes)), None)
 
 
 @dataclass
 class _Source:
-    """A file that is being read. `rows` and `blank`: rows and blank lines that its format has counted so far."""
+    """A file that is being read. `rows` and `blank` count the rows and the blank lines that were read so far."""
 
     storage: Storage
     key: str
@@ -79,12 +80,12 @@ class _Source:
 
 
 def object_version(stat: ObjectStat) -> str:
-    """Return a string that changes with the content of an object on S3."""
+    """Return a string that changes when the content of an S3 object changes."""
     return f"{stat.etag}-{stat.size_bytes}"
 
 
 def file_version(storage: Storage, key: str) -> str:
-    """Return a string that changes when the file is written again, or an empty string if the file does not exist."""
+    """Return a string that changes whenever a file is written. It is empty if the file does not exist."""
     path = storage.local_path(key)
     if path is None:
         stat = storage.stat(key)
@@ -100,16 +101,17 @@ def file_version(storage: Storage, key: str) -> str:
 def read_file(
     storage: Storage, key: str, format_name: str, planner: Planner, num_rows: int, version: str | None = None
 ) -> Iterator[RawBatch]:
-    """Yield the rows of one file in file order, at most `num_rows` and about 8 MiB at a time.
+    """Yield the rows of a file in order, in batches of at most `num_rows` rows and about 8 MiB.
 
-    `version`: result of file_version() when the file was listed. Raises DataError if the file cannot be read or lacks a
-    column, TransientError if it has changed since.
+    Raises DataError if the file cannot be read or does not have a required column. If `version` is given, it must be
+    the result of `file_version` at the time when the file was listed, and TransientError is raised if the file has
+    changed since then.
     """
     readers = {"parquet": _read_parquet, "csv": _read_csv, "jsonl": _read_jsonl}
     source, rows_read, is_local = _Source(storage, key, planner, num_rows), 0, storage.local_path(key) is not None
     try:
         for batch in readers[format_name](source):
-            if is_local or not rows_read:  # on S3 all later reads are of the object that was opened
+            if is_local or not rows_read:  # on S3, all subsequent reads use the version that was opened
                 _check_version(storage, key, version)
             rows_read += batch.rows_read
             yield batch
@@ -123,7 +125,7 @@ def read_file(
         raise DataError(
             f"{storage.uri(key)} cannot be read as {format_name}: {' '.join(str(error).split())}",
             expected=f"a complete {format_name} file",
-            next_command="write the file again, or give it the suffix of its format",
+            next_command="recreate the file, or rename it so that its suffix matches its format",
         ) from error
     if rows_read != source.rows:
         raise RuntimeError(f"{storage.uri(key)} has {source.rows} rows, but its reader yielded {rows_read}")
@@ -141,15 +143,15 @@ def _check_version(storage: Storage, key: str, version: str | None) -> None:
 
 
 def refuse_unreadable(storage: Storage, key: str, format_name: str) -> None:
-    """Raise DataError if the first bytes of a file show another format, or if a Parquet file is truncated."""
+    """Raise DataError if a file starts with the signature of a different format, or is a truncated Parquet file."""
     uri, head = storage.uri(key), storage.read_range(key, 0, HEAD_BYTES)
     _refuse_other_content(uri, head, _PARQUET if format_name == "parquet" else _GZIP)
     stat = storage.stat(key)
     if head.startswith(_PARQUET) and storage.read_range(key, (stat.size_bytes if stat else 0) - 4, 4) != _PARQUET:
         raise DataError(
-            f"{uri} is truncated: it begins like a Parquet file but has no Parquet footer",
+            f"{uri} is truncated: it starts like a Parquet file but does not have a Parquet footer",
             expected="a complete Parquet file",
-            next_command="write or copy the file again",
+            next_command="recreate the file or copy it again",
         )
 
 
@@ -161,12 +163,12 @@ def _refuse_other_content(uri: str, head: bytes, allowed: bytes = b"\n") -> None
         raise DataError(
             f"{uri} is {content}",
             expected="Parquet, or CSV or JSON lines, optionally compressed with gzip",
-            next_command="download or write the file again in one of these formats, with its suffix",
+            next_command="download or export the file again in one of these formats, with the matching suffix",
         )
 
 
 def open_parquet(storage: Storage, key: str) -> pq.ParquetFile:
-    """Open a local or remote Parquet file. Reads from S3 are ranged and buffered per column."""
+    """Open a local or remote Parquet file. From S3, only the required byte ranges are read, buffered per column."""
     local = storage.local_path(key)
     source = pa.OSFile(str(local)) if local else pa.PythonFile(storage.open_read(key), mode="r")
     return pq.ParquetFile(source, pre_buffer=False, buffer_size=_PARQUET_BUFFER_BYTES)
@@ -178,7 +180,7 @@ def _read_parquet(source: _Source) -> Iterator[RawBatch]:
         stat = source.storage.stat(source.key)
         source.rows, size_bytes = int(file.metadata.num_rows), stat.size_bytes if stat else 0
         first = reported_bytes = 0
-        for group in range(file.num_row_groups):  # one at a time, so that memory is limited to a row group
+        for group in range(file.num_row_groups):  # read one at a time to limit the memory to that of a row group
             info = file.metadata.row_group(group)
             row_bytes = max(1, info.total_byte_size // max(1, info.num_rows))
             size = max(1, min(source.num_rows, _BATCH_BYTES // row_bytes))
@@ -196,13 +198,13 @@ def _read_parquet(source: _Source) -> Iterator[RawBatch]:
 
 
 _Parsed = tuple[int, list[bytes | None] | Malformed]
-"""The number of a line, and the values of the row that begins there, or the malformed text."""
+"""A line number, and either the values of the row that begins on that line or the malformed text."""
 
 
 def _batches(
     source: _Source, plan: ColumnPlan, position: Callable[[], int], rows: Iterable[_Parsed]
 ) -> Iterator[RawBatch]:
-    """Yield the rows of a text format in batches. `position` returns the number of bytes read from the file."""
+    """Group the rows of a text format into batches. `position` returns the number of bytes read from the file."""
     columns, numbers, bad = [list[bytes | None]() for _ in plan.inputs], list[int](), list[BadRow]()
     lines = list[int]()
     size = reported_blank = reported_bytes = 0
@@ -236,7 +238,10 @@ def _batches(
 
 @contextmanager
 def _open_text(source: _Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Open a UTF-8 text file after its byte order mark, decompressed. Yields it and a function for the position."""
+    """Open a UTF-8 text file, decompressing it and skipping its byte order mark if necessary.
+
+    Yields the file, and a function that returns the number of (compressed) bytes read so far.
+    """
     with source.storage.open_read(source.key) as file:
         is_gzip = file.read(len(_GZIP)) == _GZIP
         if source.key.lower().endswith(".gz") and not is_gzip and file.tell():
@@ -247,7 +252,7 @@ def _open_text(source: _Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
         _refuse_other_content(uri, head)
         if head.startswith(_BYTE_ORDER_MARKS) or b"\0" in re.split(rb"[\r\n]", head)[0]:
             raise DataError(
-                f"{uri} is not UTF-8: its first line has a byte order mark or zero bytes of another encoding",
+                f"{uri} is not UTF-8: its first line contains zero bytes or a different encoding's byte order mark",
                 expected="UTF-8",
                 next_command="iconv -f UTF-16 -t UTF-8 FILE > CONVERTED (or -f UTF-32)",
             )
@@ -305,11 +310,11 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
                     continue
                 if new := [name for name in record if name not in names]:
                     names.update(dict.fromkeys(new))
-                    if source.planner(list(names)) != plan:  # the column is missing in the rows already read
+                    if source.planner(list(names)) != plan:  # rows were already read without the new column
                         raise DataError(
                             f"{uri} has {', '.join(map(repr, new))} for the first time in row {row}",
                             expected=f"every column in at least one of the first {_PEEK_LINES} rows",
-                            next_command="write it as null in the first row",
+                            next_command="add it to the first row with the value null",
                         )
                 values = list[bytes | None]()
                 for column, may_join in zip(plan.inputs, joined, strict=True):
@@ -323,16 +328,19 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
 
 
 def _type_error(message: str) -> DataError:
-    """Return the error for a column of values that are neither texts nor numbers."""
+    """Create the error for a column whose values are neither strings nor numbers."""
     return DataError(
         message,
-        expected="text, bytes, numbers or dates (lists of texts also in the query, title and text columns)",
-        next_command="write that column as text, or choose another column with --data.columns",
+        expected="strings, bytes, numbers or dates (or lists of strings in the query, title and text columns)",
+        next_command="write the column as text, or choose a different column with --data.columns",
     )
 
 
 def _lines(raw: BinaryIO, source: _Source) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank with their numbers, from 1. Replace a line over 16 MiB by a malformed one."""
+    """Yield all lines that are not blank, with their 1-based line numbers.
+
+    A line longer than 16 MiB is replaced by a short text that cannot be parsed, so that it becomes a bad row.
+    """
     number = 0
     while line := raw.readline(_LINE_BYTES):
         number += 1
@@ -358,7 +366,10 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _parse(line: bytes) -> dict[str, Any] | Malformed:
-    """Return the object on a line. Bytes that are not UTF-8 become surrogates and are validated later, per field."""
+    """Parse a line as a JSON object.
+
+    Bytes that are not valid UTF-8 are decoded as surrogates, which allows them to be validated later for each field.
+    """
     reason = NOT_AN_OBJECT
     try:
         if isinstance(record := _DECODER.decode(line.decode("utf-8", "surrogateescape")), dict):
@@ -369,7 +380,7 @@ def _parse(line: bytes) -> dict[str, Any] | Malformed:
 
 
 def _json_bytes(value: Any, may_join: bool) -> bytes | None:
-    """Return the text of a value as bytes. Raises TypeError for objects, and for lists that may not be joined."""
+    """Convert a JSON value to text. Raises TypeError if it is an object, or if it is a list that must not be joined."""
     if isinstance(value, dict):
         raise TypeError("an object")
     if isinstance(value, list):
@@ -381,5 +392,5 @@ def _json_bytes(value: Any, may_join: bool) -> bytes | None:
     text = value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
     try:
         return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # an escaped lone surrogate, which is not valid text either
+    except UnicodeEncodeError:  # an escaped lone surrogate, which is later rejected as invalid UTF-8
         return text.encode("utf-8", "surrogatepass")

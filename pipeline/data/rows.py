@@ -1,4 +1,8 @@
-"""Rows on their way from a reader to a worker: batches, bad rows, chunks of bounded size, and column plans."""
+"""Convert the rows that a reader yields to the chunks that worker processes encode.
+
+This module also defines the mapping from input columns to fields, and converts their values to a canonical form that
+does not depend on the file format.
+"""
 
 import difflib
 import math
@@ -19,16 +23,17 @@ from pipeline.core.errors import DataError
 from pipeline.data.config import DataConfig
 from pipeline.data.token_sets import QuarantinedRow, RowContent
 
-CHUNK_BYTES = 64 * 2**20  # a chunk ends at this many bytes of columns even if it has fewer rows than configured
+CHUNK_BYTES = 64 * 2**20  # maximum size of the columns of a chunk, even if it has fewer rows than configured
 _BATCH_ROWS = 4096
 _CONTENT_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used. `count` > 1 if one defect covers several lines (an unclosed CSV quote).
+    """A row that cannot be used.
 
-    `line`: number of its first line in a text file, from 1 (0 in other files).
+    `line` is the 1-based number of the row's first line in a text file, or 0 in other formats. `count` is greater than
+    1 if a single defect affects several lines, for example an unclosed quote in a CSV file.
     """
 
     file: str
@@ -52,10 +57,11 @@ def quarantine_lines(rows: Iterable[QuarantinedRow]) -> bytes:
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Some rows of one file: field columns of equal length N (text as large_binary), row numbers [N], and bad rows.
+    """A batch of rows from one file.
 
-    `lines` [N]: the number of each row's first line in a text file, from 1. `blank` and `input_bytes`: blank lines and
-    bytes read since the previous batch.
+    The N good rows are stored as `columns`, one per field (text as large_binary), with their row numbers `rows` [N]. In
+    a text file, `lines` [N] contains the 1-based number of each row's first line. `blank` and `input_bytes` are the
+    numbers of blank lines and bytes that have been read since the previous batch.
     """
 
     columns: pa.RecordBatch
@@ -71,13 +77,13 @@ class RawBatch:
 
     @property
     def rows_read(self) -> int:
-        """Number of good and bad rows, including all lines that a bad row covers."""
+        """Number of good and bad rows, where a bad row that spans several lines is counted once per line."""
         return len(self.rows) + sum(row.count for row in self.bad)
 
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Consecutive rows of one file: the unit of parallel work and of resume."""
+    """Consecutive rows of one file. Chunks are encoded in parallel, and a rerun skips chunks that are finished."""
 
     file: str
     columns: bytes
@@ -87,7 +93,7 @@ class RowChunk:
 
     @property
     def num_rows(self) -> int:
-        """Number of good and bad rows, including all lines that a bad row covers."""
+        """Number of good and bad rows, where a bad row that spans several lines is counted once per line."""
         return len(self.rows) + sum(row.count for row in self.bad)
 
     def table(self) -> pa.Table:
@@ -95,14 +101,14 @@ class RowChunk:
 
 
 def batch_rows(rows_per_chunk: int) -> int:
-    """Return the number of rows a reader should yield at a time, so that batches fill a chunk (nearly) exactly."""
+    """Return the number of rows that a reader should yield at a time so that batches fill up a chunk."""
     return rows_per_chunk // -(-rows_per_chunk // _BATCH_ROWS)
 
 
 def cut_chunks(file: str, batches: Iterable[RawBatch], rows_per_chunk: int) -> Iterator[RowChunk]:
     """Group the batches of one file into chunks of at most `rows_per_chunk` rows and about CHUNK_BYTES.
 
-    Chunk boundaries depend only on the file and the settings, so that a run can resume chunk by chunk.
+    Chunk boundaries depend only on the file and the settings, so that a rerun can skip the chunks that are finished.
     """
     buffered: list[RawBatch] = []
     rows = size = 0
@@ -135,7 +141,7 @@ def _chunk(file: str, batches: list[RawBatch]) -> RowChunk:
 
 
 def shorten(content: str | bytes) -> str:
-    """Return content as valid text of at most a few hundred characters, for the quarantine file and messages."""
+    """Convert content to valid text and truncate it for use in messages and in the quarantine file."""
     text = content.decode("utf-8", "backslashreplace") if isinstance(content, bytes) else content
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _CONTENT_CHARACTERS else text[:_CONTENT_CHARACTERS] + "..."
@@ -145,7 +151,10 @@ _COLUMN = b"column"
 
 
 def row_content(fields: pa.RecordBatch | pa.Table, row: int) -> RowContent:
-    """Return the values of a row by its file's column names (see `to_fields`), shortened for the quarantine file."""
+    """Return the values of a row for the quarantine file, keyed by the column names of the input file.
+
+    The column names are taken from the metadata that `to_fields` adds. Long values are truncated.
+    """
     content: dict[str, str | int | float | None] = {}
     for field, values in zip(fields.schema, fields.columns, strict=True):
         value = values[row].as_py()
@@ -155,18 +164,18 @@ def row_content(fields: pa.RecordBatch | pa.Table, row: int) -> RowContent:
     return content
 
 
-# The text of a product that the encoder reads.
+# The product text that is passed to the encoder.
 
-CHARACTERS_PER_TOKEN = 16  # characters to tokenise per token of a bucket, enough for any text of real words
+CHARACTERS_PER_TOKEN = 16  # number of characters to tokenise for each token, sufficient for any natural text
 
 
 def text_characters(buckets: Sequence[Bucket]) -> int:
-    """Return the number of characters of a text to tokenise, enough to fill the largest bucket."""
+    """Return the number of characters that suffice to fill the largest bucket. Longer texts can be truncated."""
     return CHARACTERS_PER_TOKEN * buckets[-1].product_tokens
 
 
 def product_text(title: str, text: str, limit: int) -> str:
-    """Join the title and the longer text, either of which may be empty, and truncate to `limit` characters."""
+    """Concatenate the title and the longer text, either of which may be empty, and truncate to `limit` characters."""
     return (f"{title} {text}" if title and text else title or text)[:limit]
 
 
@@ -178,17 +187,20 @@ _OPTIONAL = ("text", "gain", "query_id", "product_id", "split")
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """Pairs (field, input column). Field names are those of ColumnMapping, or `numeric.<column>` and so on."""
+    """A mapping from fields to input columns, as (field, column) pairs.
+
+    Fields are named as in ColumnMapping, or have a prefix, such as `numeric.<column>`.
+    """
 
     pairs: tuple[tuple[str, str], ...]
 
     @property
     def inputs(self) -> list[str]:
-        """Input columns to read, each once."""
+        """The distinct input columns to read."""
         return list(dict.fromkeys(column for _, column in self.pairs))
 
     def only(self, fields: Sequence[str] | None) -> "ColumnPlan":
-        """Return the plan restricted to some fields (None: all) and the filter."""
+        """Return a plan for only the given fields (None: all) and the columns used by the filter."""
         if fields is None:
             return self
         return ColumnPlan(tuple(p for p in self.pairs if p[0] in fields or p[0].startswith(FILTER)))
@@ -197,7 +209,8 @@ class ColumnPlan:
 def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
     """Match the configured fields with the columns of one file.
 
-    Raises DataError without a query, title, label or gain column, or any explicitly configured column.
+    Raises DataError if the query or title column is missing, if there is neither a label nor a gain column, or if any
+    explicitly configured column is missing.
     """
     mapping, columns = config.columns, set(available)
     pairs = [("query", mapping.query), ("title", mapping.title)]
@@ -209,7 +222,10 @@ def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> Col
 
 
 def plan_pairs(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
-    """Match the fields of unjudged rows (query, title, text, features). Raises DataError if a column is missing."""
+    """Match the fields of rows without judgements (query, title, text and features) with the columns of one file.
+
+    Raises DataError if a required column is missing.
+    """
     mapping = config.columns
     pairs = [("query", mapping.query), ("title", mapping.title)]
     if mapping.text not in (mapping.query, mapping.title):
@@ -218,7 +234,7 @@ def plan_pairs(config: DataConfig, available: Sequence[str], file: str) -> Colum
 
 
 def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
-    """Return pairs (field, column) of the features, the slices and the filter."""
+    """Return the (field, column) pairs of the features, the slices and the filter."""
     return [
         *((NUMERIC + column, column) for column in config.numeric),
         *((CATEGORICAL + feature.column, feature.column) for feature in config.categorical),
@@ -241,7 +257,7 @@ LIKELY_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def by_spelling(names: Sequence[str]) -> dict[str, str]:
-    """Return column names by their normalised spelling (lower case, words joined by _). The first duplicate wins."""
+    """Map normalised spellings (lower case, words joined by _) to column names. The first of several names is used."""
     return {re.sub(r"[\W_]+", "_", name.lower()).strip("_"): name for name in reversed(names)}
 
 
@@ -252,10 +268,11 @@ def match_columns(
     setting: Callable[[str], str],
     optional: Sequence[str] = ("text",),
 ) -> ColumnPlan:
-    """Return the plan of (field, column) pairs for a file with the columns `available`.
+    """Create a plan from (field, column) pairs for a file that has the columns `available`.
 
-    A column with the name of its field may be missing if the field is `optional`. Raises DataError if the file lacks
-    any other column, suggesting the `setting` of its field with the most likely column, or if it has a column twice.
+    If a field is `optional` and its column has the default name (that of the field), the column may be missing. Raises
+    DataError if any other column is missing, or if a column name is ambiguous. For missing columns, the error suggests
+    a value of the field's `setting`, based on the columns that the file does have.
     """
     pairs = [pair for pair in pairs if pair[1] in available or not (pair[0] == pair[1] and pair[0] in optional)]
     missing = [(field, column) for field, column in pairs if column not in available]
@@ -264,7 +281,7 @@ def match_columns(
             raise DataError(
                 f"{file} has {available.count(column)} columns {column!r} (for {field})",
                 expected="unique column names",
-                next_command=f"rename the others, or choose another column with {setting(field)}",
+                next_command=f"rename the others, or choose a different column with {setting(field)}",
             )
     if missing:
         used = {column for _, column in pairs}
@@ -292,12 +309,12 @@ def _setting(field: str) -> str:
     return "--data.slices" if field.startswith(SLICE) else f"--data.{kind}"
 
 
-# One text for each value, independent of the file format.
+# Canonical values, which do not depend on the file format.
 
-READER_VERSION = 2  # part of the names of prepared data, increased if readers return other texts for a file
-JOINED_FIELDS = frozenset({"query", "title", "text"})  # fields in which a list of texts is joined by spaces
+READER_VERSION = 2  # part of the names of prepared data. Increase it when readers return different texts for a file
+JOINED_FIELDS = frozenset({"query", "title", "text"})  # fields in which a list of strings is joined with spaces
 _INTEGER = r"-?(?:0|[1-9][0-9]*)\.0+"
-_SCIENTIFIC = r"-?[0-9](?:\.[0-9]+[eE]\+?|[eE]\+)[0-9]{1,3}"  # with a point or plus, as 1e3 may be a product name
+_SCIENTIFIC = r"-?[0-9](?:\.[0-9]+[eE]\+?|[eE]\+)[0-9]{1,3}"  # requires a point or plus since 1e3 may be a product
 _BOOLEAN = "True|TRUE|False|FALSE"
 _VARIANT = rf"^\s*(?:{_INTEGER}|{_SCIENTIFIC}|{_BOOLEAN})\s*$"
 _LARGEST_EXPONENT = 308
@@ -305,9 +322,10 @@ _BYTES = (pa.binary(), pa.large_binary(), pa.binary_view(), pa.string(), pa.larg
 
 
 def canonical_text(text: str) -> str:
-    """Normalise a value that programs write in several ways. Return any other text unchanged.
+    """Normalise integers and booleans, which different programs write in different ways.
 
-    An integer such as 7.0 or 4.006381333007E12 becomes its digits, a boolean becomes true or false.
+    For example, 7.0 is converted to 7, 4.006381333007E12 to 4006381333007, and TRUE to true. Any other text is returned
+    unchanged.
     """
     if not re.match(_VARIANT, text, re.ASCII):
         return text
@@ -320,16 +338,16 @@ def canonical_text(text: str) -> str:
 
 
 def join_texts(values: list[Any] | None) -> str | None:
-    """Join a list of texts by spaces. Raises TypeError if it contains any other value."""
+    """Join a list of strings with spaces. Raises TypeError if the list contains any other values."""
     if values is None:
         return None
     if not all(value is None or isinstance(value, str) for value in values):
-        raise TypeError("a list with values that are not texts")
+        raise TypeError("a list with values that are not strings")
     return " ".join(filter(None, values))
 
 
 def is_text_list(kind: pa.DataType) -> bool:
-    """Return whether the values of an Arrow type are lists of texts."""
+    """Return whether an Arrow type is a list of strings."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         return False
     value = kind.value_type
@@ -337,10 +355,11 @@ def is_text_list(kind: pa.DataType) -> bool:
 
 
 def as_field(array: pa.Array, field: str) -> pa.Array:
-    """Convert an input column to the type of its field: float64 for numbers in numeric fields, else large_binary.
+    """Convert an input column to the type of its field.
 
-    Integers beyond 2^53 are rounded in numeric fields. NaN is a missing value. Bytes are checked later to be UTF-8.
-    Raises pa.ArrowException for nested types except lists of texts in JOINED_FIELDS.
+    Numbers in numeric fields are converted to float64, which rounds integers beyond 2^53. Everything else is converted
+    to large_binary. NaN is considered a missing value. Whether bytes are valid UTF-8 is checked later. Raises
+    pa.ArrowException for nested types, except for lists of strings in JOINED_FIELDS.
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -350,7 +369,7 @@ def as_field(array: pa.Array, field: str) -> pa.Array:
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if (field == "gain" or field.startswith(NUMERIC)) and (is_number or pa.types.is_boolean(kind)):
         return pc.cast(array, pa.float64(), safe=not pa.types.is_integer(kind))
-    if str(kind) == "extension<arrow.uuid>":  # the oldest supported pyarrow has no class for it
+    if str(kind) == "extension<arrow.uuid>":  # the oldest supported pyarrow does not have a class for this type
         return _large_binary(None if value is None else str(value) for value in array.to_pylist())
     if field in JOINED_FIELDS and is_text_list(kind):
         return _canonical_texts(_large_binary(map(join_texts, array.to_pylist())))
@@ -375,9 +394,10 @@ def _canonical_texts(array: pa.Array) -> pa.Array:
 
 
 def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:
-    """Convert input columns to the fields of a plan. The metadata of a field contains the name of its column.
+    """Convert input columns to the fields of a plan.
 
-    Raises pa.ArrowTypeError, naming the column, for a type that is neither text nor a number.
+    The name of the input column is stored in the metadata of each field. Raises pa.ArrowTypeError if a column contains
+    neither strings nor numbers.
     """
     arrays = list[pa.Array]()
     for field, column in plan.pairs:

@@ -1,4 +1,4 @@
-"""Read rows of token shards by bucket and number through memory maps."""
+"""Read rows from memory-mapped token shards."""
 
 import errno
 import json
@@ -18,13 +18,13 @@ from pipeline.core.errors import ConfigError, DataError
 Arrays = dict[str, npt.NDArray[Any]]
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F32": np.float32}
 FIELDS = ("query", "product", "label", "gain", "numeric", "categorical", "sample_id", "query_id")
-EXTRA = ("slice", "partition")  # additional arrays for evaluation: int64 [N, S] (see data/validate.py) and int64 [N]
+EXTRA = ("slice", "partition")  # additional arrays for evaluation: int64 [N, S] (see data/validate.py), and int64 [N]
 _BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A safetensors file with `rows[b]` token rows of bucket b. `partition`: value of the array `partition`."""
+    """A safetensors file with `rows[b]` rows in bucket b. All of them have the given value in the array `partition`."""
 
     path: Path
     rows: tuple[int, ...]
@@ -32,7 +32,10 @@ class ShardFile:
 
 
 def map_safetensors(path: Path) -> Arrays:
-    """Map every tensor of a safetensors file read-only (format: 8-byte header length, JSON, data)."""
+    """Memory-map all tensors of a safetensors file as read-only arrays.
+
+    The file consists of the length of its header (8 bytes), the header in JSON, and the data.
+    """
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header: dict[str, Any] = json.loads(file.read(length))
@@ -47,7 +50,10 @@ def map_safetensors(path: Path) -> Arrays:
 
 
 class TokenRows:
-    """The rows of one split over any number of shards, numbered per bucket in shard order."""
+    """The rows of one split, which may be stored in any number of shards.
+
+    In each bucket, rows are numbered consecutively, in the order of the shards.
+    """
 
     def __init__(
         self, shards: Sequence[ShardFile], buckets: Sequence[Bucket], pad_id: int, extra: Sequence[str] = ()
@@ -62,19 +68,20 @@ class TokenRows:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of rows of each bucket."""
+        """Number of rows in each bucket."""
         return tuple(int(size) for size in self._starts[-1])
 
     def blocks(self) -> Iterator[tuple[int, Int64s]]:
-        """Yield (bucket, row numbers) for all rows in order, a bounded number of rows at a time."""
+        """Iterate over all rows in order, yielding a bucket and the numbers of a bounded number of its rows."""
         for bucket, size in enumerate(self.sizes):
             for start in range(0, size, _BLOCK_ROWS):
                 yield bucket, np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
 
     def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
-        """Read rows `rows[i]` of bucket `pools[i]`, padded to the shape of `bucket`.
+        """Read N rows, where row i has the number `rows[i]` in bucket `pools[i]`.
 
-        Returns the arrays `fields` (default: all that were opened) of N rows each, in the order of `rows`.
+        Texts are padded to the shape of `bucket`. Returns an array with N rows, in the order requested, for each of the
+        given fields (default: all fields).
         """
         shape = self.buckets[bucket]
         num_tokens = {"query": shape.query_tokens, "product": shape.product_tokens}
@@ -111,13 +118,13 @@ class TokenRows:
             except (OSError, ValueError, KeyError, struct.error) as error:
                 if isinstance(error, OSError) and error.errno == errno.EMFILE:
                     raise ConfigError(
-                        f"too many open files at {len(self._maps) + 1:,} of {len(self._shards):,} token shards",
-                        expected="a limit of open files per process above the number of shards",
+                        f"too many open files after opening {len(self._maps):,} of {len(self._shards):,} token shards",
+                        expected="a limit on open files per process that exceeds the number of shards",
                         next_command="ulimit -n 65536, then run the same command again",
                     ) from error
                 raise DataError(
                     f"token shard {path} cannot be read: {error}",
-                    expected="the file committed by prepare",
+                    expected="the file that was committed by the prepare stage",
                     next_command="delete its folder and run trnpipe prepare again",
                 ) from error
             self._maps[shard] = arrays

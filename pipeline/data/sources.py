@@ -1,4 +1,4 @@
-"""The source of rows: files below a path, the ESCI layout, or the synthetic catalogue."""
+"""Open the input, which can be the files below a path, the ESCI dataset, or the synthetic catalogue."""
 
 import errno
 import sqlite3
@@ -47,10 +47,11 @@ from pipeline.io.storage import ObjectStat, Storage, os_errors
 
 @dataclass(frozen=True)
 class Source:
-    """An input, with a `reader` that takes a file and the fields to read (None: all).
+    """An input that has been opened.
 
-    `fixed_labels`: labels defined by the layout with their gains, least relevant first (empty if the data decides).
-    `skipped`: keys of files below the path that are not read. `warnings`: possible problems of the input.
+    `reader` takes a file and the fields to read (None: all). If the dataset defines its own labels, `fixed_labels`
+    contains their gains, least relevant first. Otherwise it is empty. `skipped` contains the keys of files below the
+    path that are not read, and `warnings` describes potential problems with the input.
     """
 
     partitions: tuple[InputPartition, ...]
@@ -64,16 +65,20 @@ class Source:
         return [file for partition in self.partitions for file in partition.files]
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
-        """Yield the rows of a file in order, with only the given fields (None: all).
+        """Yield the rows of a file in order, restricted to the given fields (None: all).
 
-        Raises DataError if the file cannot be read, TransientError if it has changed since it was listed.
+        Raises DataError if the file cannot be read, and TransientError if it has changed since it was listed.
         """
         return self.reader(file, fields)
 
 
 @contextmanager
 def reading_progress(doing: str, files: Sequence[InputFile]) -> Iterator[Callable[[RawBatch | None], None]]:
-    """Show the progress of reading files. Yields a function to call with every batch, and with None while waiting."""
+    """Display the progress of reading files.
+
+    Yields a function that must be called with every batch. While waiting for something else, it can be called with None
+    to keep the display up to date.
+    """
     size_bytes = sum(file.size_bytes for file in files)
     with progress(doing, size_bytes or None, "bytes" if size_bytes else "rows") as advance:
 
@@ -86,7 +91,10 @@ def reading_progress(doing: str, files: Sequence[InputFile]) -> Iterator[Callabl
 def read_products(
     source: Source, stop: StopSignal, fields: Sequence[str] = ("product_id", "title", "text")
 ) -> Iterator[RawBatch]:
-    """Yield some fields of every row, by default those of its product. Raises as Source.read, and Preempted."""
+    """Yield the given fields of every row in the input, by default those that describe the product.
+
+    Raises Preempted if a stop is requested. See `Source.read` for other errors.
+    """
     with reading_progress("reading products", source.files) as advance:
         for file in source.files:
             for batch in source.read(file, fields):
@@ -96,7 +104,7 @@ def read_products(
 
 
 def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Source:
-    """Open the configured input. Raises DataError if it contains nothing to read."""
+    """Open the configured input. Raises DataError if it does not contain any data files."""
     if config.path is None:
         return _synthetic_source(config)
     listing = find_files(config.path, stop)
@@ -110,7 +118,7 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
 
 
 def list_input_objects(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
-    """List the files of the input without reading them. Empty for the synthetic catalogue."""
+    """List the files of the input without reading them. The synthetic catalogue does not have any files."""
     return frozenset() if config.path is None else frozenset(find_files(config.path, stop).stats)
 
 
@@ -143,7 +151,7 @@ def _synthetic_source(config: DataConfig) -> Source:
 def file_reader(
     config: DataConfig, storage: Storage
 ) -> Callable[[InputFile, Sequence[str] | None], Iterator[RawBatch]]:
-    """Return the reader of the files of one table."""
+    """Return a function that reads the files of a table."""
 
     def read(file: InputFile, fields: Sequence[str] | None) -> Iterator[RawBatch]:
         def plan(names: list[str]) -> ColumnPlan:
@@ -154,12 +162,13 @@ def file_reader(
     return read
 
 
-# The Amazon Shopping Queries (ESCI) layout: a file of examples, joined with a file of products on id and locale. The
-# product texts are kept in a SQLite file in the scratch folder, so that memory does not grow with the catalogue.
+# The Amazon Shopping Queries (ESCI) dataset consists of a file of examples, which has to be joined with a file of
+# products on product id and locale. For this purpose, the product texts are stored in a SQLite database in the scratch
+# folder, so that memory usage does not grow with the size of the catalogue.
 
 ESCI_EXAMPLES = "shopping_queries_dataset_examples.parquet"
 ESCI_PRODUCTS = "shopping_queries_dataset_products.parquet"
-ESCI_SOURCES = "shopping_queries_dataset_sources.csv"  # the third file of the published data set, which is not read
+ESCI_SOURCES = "shopping_queries_dataset_sources.csv"  # the third file of the published dataset, which is not used
 ESCI_GAINS = {"I": 0.0, "C": 0.01, "S": 0.1, "E": 1.0}
 """Gains of the four labels, least relevant first (Reddy et al., Shopping Queries Dataset, arXiv:2206.06588)."""
 NO_PRODUCT = "product not among the products"
@@ -176,7 +185,7 @@ _ESCI_TEXTS = ("product_brand", "product_color", "product_bullet_point", "produc
 
 
 def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
-    """Open the ESCI layout. Raises DataError if one of its files is missing, or if other data files exist."""
+    """Open the ESCI dataset. Raises DataError if one of its files is missing, or if there are other data files."""
     storage, stats, path = listing.storage, listing.stats, str(config.path)
     examples, products, others = list[ObjectStat](), list[ObjectStat](), list[str]()
     for stat in stats:
@@ -213,7 +222,10 @@ def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
 def _read_esci(
     config: DataConfig, products: "EsciProducts", file: InputFile, fields: Sequence[str] | None
 ) -> Iterator[RawBatch]:
-    """Yield examples with the title and text of their products. An example without a product is a bad row."""
+    """Yield the examples, joined with the titles and texts of their products.
+
+    An example whose product does not exist is yielded as a bad row.
+    """
     plan = ColumnPlan((*_ESCI_FIELDS.items(), *feature_pairs(config)))
     plan = plan.only(None if fields is None else [*fields, "product_id", "locale"])
     storage, num_rows = products.storage, batch_rows(config.rows_per_chunk)
@@ -238,7 +250,10 @@ def _read_esci(
 
 @dataclass(frozen=True)
 class EsciProducts:
-    """Titles and texts of products. A text is brand, colour, bullet points and description, up to `limit` bytes."""
+    """An on-disk index of the titles and texts of all ESCI products.
+
+    The text of a product consists of its brand, colour, bullet points and description, truncated to `limit` bytes.
+    """
 
     storage: Storage
     file: InputFile
@@ -247,7 +262,7 @@ class EsciProducts:
 
     @cached_property
     def index(self) -> sqlite3.Connection:
-        """The SQLite table of products. It is built by one process at a time and published when complete."""
+        """Return a connection to the database. The first process that needs the database builds it."""
         folder = self.folder / fingerprint([self.file.content_id, self.limit])
         path = folder / "products.db"
         with os_errors("writing", f"file://{folder}"), atomic.exclusive(folder / "index.lock", self.storage.stop):
@@ -263,7 +278,10 @@ class EsciProducts:
         return row
 
     def write_index(self, path: Path) -> None:
-        """Write the table with the first of duplicate products. Raises as read_file(), and OSError if a write fails."""
+        """Write the database. If a product occurs more than once, its first occurrence is used.
+
+        Raises OSError if writing fails. See `read_file` for other errors.
+        """
         uri, stop = self.storage.uri(self.file.key), self.storage.stop
 
         def plan(names: list[str]) -> ColumnPlan:
@@ -277,7 +295,7 @@ class EsciProducts:
             progress("indexing products", self.file.size_bytes or None, "bytes") as advance,
         ):
             try:
-                table.execute("PRAGMA journal_mode = OFF")  # an incomplete file is never used
+                table.execute("PRAGMA journal_mode = OFF")  # safe because an incomplete database is never used
                 table.execute("CREATE TABLE products (id, locale, title, text, PRIMARY KEY (id, locale))")
                 for batch in read_file(self.storage, self.file.key, "parquet", plan, 4096, self.file.version):
                     stop.raise_if_set(f"indexing {uri}")
@@ -291,7 +309,7 @@ class EsciProducts:
     def _rows(self, batch: RawBatch) -> Iterator[tuple[bytes, ...]]:
         for product_id, locale, title, *texts in zip(*batch.columns.to_pydict().values(), strict=True):
             text = b" ".join(filter(None, texts))
-            if len(text) > self.limit:  # decode so that no character is cut in half
+            if len(text) > self.limit:  # decode to avoid cutting a multi-byte character in half
                 text = text[: self.limit].decode("utf-8", "ignore").encode()
             yield product_id or b"", locale or b"", title or b"", text
 
@@ -301,7 +319,7 @@ def _esci_planner(plan: ColumnPlan, uri: str) -> Planner:
         if missing := [column for column in plan.inputs if column not in names]:
             raise DataError(
                 f"{uri} has no column {', '.join(map(repr, missing))}",
-                expected=f"the columns of the ESCI data set (the file has {', '.join(names)})",
+                expected=f"the columns of the ESCI dataset (the file has {', '.join(names)})",
                 next_command="download the file again, or set --data.format parquet",
             )
         return plan

@@ -1,6 +1,7 @@
-"""Survey the input: one pass over a few columns that counts the labels and samples texts for the tokenizer.
+"""Count the labels in the input, and sample texts to train the tokenizer on, in a single pass over a few columns.
 
-Labels are configured, defined by the layout, or taken from the data.
+The pass is only needed if the labels are neither configured nor defined by the dataset, or if a tokenizer has to be
+trained.
 """
 
 import json
@@ -21,16 +22,17 @@ from pipeline.data.tokenizer import SAMPLE_ROWS
 from pipeline.data.validate import filter_mask, to_floats
 
 MAX_LABELS = 1000
-SAMPLE_BYTES = 128 * 2**20  # of sampled text (Python objects and the trainer's copy take five times as much)
+SAMPLE_BYTES = 128 * 2**20  # maximum size of the sampled text, which takes 5x as much memory during training
 _TEXT_FIELDS = ("query", "title", "text")
 
 
 @dataclass
 class TextSample:
-    """A sample of every `stride`-th row, taken in one pass. The stride doubles when the sample exceeds its limits.
+    """A sample of every `stride`-th row, taken in a single pass.
 
-    The n-th of several files starts at row number n. The rows sampled from a file then do not depend on earlier files,
-    and small files do not all contribute their first row.
+    Whenever the sample exceeds its limits, the stride is doubled. Row numbers start at n in the n-th file, instead of
+    continuing from the previous file. As a result, the rows sampled from a file do not depend on the sizes of other
+    files, and small files do not all contribute their first row.
     """
 
     limit: int = SAMPLE_ROWS
@@ -40,7 +42,7 @@ class TextSample:
     num_bytes: int = 0
 
     def add(self, batch: pa.RecordBatch, max_bytes: int) -> None:
-        """Sample the texts of some rows, each truncated to `max_bytes`."""
+        """Add rows from the next batch of a file. Texts are truncated to `max_bytes`."""
         chosen = np.flatnonzero((self.next_row + np.arange(batch.num_rows)) % self.stride == 0)
         sampled = batch.take(pa.array(chosen))
         names = [name for name in _TEXT_FIELDS if name in sampled.schema.names]
@@ -55,13 +57,13 @@ class TextSample:
             self.num_bytes = sum(len(value) for _, row in self.rows for value in row)
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts of the sampled rows without bytes that are not UTF-8."""
+        """Yield the texts of the sampled rows. Bytes that are not valid UTF-8 are dropped."""
         return (value.decode("utf-8", "ignore") for _, row in self.rows for value in row if value)
 
 
 @dataclass
 class LabelCount:
-    """Number of rows with one label, number of them with a gain, and the sum of these gains."""
+    """Statistics of a label: its number of rows, how many of them have a gain, and the sum of these gains."""
 
     rows: int = 0
     gains: int = 0
@@ -70,7 +72,7 @@ class LabelCount:
 
 @dataclass
 class Survey:
-    """Labels and sampled texts of an input. `without_gain`: a file that has rows but no gain column."""
+    """The labels and sampled texts of an input. `without_gain` is a file with rows but no gain column, if any."""
 
     sample: TextSample = field(default_factory=TextSample)
     labels: dict[str, LabelCount] = field(default_factory=dict)
@@ -80,7 +82,10 @@ class Survey:
 
 
 def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
-    """Count labels, sample texts, or both. Raises DataError for missing columns and more than MAX_LABELS labels."""
+    """Read the input to count labels, to sample texts, or both.
+
+    Raises DataError if a required column is missing, or if there are more than MAX_LABELS labels.
+    """
     fields = (["label", "gain"] if want_labels else []) + (list(_TEXT_FIELDS) if want_sample else [])
     fields += [FILTER + column for column in config.filter]
     max_bytes = 4 * text_characters(config.bucket_shapes)
@@ -115,7 +120,7 @@ def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: 
     for value, rows, gains, total in zip(values, *(column.to_pylist() for column in grouped.columns[1:]), strict=True):
         try:
             name = (value or b"").decode().strip()
-        except UnicodeDecodeError:  # a bad row, counted during validation
+        except UnicodeDecodeError:  # ignore the row here because validation reports it
             continue
         if name:
             count = labels.setdefault(name, LabelCount())
@@ -132,7 +137,7 @@ def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: 
 
 # Labels and their gains.
 
-_MAX_GRADE = 10  # larger numbers are not grades but intents, categories or ids
+_MAX_GRADE = 10  # larger numbers are probably not grades but intents, categories or ids
 _ORDERS = (
     {name.lower(): gain for name, gain in ESCI_GAINS.items()},
     {"irrelevant": 0.0, "complement": 0.01, "substitute": 0.1, "exact": 1.0},
@@ -140,21 +145,24 @@ _ORDERS = (
     {"false": 0.0, "true": 1.0},
     {"non_match": 0.0, "match": 1.0},
 )
-"""Common sets of labels in lower case with their gains, least relevant first."""
+"""Common sets of labels (in lower case) and their gains, least relevant first."""
 _MAX_SHOWN = 20
-_RARE = 0.005  # a smaller share of rows with a label that does not fit the others is taken for a mistake
+_RARE = 0.005  # labels of a smaller fraction of the rows are likely mistakes if they do not fit the other labels
 
 
 @dataclass(frozen=True)
 class LabelSet:
-    """Labels with their gains, least relevant first. `row_gains`: by label, for rows without a gain."""
+    """The labels and their gains, least relevant first. `row_gains` contains the default gain of a row, by label."""
 
     gains: dict[str, float]
     row_gains: tuple[float, ...]
 
 
 def infer_gains(labels: Sequence[str]) -> dict[str, float] | None:
-    """Return gains by label, least relevant first, or None unless the labels are a common set or grades 0 to 10."""
+    """Infer the gains of labels that belong to a common set, or that are grades from 0 to 10.
+
+    Returns the gains by label, least relevant first, or None for all other labels.
+    """
     names = {label.lower(): label for label in labels}
     for order in _ORDERS:
         if len(names) == len(labels) and order.keys() >= names.keys():
@@ -171,16 +179,21 @@ def infer_gains(labels: Sequence[str]) -> dict[str, float] | None:
 
 
 def common_labels(counts: Mapping[str, int]) -> list[str]:
-    """Return the labels without rare ones, which are likely mistakes, if the others have a known order, else all."""
+    """Return the labels without the rare ones, which are likely mistakes.
+
+    If the order of the remaining labels cannot be inferred, all labels are returned.
+    """
     common = [name for name, rows in counts.items() if rows >= _RARE * sum(counts.values())]
     return common if infer_gains(common) else [*counts]
 
 
 def decide_labels(config: DataConfig, fixed: Mapping[str, float], surveyed: Survey | None) -> LabelSet:
-    """Return the configured labels, else those `fixed` by the layout, else those in the data by mean gain or name.
+    """Determine the labels, their order, and their gains.
 
-    Configured labels without fixed gains are spaced evenly from 0 to 1. Raises DataError if the label column is empty,
-    if the order of labels is unknown, or if only some files have gains.
+    Labels that are configured take precedence over labels that are `fixed` by the dataset, which take precedence over
+    those that were observed in the data. Observed labels are ordered by their mean gain, or by their names if the names
+    are known. The gains of configured labels are spaced evenly between 0 and 1 unless the dataset defines them. Raises
+    DataError if the label column is empty, if the order of the labels is unknown, or if only some files have gains.
     """
     if config.labels:
         last = len(config.labels) - 1
@@ -202,7 +215,7 @@ def decide_labels(config: DataConfig, fixed: Mapping[str, float], surveyed: Surv
             raise DataError(
                 f"{surveyed.without_gain} has no column {config.columns.gain!r}, but other files have one",
                 expected="a gain column in every file, or in none",
-                next_command="add the column, or set --data.labels so that rows without a gain get that of their label",
+                next_command="add the column, or set --data.labels so that such rows get the gain of their label",
             )
         return LabelSet(gains, (0.0,) * len(gains))
     if (inferred := infer_gains([*labels])) is not None:
@@ -211,7 +224,7 @@ def decide_labels(config: DataConfig, fixed: Mapping[str, float], surveyed: Surv
     counts = ", ".join(f"{name} ({labels[name].rows:,} rows)" for name in by_rows)
     inferred = infer_gains(common_labels({name: count.rows for name, count in labels.items()}))
     names = list(inferred or by_rows)
-    hint = " (rows with other labels are then bad rows)" if inferred else ", in order: the least relevant first"
+    hint = " (rows with other labels become bad rows)" if inferred else ", ordered from least to most relevant"
     value = json.dumps(names) if any("," in name or name[:1] in "[{" for name in names) else ",".join(names)
     raise DataError(
         f"cannot infer the order of the {len(labels)} labels in column {column!r}: {counts}",

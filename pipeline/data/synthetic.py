@@ -1,8 +1,9 @@
-"""Generate the built-in catalogue: deterministic queries and judged products, so that no download is needed.
+"""Generate the built-in catalogue, which makes it possible to run the pipeline without downloading a dataset.
 
-The task is not trivial. Titles of accessories contain the full name of the product they fit, so word overlap misleads.
-Substitutes differ from the requested product in one number or in the brand. The requested product may be listed under a
-synonym or in other units.
+The catalogue consists of queries and judged products and is fully deterministic. The task is not trivial: Titles of
+accessories contain the full name of the product that they fit, which makes word overlap misleading. Substitutes differ
+from the requested product in a single number or in the brand. The requested product itself may be listed under a
+synonym, or with different units.
 """
 
 import json
@@ -20,7 +21,7 @@ from pipeline.data.config import SyntheticConfig
 
 @dataclass(frozen=True)
 class Attribute:
-    """A property of a product and its values. `styles`: formats in which a value is written (`{}` is the value)."""
+    """A product attribute, with its possible values and the format strings in which a value may be written."""
 
     values: Sequence[str]
     styles: Sequence[str]
@@ -28,7 +29,7 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of product. `names[0]` is the usual name, the others are synonyms. `complements` are bought with it."""
+    """A kind of product. The first name is the most common one, and the others are synonyms."""
 
     names: Sequence[str]
     series: Sequence[str]
@@ -43,7 +44,7 @@ def _kind(table: dict[str, Any]) -> Kind:
 
 
 _TABLES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_bytes())
-"""The vocabulary: invented brands, and real kinds of products with their synonyms."""
+"""The vocabulary of fictitious brands, and of real kinds of products with their synonyms."""
 KINDS = [_kind(table) for table in _TABLES["kinds"]]
 BRANDS: Sequence[str] = _TABLES["brands"]
 FILLERS: Sequence[str] = _TABLES["fillers"]
@@ -75,7 +76,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Product:
-    """A product: its kind, brand, series, model number, and one value for each attribute of its kind."""
+    """A product with a value for each attribute of its kind."""
 
     kind: Kind
     brand: str
@@ -90,7 +91,7 @@ def partitions(config: SyntheticConfig) -> list[str]:
 
 
 def generate(config: SyntheticConfig, partition: str) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of one day (schema SCHEMA). They do not depend on `num_days`."""
+    """Generate the rows of one day, with the schema SCHEMA. The rows of a day do not depend on `num_days`."""
     day = partitions(config).index(partition)
     rows: list[dict[str, object]] = []
     for number in range(day * config.num_queries, (day + 1) * config.num_queries):
@@ -103,7 +104,7 @@ def generate(config: SyntheticConfig, partition: str) -> Iterator[pa.RecordBatch
 
 
 def _judged_query(number: int) -> list[dict[str, object]]:
-    """Return the rows of one query. Each query has a separate random stream, so it does not depend on the others."""
+    """Generate the rows of one query. Each query has its own random stream, so that it does not depend on others."""
     random = Random(f"{SEED}|query|{number}")
     target = _product(random, random.choice(KINDS))
     query = _query(random, target)
@@ -139,7 +140,7 @@ def _product(random: Random, kind: Kind) -> Product:
 
 
 def _candidate(random: Random, target: Product, query: str, grade: str) -> tuple[str, Product]:
-    """Return the title and the product of a listing with this grade."""
+    """Generate a listing with the given grade. Returns its title and product."""
     if grade == "exact":
         return _title(random, target), target
     if grade == "complement":
@@ -152,7 +153,7 @@ def _candidate(random: Random, target: Product, query: str, grade: str) -> tuple
         return " ".join(random.choice(styles).split()), target
     if grade == "irrelevant":
         other = _product(random, random.choice([kind for kind in KINDS if kind is not target.kind]))
-        if random.random() < 0.5:  # the brand alone must not decide
+        if random.random() < 0.5:  # ensure that products cannot be classified by their brand
             other = Product(other.kind, target.brand, other.series, other.model, other.values)
         return _title(random, other), other
     substitute = _substitute(random, target, query_has_brand=target.brand.lower() in query)
@@ -160,9 +161,9 @@ def _candidate(random: Random, target: Product, query: str, grade: str) -> tuple
 
 
 def _substitute(random: Random, target: Product, *, query_has_brand: bool) -> Product:
-    """Return a product of the same kind with another attribute value (a near miss), model, or brand.
+    """Generate a product of the same kind that has a different attribute value (a near miss), model, or brand.
 
-    Another brand is only a substitute if the query names a brand.
+    A different brand only makes a product a substitute if the query asks for a brand.
     """
     other = _product(random, target.kind)
     case = random.random()
@@ -189,15 +190,16 @@ def _title(random: Random, product: Product) -> str:
 
 
 def _styled(random: Random, product: Product) -> list[str]:
-    """Return the attribute values as text, each in one of its styles."""
+    """Format each attribute value in a random style."""
     pairs = zip(product.kind.attributes, product.values, strict=True)
     return [random.choice(attribute.styles).format(value) for attribute, value in pairs]
 
 
 def _query(random: Random, target: Product) -> str:
-    """Return a query as users type it, with omissions, synonyms and typos.
+    """Generate a query as a user might type it, with omissions, synonyms and typos.
 
-    It contains all attribute values, because otherwise a near miss could not be distinguished.
+    The query always contains all attribute values, since it would otherwise be impossible to distinguish a near miss
+    from an exact match.
     """
     parts = [random.choice(target.kind.names)]
     if random.random() < 0.85:
@@ -214,7 +216,7 @@ def _query(random: Random, target: Product) -> str:
 
 
 def _typo(random: Random, word: str) -> str:
-    """Swap, drop or double a letter of a word. Return words with digits and short words unchanged."""
+    """Swap, drop or double a letter of a word. Short words and words with digits are returned unchanged."""
     if len(word) < 4 or not word.isalpha():
         return word
     index = random.randrange(1, len(word) - 1)

@@ -1,4 +1,4 @@
-"""Prepared partitions: the manifest fields of a token set, the selection of partitions for a run, and reading rows."""
+"""Read the token sets that the prepare stage has committed, and select the partitions that a run should train on."""
 
 import json
 from collections import Counter
@@ -27,59 +27,60 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
 class ShardInfo(Record):
-    """A shard file and its number of rows in each bucket. A bucket without rows has no tensors."""
+    """A shard file and its number of rows in each bucket. Buckets without rows do not have any tensors."""
 
     file: str
     rows: tuple[int, ...]
 
 
 class CategoricalInfo(Record):
-    """A hashed categorical column. Id 0 means missing."""
+    """A hashed categorical column. The id of a missing value is 0."""
 
     column: str
     num_ids: int
 
 
 class SliceInfo(Record):
-    """A slice column for evaluation and its values. Rows store hashes of the values (data/validate.py)."""
+    """A slice column for evaluation and its distinct values. Rows only store a hash of the value (data/validate.py)."""
 
     column: str
     names: tuple[str, ...]
 
 
 class FileRows(Record):
-    """The number of rows of an input file by outcome. Blank lines are not rows."""
+    """The numbers of good, bad and filtered rows in an input file. Blank lines are not counted as rows."""
 
     file: str
-    rows: int = Field(description="As counted by the format: the Parquet footer, CSV records, lines of JSON")
-    good: int = Field(description="Stored in shards")
+    rows: int = Field(description="Number of rows in the Parquet footer, of CSV records, or of lines of JSON")
+    good: int = Field(description="Number of rows that are stored in shards")
     bad: int
-    filtered: int = Field(description="Excluded by data.filter or data.esci_locale")
+    filtered: int = Field(description="Number of rows excluded by data.filter or data.esci_locale")
     blank: int
 
 
 class JudgedSplit(Record):
-    """Counts of the judgements of one split. Gains are in hundredths, rounded down. Zero counts are omitted."""
+    """Counts of the judgements in one split. Gains are in hundredths, rounded down, and zero counts are omitted."""
 
-    gains: tuple[dict[int, int], ...] = Field(description="Rows by gain, for each bucket")
-    labels: tuple[int, ...] = Field(description="Rows of each label")
+    gains: tuple[dict[int, int], ...] = Field(description="Number of rows by gain, for each bucket")
+    labels: tuple[int, ...] = Field(description="Number of rows with each label")
     label_gain_sums: tuple[float, ...] = Field(description="Sum of the gains of each label")
-    query_best: dict[int, int] = Field(description="Queries by the highest gain of their rows")
-    query_worst: dict[int, int] = Field(description="Queries by the lowest gain of their rows")
+    query_best: dict[int, int] = Field(description="Number of queries by the highest gain of their rows")
+    query_worst: dict[int, int] = Field(description="Number of queries by the lowest gain of their rows")
     queries_in_train: int = Field(
-        0, description="Queries of a validation or test split that are also in the train split of the partition"
+        0, description="Number of validation or test queries that are also in the train split of the partition"
     )
 
 
-QUARANTINE = "quarantine.jsonl"  # file of the first bad rows, in the folder of the shards
+QUARANTINE = "quarantine.jsonl"  # contains the first bad rows, stored in the same folder as the shards
 QUARANTINE_ROWS = 1000  # maximum number of bad rows stored for a partition
 RowContent = str | dict[str, str | int | float | None]
 
 
 class QuarantinedRow(Record):
-    """A bad row, one line of quarantine.jsonl. `row`: its number in the file, from 0, not counting a header.
+    """A bad row, stored as one line of quarantine.jsonl.
 
-    `line`: its first line in a text file, from 1 (otherwise 0). `content`: values by column, or an unparsable line.
+    `row` is its 0-based number in the input file, not counting the header. `line` is the 1-based number of its first
+    line in a text file, or 0 in other formats. `content` is its values by column, or its text if it cannot be parsed.
     """
 
     file: str
@@ -90,14 +91,15 @@ class QuarantinedRow(Record):
 
     @property
     def text(self) -> str:
-        """The content as one line of text."""
+        """The content formatted as a single line of text."""
         return self.content if isinstance(self.content, str) else json.dumps(self.content, ensure_ascii=False)
 
 
 class TokenSetInfo(Record):
-    """The description of a prepared partition. `rows_read`: rows after the filter, including bad rows.
+    """The metadata of a prepared partition.
 
-    `label_gains`: mean gain of each label, or evenly spaced from 0 to 1 if the data has no gains.
+    `rows_read` counts the rows that pass the filter, including bad rows. `label_gains` is the mean gain of each label.
+    If the data does not have gains, they are spaced evenly between 0 and 1.
     """
 
     retired: ClassVar[Mapping[str, Any]] = {"texts_of_several_ids": ...}
@@ -114,20 +116,24 @@ class TokenSetInfo(Record):
     buckets: tuple[str, ...]
     labels: tuple[str, ...]
     label_gains: tuple[float, ...]
-    numeric: tuple[str, ...] = Field(description="Configured columns, then lexical features")
+    numeric: tuple[str, ...] = Field(description="Names of the configured columns, followed by the lexical features")
     categorical: tuple[CategoricalInfo, ...]
     splits: dict[Split, tuple[ShardInfo, ...]]
     rows_read: int
     rows_bad: int
     reasons: dict[str, int]
-    truncated_rows: int = Field(description="Rows with a text longer than the largest bucket")
-    tokens: int = Field(description="Tokens including special tokens, without padding")
-    slices: tuple[SliceInfo, ...] = Field((), description="In the order of the values stored with rows")
-    files: tuple[FileRows, ...] = Field((), description="In the order of reading (empty in sets of earlier versions)")
+    truncated_rows: int = Field(description="Number of rows with a text that is longer than the largest bucket")
+    tokens: int = Field(description="Number of tokens, including special tokens but not padding")
+    slices: tuple[SliceInfo, ...] = Field((), description="Slice columns, in the order of the values stored with rows")
+    files: tuple[FileRows, ...] = Field(
+        (), description="Input files, in the order in which they were read (empty in sets from earlier versions)"
+    )
 
-    judged: dict[Split, JudgedSplit] = Field({}, description="By split with rows (empty in earlier versions)")
+    judged: dict[Split, JudgedSplit] = Field(
+        {}, description="Counts for each split that has rows (empty in sets from earlier versions)"
+    )
     without_category: dict[str, int] = Field(
-        {}, description="Usable rows without a value, by categorical column (empty in sets of earlier versions)"
+        {}, description="Number of rows without a value, by categorical column (empty in sets from earlier versions)"
     )
 
     @property
@@ -136,16 +142,16 @@ class TokenSetInfo(Record):
 
     @property
     def rows(self) -> int:
-        """Number of usable rows in all splits."""
+        """Number of good rows in all splits."""
         return sum(sum(shard.rows) for shards in self.splits.values() for shard in shards)
 
 
-# The partitions that an incremental run uses.
+# Selection of the partitions for an incremental run.
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A prepared partition: `dt=YYYY-MM-DD` with its date as watermark, or `flat` without a watermark."""
+    """A prepared partition. It is named `dt=YYYY-MM-DD`, or `flat` if it does not have a date as its watermark."""
 
     name: str
     watermark: str
@@ -154,9 +160,10 @@ class Partition:
 
 @dataclass(frozen=True)
 class Selection:
-    """The partitions of a run: `new` are trained on in full, `old` are replayed.
+    """The partitions that are used by a run.
 
-    `late`: those of `old` that have changed since a parent was trained on them.
+    A run trains on all rows of the `new` partitions, and on a sample of the `old` partitions. The `late` partitions are
+    old partitions that have changed since the parent was trained on them.
     """
 
     new: tuple[Partition, ...]
@@ -165,16 +172,17 @@ class Selection:
 
     @property
     def watermark(self) -> str:
-        """The latest date of all partitions (empty for flat data)."""
+        """The latest date of any partition, or an empty string for flat data."""
         return max((p.watermark for p in (*self.new, *self.old)), default="")
 
 
 def select_partitions(
     prepared: Sequence[Partition], *, parent_watermark: str | None, parent_partitions: Mapping[str, str]
 ) -> Selection:
-    """Split partitions by the parent's watermark (None: there is no parent, all partitions are new).
+    """Divide partitions into new and old ones.
 
-    A partition without a date is new if the parent was not trained on its content.
+    A partition is new if its date is after the parent's watermark. A partition without a date is new if the parent was
+    not trained on its content. If there is no parent (`parent_watermark` is None), all partitions are new.
     """
     if parent_watermark is None:
         return Selection(tuple(prepared), (), ())
@@ -201,28 +209,29 @@ class TokenSet:
 
 
 _TEXTS = ("tokenizer_fingerprint", "pad_id", "query_prefix", "product_prefix", "buckets")
-_COMMON = (*_TEXTS, "labels", "numeric", "categorical", "slice_columns")  # equal in all partitions of a run
+_COMMON = (*_TEXTS, "labels", "numeric", "categorical", "slice_columns")  # must be equal in all partitions of a run
 
 
 def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSet]:
-    """Read the descriptions of partitions.
+    """Read the metadata of token sets.
 
-    Raises DataError if a partition is not committed, ConfigError if partitions were prepared with different settings.
+    Raises DataError if a token set has not been committed, and ConfigError if they were prepared with different
+    settings.
     """
     sets: list[TokenSet] = []
     for prefix in prefixes:
         manifest = read_manifest(workspace, prefix)
         if manifest is None or manifest.kind != KIND:
             raise DataError(
-                f"{workspace.uri(prefix)} contains no prepared data",
-                expected="the token shards of the prepare stage",
+                f"{workspace.uri(prefix)} does not contain prepared data",
+                expected="token shards that were committed by the prepare stage",
                 next_command="trnpipe prepare",
             )
         try:
             sets.append(TokenSet(prefix, TokenSetInfo.model_validate(manifest.fields)))
         except ValidationError as error:
             raise DataError(
-                f"{workspace.uri(prefix)} was prepared by another version: field {error.errors()[0]['loc']}",
+                f"{workspace.uri(prefix)} was prepared by a different version: field {error.errors()[0]['loc']}",
                 expected=f"token shards of format {FORMAT_VERSION}",
                 next_command="trnpipe prepare",
             ) from error
@@ -243,9 +252,10 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
 def open_rows(
     workspace: Storage, sets: Sequence[TokenSet], split: Split, cache_dir: Path, extra: Sequence[str] = ()
 ) -> TokenRows:
-    """Open the rows of one split of some partitions. Shards on S3 are downloaded and verified first.
+    """Open the rows of one split in all of the given token sets.
 
-    `extra`: additional arrays to read (see shards.EXTRA). The array `partition` contains indices into `sets`.
+    Shards that are stored on S3 are first downloaded and verified. `extra` lists additional arrays to read (see
+    `shards.EXTRA`). The array `partition` contains indices into `sets`.
     """
     shards = []
     for index, token_set in enumerate(sets):
@@ -257,12 +267,12 @@ def open_rows(
 
 
 def token_set_prefixes(outputs: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the prefixes of the token sets in the outputs of the prepare stage, in partition order."""
+    """Return the prefixes of all token sets among the outputs of the prepare stage, in partition order."""
     return tuple(outputs[name] for name in sorted(outputs) if name.startswith("token_set_"))
 
 
 def spec_of(info: TokenSetInfo) -> InputSpec:
-    """Return the part of a model's configuration that is determined by the prepared data."""
+    """Return the part of the model configuration that is determined by the prepared data."""
     return InputSpec(
         vocab_size=info.vocab_size,
         pad_id=info.pad_id,
@@ -275,38 +285,40 @@ def spec_of(info: TokenSetInfo) -> InputSpec:
     )
 
 
-# The summary of prepared data for the report page: cycles/<cycle>/prepare/digest.json.
+# The summary of the prepared data that is shown in reports, stored in cycles/<cycle>/prepare/digest.json.
 
 SAMPLES_PER_REASON = 5
 MAX_REASONS, MAX_FILES, MAX_CONTENT = 50, 20, 200
-"""Maximum number of reasons, of partitions (the newest) whose bad rows are read, and of characters of a row."""
+"""Maximum number of reasons, of partitions whose bad rows are read (newest first), and of characters in a row."""
 
 
 class PartitionDigest(Record):
-    """Row counts of a prepared partition."""
+    """The row counts of a prepared partition."""
 
     partition: str
     watermark: str = Field(description="Date of the partition (empty if flat)")
     rows: Mapping[Split, int]
-    labels: Mapping[Split, tuple[int, ...]] = Field(description="Rows of each label (empty in earlier versions)")
-    bucket_rows: tuple[int, ...] = Field(description="Rows of all splits by bucket")
+    labels: Mapping[Split, tuple[int, ...]] = Field(
+        description="Number of rows with each label (empty for sets from earlier versions)"
+    )
+    bucket_rows: tuple[int, ...] = Field(description="Number of rows in each bucket, summed over all splits")
     bad: int
     filtered: int
     blank: int
     truncated: int
     tokens: int
-    without_category: Mapping[str, int] = Field({}, description="Rows without a value, by categorical column")
+    without_category: Mapping[str, int] = Field({}, description="Number of rows without a value, by categorical column")
 
 
 class PrepareDigest(Record):
     schema_version: Literal[1] = 1
     cycle: str
-    labels: tuple[str, ...] = Field(description="From least to most relevant")
+    labels: tuple[str, ...] = Field(description="Labels, ordered from least to most relevant")
     buckets: tuple[str, ...]
-    partitions: tuple[PartitionDigest, ...] = Field(description="In the order of their dates")
-    reasons: Mapping[str, int] = Field(description="Bad rows by reason, the most frequent first")
+    partitions: tuple[PartitionDigest, ...] = Field(description="Partitions, ordered by date")
+    reasons: Mapping[str, int] = Field(description="Number of bad rows by reason, most frequent first")
     samples: tuple[QuarantinedRow, ...] = Field(
-        description=f"At most {SAMPLES_PER_REASON} rows per reason, or none if report.examples is 0"
+        description=f"At most {SAMPLES_PER_REASON} bad rows per reason, or none if report.examples is 0"
     )
 
 
@@ -317,14 +329,14 @@ def digest_key(cycle: str) -> str:
 def store_digest(
     workspace: Storage, cycle: str, token_sets: Mapping[str, TokenSetInfo], *, labels: tuple[str, ...], examples: int
 ) -> None:
-    """Store the summary of a cycle's partitions, given by prefix. `examples`: maximum number of bad rows per reason."""
+    """Store a summary of the token sets of a cycle, with at most `examples` bad rows for each reason."""
     infos = token_sets.values()
     reasons = dict(sum((Counter(info.reasons) for info in infos), Counter[str]()).most_common(MAX_REASONS))
     samples: dict[str, list[QuarantinedRow]] = {reason: [] for reason in reasons}
     newest = sorted(token_sets.items(), key=lambda item: item[1].watermark, reverse=True)
     limit = min(examples, SAMPLES_PER_REASON)
     for prefix in [prefix for prefix, info in newest if info.rows_bad and limit][:MAX_FILES]:
-        with suppress(KeyNotFound):  # sets of early versions have no quarantine file
+        with suppress(KeyNotFound):  # token sets from early versions do not have a quarantine file
             for line in workspace.read_bytes(f"{prefix}/{QUARANTINE}").splitlines():
                 row = QuarantinedRow.model_validate_json(line)
                 if len(samples.get(row.reason, range(limit))) < limit:
@@ -341,7 +353,7 @@ def store_digest(
 
 
 def load_digest(workspace: Storage, cycle: str) -> PrepareDigest | None:
-    """Return the stored summary of a cycle, or None. Raises DataError if it cannot be read."""
+    """Load the summary of a cycle, or return None if it does not exist. Raises DataError if it cannot be read."""
     return read_record(
         workspace, digest_key(cycle), PrepareDigest, "a digest of prepared data", f"trnpipe prepare --cycle {cycle}"
     )

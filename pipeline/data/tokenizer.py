@@ -1,4 +1,7 @@
-"""The text tokenizer, a trained WordPiece or an existing tokenizer.json, and arrays of token ids of fixed shapes."""
+"""Load or train the text tokenizer, and pack token ids into arrays of fixed shape.
+
+The tokenizer is either an existing tokenizer.json or a WordPiece tokenizer that is trained on the input.
+"""
 
 import json
 import os
@@ -30,10 +33,10 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import HEAD_BYTES, KeyNotFound, Storage, check_downloaded, open_parent, open_storage
 from pipeline.proc.pool import run_tasks
 
-SAMPLE_ROWS = 1_000_000  # maximum number of rows, evenly spaced over the input, to train a tokenizer on
+SAMPLE_ROWS = 1_000_000  # maximum number of rows to train a tokenizer on, evenly spaced over the input
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 TOKENIZER_FILE = "tokenizer.json"
-_ALPHABET = 1000  # maximum number of characters, the most frequent ones, in a trained vocabulary
+_ALPHABET = 1000  # maximum number of characters in a trained vocabulary. The most frequent ones are used
 _EQUIVALENTS = {
     "[PAD]": ("[PAD]", "<pad>"),
     "[CLS]": ("[CLS]", "<s>", "<bos>"),
@@ -41,13 +44,14 @@ _EQUIVALENTS = {
     "[UNK]": ("[UNK]", "<unk>"),
 }
 _ENCODE_BLOCK = 8192
-_DIGITS = {"type": "Digits", "individual_digits": False}  # the library's pre-tokenizer in the form of tokenizer.json
+_DIGITS = {"type": "Digits", "individual_digits": False}  # the Digits pre-tokenizer, as serialised in tokenizer.json
 
 
 def has_vocabulary(folder: str, expected: bytes) -> bool:
-    """Return whether a model's folder (URI) has a tokenizer.json, and check that its vocabulary is the `expected` one.
+    """Return whether a model folder contains a tokenizer.json, and verify that it matches the tokenizer of the data.
 
-    Raises ConfigError if the vocabularies differ, because the model would then read other words.
+    Raises ConfigError if its vocabulary differs from that of the `expected` tokenizer.json. The model would otherwise
+    misinterpret the token ids.
     """
     storage = open_storage(folder)
     uri = storage.uri(TOKENIZER_FILE)
@@ -70,9 +74,9 @@ def has_vocabulary(folder: str, expected: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Concatenated token ids of N texts, including special tokens: text i is `ids[offsets[i]:offsets[i + 1]]`.
+    """The token ids of N texts, including special tokens, concatenated to a single array.
 
-    `ids` int32 [sum of lengths], `offsets` int64 [N + 1].
+    The tokens of text i are `ids[offsets[i]:offsets[i + 1]]`, where `offsets` is an int64 array of shape [N + 1].
     """
 
     ids: Int32s
@@ -88,22 +92,23 @@ class Tokens:
 
 
 def token_windows(tokens: Tokens, size: int) -> Iterator[Tokens]:
-    """Yield `size` texts at a time, or one empty window if there are no texts."""
+    """Split texts into windows of `size` texts. If there are no texts, a single empty window is returned."""
     count = len(tokens.lengths)
     return (tokens.part(start, min(count, start + size)) for start in range(0, max(1, count), size))
 
 
 class TextTokenizer:
-    """A tokenizer.json with the ids of its special tokens. Texts become `[CLS] ... [SEP]`.
+    """A wrapper of a tokenizer.json that encodes texts as `[CLS] ... [SEP]` and exposes the ids of special tokens.
 
-    `source`: its origin, for messages. Raises DataError if it cannot be parsed or lacks a special token.
+    `source` describes the origin of the file for use in messages. Raises DataError if it cannot be parsed, or if it
+    does not have the required special tokens.
     """
 
     def __init__(self, data: bytes, source: str = "tokenizer.json") -> None:
         check_downloaded(data[:HEAD_BYTES], source, DataError)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
-        except Exception as error:  # the library raises a bare Exception for an invalid file
+        except Exception as error:  # the library raises a bare Exception if the file is invalid
             raise DataError(
                 f"{source} is not a tokenizer.json: {error}",
                 expected="a file saved by Hugging Face tokenizers",
@@ -129,13 +134,14 @@ class TextTokenizer:
 
     @property
     def splits_digits(self) -> bool:
-        """Whether words are split between letters and digits."""
+        """Return whether words are split between letters and digits."""
         return any(step["type"] == _DIGITS["type"] for step in _pre_tokenizers(json.loads(self.data)))
 
     def with_split_digits(self) -> "TextTokenizer":
         """Return a tokenizer with the same vocabulary that also splits words between letters and digits.
 
-        Sellers write one model number as tp1724, tp 1724 and TP-1724, which otherwise share few tokens.
+        Sellers write the same model number as tp1724, tp 1724 or TP-1724. Without splitting, these variants have few
+        tokens in common.
         """
         if self.splits_digits:
             return self
@@ -145,9 +151,10 @@ class TextTokenizer:
         return TextTokenizer(json.dumps(content, ensure_ascii=False).encode(), self.source)
 
     def encode(self, texts: Sequence[str]) -> Tokens:
-        """Tokenise texts without truncation. Equal texts are tokenised once.
+        """Tokenise texts without truncating them. Duplicate texts are only tokenised once.
 
-        A padding token spelled out in a text is removed, because padding marks the end of a text.
+        If a text literally contains the padding token, that token is removed, because the first padding token marks the
+        end of a text.
         """
         unique = {text: index for index, text in enumerate(dict.fromkeys(texts))}
         distinct = list(unique)
@@ -174,7 +181,7 @@ def _pre_tokenizers(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def take(tokens: Tokens, index: Int64s) -> Tokens:
-    """Return the texts with the numbers `index` [M], in this order."""
+    """Select the texts with the indices `index` [M], in the given order."""
     lengths = tokens.lengths[index]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     shift = np.repeat(tokens.offsets[index] - offsets[:-1], lengths)
@@ -182,16 +189,17 @@ def take(tokens: Tokens, index: Int64s) -> Tokens:
 
 
 def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> bytes:
-    """Train a BERT-style WordPiece and return its tokenizer.json. The same texts give the same bytes.
+    """Train a BERT-style WordPiece tokenizer and return its tokenizer.json.
 
-    The library numbers the `##x` tokens of single characters in the order of a randomly seeded hash map, and breaks
-    ties between merges by these numbers. Passing them as "special tokens" fixes the numbers. The resulting vocabulary
-    is copied to a new tokenizer in which they are not special.
+    The result is deterministic. By default it would not be, because the library numbers the `##x` tokens of single
+    characters in the order of a randomly seeded hash map, and breaks ties between merges by these numbers. To work
+    around this, the tokens are passed as "special tokens", which fixes their numbers. The resulting vocabulary is then
+    copied to a new tokenizer in which they are not special.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     unique = list(dict.fromkeys(texts))
     tokenizer = _wordpiece({}, config)
-    # Keep all characters, or the most frequent ones if there are too many (ties are broken by code point).
+    # If there are too many characters, only keep the most frequent ones. Ties are broken by code point.
     characters = sorted(set().union(*unique))
     if len(characters) > _ALPHABET:
         counts = Counter[str]()
@@ -222,23 +230,26 @@ def _wordpiece(vocabulary: dict[str, int], config: TokenizerConfig) -> tokenizer
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=SPECIAL_TOKENS[1]))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=True)
     tokenizer.pre_tokenizer = bert = pre_tokenizers.BertPreTokenizer()
-    if config.split_digits:  # as `with_split_digits`, before the vocabulary is trained
+    if config.split_digits:  # as in `with_split_digits`, but before the vocabulary is trained
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([bert, pre_tokenizers.Digits(individual_digits=False)])
     return tokenizer
 
 
-# Fixed-shape arrays of token ids: buckets, truncation and padding, vectorised without a loop over rows.
+# Packing of token ids into arrays of fixed shape. All functions are vectorised over rows.
 
 
 def id_dtype(vocab_size: int) -> npt.DTypeLike:
-    """Return uint16 if every id fits, else int32."""
+    """Return the smallest dtype (uint16 or int32) that can represent all token ids."""
     return np.uint16 if vocab_size <= 65_536 else np.int32
 
 
 def pack(
     tokens: Tokens, index: Int64s, length: int, *, pad_id: int, sep_id: int, dtype: npt.DTypeLike
 ) -> npt.NDArray[Any]:
-    """Return the texts `index` [n] as an array [n, length], padded or truncated. The last token is always [SEP]."""
+    """Pack the n texts with the given indices into an array of shape [n, length].
+
+    Texts are padded or truncated to `length`. The last token of a truncated text is replaced by [SEP].
+    """
     lengths = np.minimum(tokens.lengths[index], length)
     positions = np.arange(length)
     is_token = positions < lengths[:, None]
@@ -250,7 +261,10 @@ def pack(
 
 
 def fit_pairs(query: Tokens, product: Tokens, buckets: Sequence[Bucket]) -> tuple[Int64s, Bools, Int64s]:
-    """Return the buckets of N pairs [N], whether a text is truncated [N], and the tokens after truncation [N]."""
+    """Assign N pairs of texts to buckets.
+
+    Returns, for each pair, the bucket, whether either text is truncated, and the number of tokens after truncation.
+    """
     bucket = assign_buckets(query.lengths, product.lengths, buckets)
     query_size = np.array([shape.query_tokens for shape in buckets])[bucket]
     product_size = np.array([shape.product_tokens for shape in buckets])[bucket]
@@ -258,13 +272,15 @@ def fit_pairs(query: Tokens, product: Tokens, buckets: Sequence[Bucket]) -> tupl
     return bucket, truncated, np.minimum(query.lengths, query_size) + np.minimum(product.lengths, product_size)
 
 
-# The choice of the tokenizer (configured, the parent's, one in the workspace, or a new one) and its storage.
+# Selection and storage of the tokenizer. In order of precedence, this is the configured tokenizer, that of the parent
+# model, one that is stored in the workspace, or a newly trained one.
 
 
 def given_tokenizer(config: DataConfig, parent: bytes | None, stop: StopSignal) -> TextTokenizer | None:
-    """Return the configured tokenizer, otherwise the parent model's, if any.
+    """Load the configured tokenizer, or that of the parent model if none is configured.
 
-    Raises ConfigError if the configured file does not exist, DataError if it is not a usable tokenizer.json.
+    Returns None if there is neither. Raises ConfigError if the configured file does not exist, and DataError if it is
+    not a valid tokenizer.json.
     """
     if config.tokenizer.path is None:
         return None if parent is None else TextTokenizer(parent, "the parent model's tokenizer")
@@ -282,9 +298,11 @@ def given_tokenizer(config: DataConfig, parent: bytes | None, stop: StopSignal) 
 
 
 def find_tokenizer(config: DataConfig, source: Source, workspace: Storage) -> TextTokenizer | None:
-    """Return the tokenizer trained with these settings on the most partitions, all of which exist unchanged, or None.
+    """Look up a tokenizer in the workspace that was trained with the same settings on the same data.
 
-    It is reused so that new days do not change the vocabulary, and old partitions are not tokenised again.
+    All partitions that it was trained on must still be part of the input and must not have changed. If there are
+    several such tokenizers, the one that was trained on the most partitions is returned. Reusing it ensures that the
+    vocabulary does not change when new days are added, and that old partitions do not have to be tokenised again.
     """
     root = f"tokens/{config.name}/tokenizers"
     existing = {partition.name: partition.content_id for partition in source.partitions}
@@ -300,7 +318,7 @@ def find_tokenizer(config: DataConfig, source: Source, workspace: Storage) -> Te
 
 
 def train_in_worker(config: DataConfig, texts: list[str], stop: StopSignal) -> TextTokenizer:
-    """Train in another process, because the library can neither be interrupted nor report progress."""
+    """Train a tokenizer in a subprocess, because the library cannot be interrupted and does not report progress."""
     with progress("training the tokenizer", None, "texts") as advance:
         advance(len(texts))
         (data,) = run_tasks(
@@ -326,11 +344,14 @@ def store_tokenizer(
     tokenizer: TextTokenizer,
     scratch: Path,
 ) -> str:
-    """Commit a tokenizer unless it is stored, and return its prefix. `trained_on`: None unless it was trained here."""
+    """Commit a tokenizer to the workspace unless it is already stored. Returns its prefix.
+
+    If the tokenizer was trained by this run, `trained_on` contains the partitions it was trained on.
+    """
     prefix = f"tokens/{config.name}/tokenizers/{tokenizer.fingerprint}"
     if read_manifest(workspace, prefix) is None:
         folder = scratch / "tokenizer" / tokenizer.fingerprint
-        # Write a new file, because an existing one may be a hard link to a file published by an earlier commit.
+        # Always write a new file, because an existing one may be hard-linked to a file that has been committed.
         write_bytes_atomic(folder / TOKENIZER_FILE, tokenizer.data)
         fields: dict[str, JsonValue] = {
             "training": None if trained_on is None else _training(config),
@@ -343,7 +364,7 @@ def store_tokenizer(
 
 
 def _training(config: DataConfig) -> JsonValue:
-    """Return the settings that a trained vocabulary depends on, as stored with tokenizers."""
+    """Return the settings that a trained vocabulary depends on. They are stored in the manifest of the tokenizer."""
     return {
         "vocab_size": config.tokenizer.vocab_size,
         "train_rows": SAMPLE_ROWS,

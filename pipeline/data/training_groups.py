@@ -1,7 +1,8 @@
-"""Build the training groups of a run: all rows of the new partitions and a sample of the old ones, grouped by query.
+"""Build the groups that a run is trained on.
 
-If configured, a group has slots for mined negatives of its query after its judged rows. All texts of a group are
-concatenated in one row of tokens, so that batches contain little padding.
+All rows of the new partitions and a sample of the old ones are grouped by query. If configured, each group also has
+slots for mined negatives of its query, which follow the slots for judged rows. All texts of a group are concatenated to
+a single row of tokens to reduce the amount of padding in a batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,20 +19,21 @@ from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
 
 NONE = -1
-MAX_LINKED = 64  # larger sets are linked by generic products (WDC has about 20 offers per product)
+MAX_LINKED = 64  # larger sets are usually linked by generic products (WDC has about 20 offers per product)
 _EMPTY_IDS: Int64s = np.zeros(0, dtype=np.int64)
 _BLOCK_ROWS = 65_536  # number of rows to read at a time
-_REPLAY, _FIRST = 3, 5  # purposes of random streams, different from those in core/batch_order and train/loop
+_REPLAY, _FIRST = 3, 5  # ids of random streams, which must differ from those in core/batch_order and train/loop
 _PER_SLOT = ("product", "label", "gain", "numeric", "categorical", "sample_id")
 
-# Mined negatives: for each query some products, as row numbers in the token shards.
+# Mined negatives. They are stored as the row numbers of products in the token shards.
 
 
 @dataclass(frozen=True)
 class MinedProducts:
-    """Mined products to fill `slots` slots of every group. `pad_id`: padding token of `rows`.
+    """The mined products of Q queries, of which every group uses up to `slots`.
 
-    `query_id` [Q] is ascending. `product` [Q, K]: row numbers over all buckets of `rows`, padded with NONE.
+    `query_id` [Q] is sorted. `product` [Q, K] contains row numbers, counted over all buckets of `rows` and padded with
+    NONE. `pad_id` is the padding token of `rows`.
     """
 
     rows: RowSource
@@ -42,14 +44,15 @@ class MinedProducts:
     seed: int
 
     def indices(self, query_id: Int64s) -> Int64s:
-        """Return the indices of queries [N] in `query_id`, NONE for queries without mined products."""
+        """Look up the indices of N queries. The index of a query without mined products is NONE."""
         return _find(self.query_id, query_id)
 
     def choose(self, indices: Int64s, visits: Int64s) -> Int64s:
-        """Return products [N, slots] of the queries with `indices` [N], padded with NONE.
+        """Choose mined products for N groups, given the index of each group's query. Returns [N, slots].
 
-        Visit v [N] of a query uses the next `slots` products after visit v - 1, wrapping around. The start offset is
-        random per query. Over all groups and epochs, each product of a query is used equally often.
+        `visits` [N] counts how often each query has been visited before. Every visit continues with the next products
+        in the list, wrapping around at the end, and the first visit starts at a random offset. This ensures that each
+        product is used equally often over all groups and epochs. Slots that cannot be filled contain NONE.
         """
         empty = np.full((len(indices), self.slots), NONE, dtype=np.int64)
         if not self.product.size:
@@ -64,13 +67,13 @@ class MinedProducts:
         return np.where(slot < count[:, None], np.take_along_axis(products, chosen, axis=1), empty)
 
     def tokens(self, products: Int64s) -> Int32s:
-        """Return the tokens of products [N], padded to the largest bucket."""
+        """Read the tokens of N products, padded to the largest bucket."""
         largest = len(self.rows.sizes) - 1
         tokens: Int32s = self.rows.read(*locate(self.rows.sizes, products), largest, ("product",))["product"]
         return tokens
 
     def max_tokens(self, query_id: Int64s) -> Int64s:
-        """Return the maximum number of tokens [N] of the mined products in one group of each query."""
+        """Return the maximum number of tokens that mined products can add to a group, for each of N queries."""
         unique, inverse = np.unique(self.product[self.product != NONE], return_inverse=True)
         sizes = np.zeros(self.product.shape, dtype=np.int64)
         sizes[self.product != NONE] = text_lengths(self.rows, self.pad_id, "product", unique)[inverse]
@@ -79,18 +82,22 @@ class MinedProducts:
         return np.where(indices == NONE, 0, largest[indices]) if len(largest) else np.zeros_like(query_id)
 
 
-# Links between queries that are products of each other, as in data that matches items to items.
+# Links between equivalent queries, for data in which items are matched with other items.
 
 
 @dataclass(frozen=True)
 class Links:
-    """Equivalent texts: queries that are positive products of other queries, directly or through a chain of queries.
+    """Sets of queries that are equivalent because they are positive products of each other, possibly transitively.
 
-    The unjudged positives of an equivalent query are then not used as negatives. In data that matches offers of the
-    same product, a batch of similar queries contains many of them. Sets of more than MAX_LINKED texts are not linked.
+    When offers of the same product are matched, a batch of similar queries contains many unjudged positives. Linking
+    equivalent queries prevents these from being used as negatives. Sets of more than MAX_LINKED queries are not linked.
 
-    `key` [N], ascending: text keys that are replaced by the `canonical` [N] keys. `queries`: number of distinct query
-    texts. `linked`: queries that are equivalent to another. `unlinked`: queries in sets larger than MAX_LINKED.
+    Args:
+        key: Sorted text keys [N] that have to be replaced by their canonical key.
+        canonical: The canonical keys [N].
+        queries: Number of distinct query texts.
+        linked: Number of queries that are equivalent to at least one other query.
+        unlinked: Number of queries that are not linked because their set is larger than MAX_LINKED.
     """
 
     key: Int64s
@@ -101,7 +108,7 @@ class Links:
 
     @staticmethod
     def build(sources: Sequence[RowSource], positive_gain: float) -> "Links":
-        """Link the queries of all rows. Reads every row once and needs about 70 bytes of memory per row."""
+        """Find equivalent queries. This reads every row once, and needs about 70 bytes of memory per row."""
         query, product, positive = [_EMPTY_IDS], [_EMPTY_IDS], [np.zeros(0, dtype=np.bool_)]
         for source in sources:
             for arrays in _blocks(source, _all_rows(source), ("query", "product", "gain")):
@@ -119,13 +126,13 @@ class Links:
         return Links(key[replaced], key[component[replaced]], len(key), linked, unlinked)
 
     def canonical_keys(self, keys: Int64s) -> Int64s:
-        """Return the canonical keys [N] of texts. The key of a text that is not linked stays the same."""
+        """Replace the keys of N texts by their canonical keys. Keys of texts that are not linked are unchanged."""
         index = _find(self.key, keys)
         return np.where(index == NONE, keys, self.canonical[index]) if len(self.key) else keys
 
 
 def _find(ascending: Int64s, keys: Int64s) -> Int64s:
-    """Return the indices of keys [N] in `ascending`, NONE for missing keys."""
+    """Look up the indices of N keys in a sorted array. The index of a missing key is NONE."""
     if not len(ascending):
         return np.full(len(keys), NONE, dtype=np.int64)
     indices = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
@@ -133,7 +140,10 @@ def _find(ascending: Int64s, keys: Int64s) -> Int64s:
 
 
 def _connected_components(size: int, first: Int64s, second: Int64s) -> Int64s:
-    """Return for each of `size` nodes the lowest node of its component [size]. Edges connect `first` and `second`."""
+    """Find the connected components of a graph with `size` nodes and with edges from `first` to `second`.
+
+    Each component is identified by its lowest node, which is returned for every node.
+    """
     lowest = np.arange(size, dtype=np.int64)
     while True:
         previous, lowest = lowest, lowest.copy()
@@ -146,7 +156,7 @@ def _connected_components(size: int, first: Int64s, second: Int64s) -> Int64s:
 
 
 def _text_key(tokens: Int32s, pad_id: int) -> Int64s:
-    """Return a 64-bit hash of each row of tokens [N] that does not depend on its padding."""
+    """Compute a 64-bit hash of each row of tokens. The hash does not depend on the amount of padding."""
     unpadded = np.where(tokens == pad_id, 0, tokens).astype(np.uint64)
     factors = mix64(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
     with np.errstate(over="ignore"):
@@ -158,10 +168,13 @@ def _text_key(tokens: Int32s, pad_id: int) -> Int64s:
 
 @dataclass(frozen=True)
 class MinedGroups:
-    """Mined products of groups [G], ordered by the length of their rows.
+    """The assignment of mined products to G groups, ordered by sequence length.
 
-    `starts`: the first group of each length. `index`: index of a group's query in `products`, or NONE. `ordinal`: the
-    number of a group among the `count` groups of its query.
+    Args:
+        starts: The first group of each length.
+        index: The index [G] of each group's query in `products`, or NONE.
+        ordinal: The number [G] of each group among all groups of its query.
+        count: The number [G] of groups that have the same query.
     """
 
     products: MinedProducts
@@ -172,13 +185,13 @@ class MinedGroups:
 
     @staticmethod
     def build(products: MinedProducts, query_id: Sequence[Int64s]) -> "MinedGroups":
-        """Look up the queries of groups. `query_id` has one array for each length."""
+        """Look up the queries of all groups. `query_id` contains one array for each sequence length."""
         ids = np.concatenate(list(query_id))
         starts = first_rows([len(array) for array in query_id])
         return MinedGroups(products, starts, products.indices(ids), *rank_among_equals(ids))
 
     def choose(self, pools: Int64s, numbers: Int64s, epoch: int) -> Int64s:
-        """Return the products [N, slots] of groups `numbers[i]` of pool `pools[i]` in an epoch."""
+        """Choose mined products [N, slots] for N groups in an epoch, where group i is `numbers[i]` in `pools[i]`."""
         groups = self.starts[pools] + numbers
         return self.products.choose(self.index[groups], self.ordinal[groups] + epoch * self.count[groups])
 
@@ -194,9 +207,9 @@ class MinedGroups:
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """Rows of a source, grouped: a group consists of one query and up to `slots` of its judged products.
+    """The rows of a source, arranged in groups of a query and up to `slots` of its judged products.
 
-    Groups are addressed by (pool, number). A pool contains the groups whose token rows have one of the `lengths`.
+    Groups are identified by pool and group number. Each pool contains all groups of one sequence length.
     """
 
     source: RowSource
@@ -218,10 +231,12 @@ class GroupedRows:
         by_topic: bool = False,
         links: Links | None = None,
     ) -> "GroupedRows":
-        """Assign the rows of a source to groups, see core/batch_order. Reads the judgement and texts of every row once.
+        """Assign the rows of a source to groups (see core/batch_order). This reads all rows once.
 
-        `lengths`: ascending. The last one must hold the longest texts. `by_topic`: sort groups by the first tokens of
-        their queries, so that adjacent groups are similar. Every query occurs once before any query occurs again.
+        Args:
+            lengths: Sequence lengths in ascending order. The longest group must fit into the last one.
+            by_topic: Sort groups by the first tokens of their queries, so that adjacent groups are similar. Every query
+                occurs once before any query occurs again.
         """
         all_rows = _all_rows(source)
         judged = list(_blocks(source, all_rows, ("query_id", "gain")))
@@ -244,23 +259,27 @@ class GroupedRows:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of groups of each length."""
+        """Number of groups for each sequence length."""
         return self.groups.sizes
 
     def numeric_sample(self, max_rows: int) -> npt.NDArray[np.float32]:
-        """Return the numeric features [N, F] of at most `max_rows` rows, evenly spaced over the source."""
+        """Read the numeric features of at most `max_rows` rows, evenly spaced over the source."""
         total = sum(self.source.sizes)
         chosen = np.arange(0, total, max(1, -(-total // max_rows)), dtype=np.int64)
         largest = len(self.source.sizes) - 1
         return self.source.read(*locate(self.source.sizes, chosen), largest, ("numeric",))["numeric"]
 
     def read(self, pools: Int64s, numbers: Int64s, length: int, epoch: int = 0) -> Arrays:
-        """Read groups `numbers[i]` of pool `pools[i]` as token rows of length `lengths[length]`, in this order.
+        """Read groups, where group i has the number `numbers[i]` in pool `pools[i]`.
 
-        `tokens`, `positions`, `segments` (see model/relevance.GroupInputs) and `query_key` have one row per group, all
-        other arrays one row per slot: first judged rows (`is_row`), then mined products (`is_mined`), which change with
-        the epoch. A slot with neither has no tokens. In a slot without a judged row, ignore label, gain and features.
-        Equal queries have the same `query_key`, products with equal tokens (or linked ones) the same `product_key`.
+        The arrays `tokens`, `positions` and `segments` (see model/relevance.GroupInputs) have one row of length
+        `lengths[length]` per group, and `query_key` has one value per group. All other arrays have one row per slot. In
+        each group, the slots for judged rows are followed by the slots for mined products, which change every epoch.
+        `is_row` and `is_mined` indicate which slots are filled. The label, gain and features of a slot are undefined
+        unless it has a judged row.
+
+        Equal queries have the same `query_key`, and products with equal tokens have the same `product_key`. If queries
+        are linked, equivalent texts have the same keys as well.
         """
         slots = self.slots + (self.mined.products.slots if self.mined else 0)
         members = np.full((len(numbers), slots), EMPTY, dtype=np.int64)
@@ -283,7 +302,8 @@ class GroupedRows:
         if self.links is not None:
             query_key = self.links.canonical_keys(_text_key(queries["query"], self.source.pad_id))
             product_key = self.links.canonical_keys(product_key)
-            is_mined &= product_key.reshape(is_mined.shape) != query_key[:, None]  # equivalent texts are not negatives
+            # A product that is equivalent to the query must not be used as a negative.
+            is_mined &= product_key.reshape(is_mined.shape) != query_key[:, None]
         flags = {"is_row": is_row.reshape(-1), "is_mined": is_mined.reshape(-1)}
         texts = _concatenate(queries["query"], product, is_row | is_mined, self.lengths[length], self.source.pad_id)
         return {**arrays, **texts, **flags, "query_key": query_key, "product_key": product_key}
@@ -291,9 +311,10 @@ class GroupedRows:
 
 @dataclass(frozen=True)
 class TrainingPools:
-    """All new groups and a sample of the old groups, per length. The sample depends only on the seed.
+    """All new groups, and a sample of the old groups that are replayed.
 
-    `num_replayed`: number of old groups to replay of each length. `topic`: number of adjacent groups to keep together.
+    The sample depends only on the seed. `num_replayed` is the number of old groups for each sequence length. `topic` is
+    the number of adjacent groups that are kept together when groups are sampled.
     """
 
     new: GroupedRows
@@ -316,9 +337,13 @@ class TrainingPools:
         topic: int = 1,
         link_queries: bool = False,
     ) -> "TrainingPools":
-        """Group the rows of new and old partitions. `replay_share` of all groups are old, if there are enough.
+        """Group the rows of the new and the old partitions.
 
-        `topic`: number of similar groups to keep together. Above 1, groups are sorted by topic (`GroupedRows.build`).
+        Args:
+            replay_share: Fraction of old groups among all groups. It is lower if there are not enough old groups.
+            topic: Number of similar groups to keep together. If it is greater than 1, groups are sorted by topic (see
+                `GroupedRows.build`).
+            link_queries: Treat queries that are positive products of each other as equivalent (see `Links`).
         """
         links = Links.build([new] if old is None else [new, old], positive_gain) if link_queries else None
 
@@ -343,16 +368,19 @@ class TrainingPools:
 
     @property
     def slots(self) -> int:
-        """Maximum number of judged products in a group."""
+        """The maximum number of judged products in a group."""
         return self.new.slots
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of groups of each length."""
+        """Number of groups for each sequence length."""
         return tuple(a + b for a, b in zip(self.new.sizes, self.num_replayed, strict=True))
 
     def read(self, pools: Int64s, numbers: Int64s, length: int, epoch: int = 0) -> Arrays:
-        """Read groups by (pool, number in the pool) in the order of `numbers`, see GroupedRows.read."""
+        """Read groups by pool and number. Numbers beyond the new groups refer to replayed groups.
+
+        See `GroupedRows.read` for the arrays that are returned.
+        """
         new_sizes = np.array(self.new.sizes, dtype=np.int64)
         replayed = numbers >= new_sizes[pools]
         if self.old is None or not replayed.any():
@@ -368,7 +396,7 @@ class TrainingPools:
                 continue
             indices = np.flatnonzero(mask)
             for name, values in source.read(pools[mask], chosen[mask], length, epoch).items():
-                per_group = len(values) // len(indices)  # 1, or the number of slots
+                per_group = len(values) // len(indices)  # either 1 or the number of slots
                 if name not in result:
                     result[name] = np.empty((len(numbers) * per_group, *values.shape[1:]), values.dtype)
                 result[name][(indices[:, None] * per_group + np.arange(per_group)).reshape(-1)] = values
@@ -376,33 +404,36 @@ class TrainingPools:
 
 
 def _all_rows(source: RowSource) -> Int64s:
-    """Return the numbers of all rows over all buckets."""
+    """Return the numbers of all rows, counted over all buckets."""
     return np.arange(sum(source.sizes), dtype=np.int64)
 
 
 def _blocks(source: RowSource, rows: Int64s, fields: Sequence[str]) -> Iterator[Arrays]:
-    """Yield fields of rows [N] in blocks, with texts padded to the largest bucket of the block."""
+    """Read fields of the given rows in blocks. Texts are padded to the largest bucket in the block."""
     for start in range(0, len(rows), _BLOCK_ROWS):
         pools, numbers = locate(source.sizes, rows[start : start + _BLOCK_ROWS])
         yield source.read(pools, numbers, int(pools.max()), fields)
 
 
 def text_lengths(source: RowSource, pad_id: int, field: str, rows: Int64s) -> Int64s:
-    """Return the number of tokens in `field` of rows [N], which are numbered over all buckets."""
+    """Return the number of tokens in a text field for each of N rows, which are numbered over all buckets."""
     lengths = ((texts[field] != pad_id).sum(axis=1) for texts in _blocks(source, rows, (field,)))
     return np.concatenate([_EMPTY_IDS, *lengths])
 
 
 _TOPIC_TOKENS = 12  # number of first tokens of a query that identify its topic
-_TOKEN_BITS = 21  # three token ids fit in a 64-bit integer, as no vocabulary has 2 million tokens
+_TOKEN_BITS = 21  # three token ids fit into a 64-bit integer because vocabularies have fewer than 2 million tokens
 
 
 def _topic_order(source: RowSource, query_id: Int64s, first: Int64s) -> Int64s:
-    """Order groups by number within their query, then by the query's first tokens. `first` [G]: a row of each."""
+    """Sort groups by topic and return their order. `first` [G] contains one row of each group.
+
+    Groups are sorted by their number within their query, and then by the first tokens of the query.
+    """
     ordinal, _ = rank_among_equals(query_id[first])
     keys = [np.zeros((0, _TOPIC_TOKENS // 3), dtype=np.int64)]
     for texts in _blocks(source, first, ("query",)):
-        prefix = texts["query"][:, 1 : 1 + _TOPIC_TOKENS]  # skip [CLS], the first token of every text
+        prefix = texts["query"][:, 1 : 1 + _TOPIC_TOKENS]  # skip [CLS], which is the first token of every text
         tokens = np.pad(prefix.astype(np.int64), ((0, 0), (0, _TOPIC_TOKENS - prefix.shape[1])))
         keys.append((tokens.reshape(len(tokens), -1, 3) << (np.arange(3)[::-1] * _TOKEN_BITS)).sum(axis=2))
     return np.lexsort((*np.concatenate(keys).T[::-1], ordinal))
@@ -411,9 +442,10 @@ def _topic_order(source: RowSource, query_id: Int64s, first: Int64s) -> Int64s:
 def _concatenate(
     query: npt.NDArray[np.int32], product: npt.NDArray[np.int32], has_text: npt.NDArray[np.bool_], length: int, pad: int
 ) -> Arrays:
-    """Concatenate queries [G, Tq] and products [G S, Tp] of groups to rows of tokens, all int32 [G, length].
+    """Concatenate the queries [G, Tq] and products [G S, Tp] of G groups to rows of tokens.
 
-    `has_text` [G, S]: whether to include the product of a slot. Padding within a text (in old token sets) is removed.
+    `has_text` [G, S] indicates which products to include. Padding tokens within a text are removed, because old token
+    sets may contain them. Returns the arrays `tokens`, `positions` and `segments`, each int32 [G, length].
     """
     groups, slots = has_text.shape
     is_query = query != pad

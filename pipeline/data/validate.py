@@ -1,4 +1,4 @@
-"""Validate raw rows: every row is usable or has one reason why it is not."""
+"""Validate raw rows, and determine the reason why a row cannot be used."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -22,8 +22,8 @@ BAD_GAIN = "gain is not a number from 0 to 1"
 _BOOLEANS = {b"true": 1.0, b"false": 0.0}
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
-# Slices: columns by which evaluation groups rows. Rows store the hash of a value and partitions store the values, so
-# that workers and partitions need not agree on a numbering.
+# Slices are columns by which evaluation breaks down its metrics. A row stores the hash of its value, and a partition
+# stores the list of values. As a result, different workers and partitions do not have to agree on a numbering.
 
 Names = dict[str, tuple[str, ...]]
 NO_VALUE = -1
@@ -34,7 +34,8 @@ MAX_NAMES = 1000
 class Slices:
     """The values of N rows in S slice columns.
 
-    `values` int64 [N, S]: hashes, NO_VALUE for a missing value. `names`: the distinct values by column, sorted.
+    `values` [N, S] contains int64 hashes, or NO_VALUE if a value is missing. `names` contains the distinct values of
+    each column, sorted.
     """
 
     values: Int64s
@@ -42,7 +43,7 @@ class Slices:
 
 
 def slice_rows(columns: Mapping[str, Sequence[bytes | None]], kept: Sequence[int]) -> Slices:
-    """Return the slices of the rows `kept` [N]. Raises DataError if a column has more than MAX_NAMES values."""
+    """Hash the slice values of all rows that are kept. Raises DataError if a column has more than MAX_NAMES values."""
     values = np.full((len(kept), len(columns)), NO_VALUE, dtype=np.int64)
     names: list[tuple[str, set[str]]] = []
     for index, (column, cells) in enumerate(columns.items()):
@@ -54,7 +55,7 @@ def slice_rows(columns: Mapping[str, Sequence[bytes | None]], kept: Sequence[int
 
 
 def merge_names(mappings: Iterable[Mapping[str, Iterable[str]]]) -> Names:
-    """Return the union of the names of each column, sorted. Raises DataError for more than MAX_NAMES names."""
+    """Merge the names of each column and sort them. Raises DataError if a column has more than MAX_NAMES names."""
     merged: dict[str, set[str]] = {}
     for mapping in mappings:
         for column, names in mapping.items():
@@ -70,13 +71,16 @@ def merge_names(mappings: Iterable[Mapping[str, Iterable[str]]]) -> Names:
 
 
 def to_codes(values: Int64s, names: Sequence[str]) -> Int64s:
-    """Convert hashes [N] to indices [N] into `names`, -1 for NO_VALUE. Raises DataError if a hash has no name."""
+    """Convert hashes to indices into `names`. The index of NO_VALUE is -1.
+
+    Raises DataError if a hash does not belong to any of the names.
+    """
     codes = {hash63(name): code for code, name in enumerate(names)} | {NO_VALUE: -1}
     hashes, inverse = np.unique(values, return_inverse=True)
     if any(value not in codes for value in hashes.tolist()):
         raise DataError(
             "token shards contain a slice value that is not listed in their manifest",
-            expected="the shards committed by prepare",
+            expected="the shards that were committed by the prepare stage",
             next_command="delete the token set and run trnpipe prepare again",
         )
     return np.array([codes[value] for value in hashes.tolist()], dtype=np.int64)[inverse]
@@ -87,9 +91,10 @@ def to_codes(values: Int64s, names: Sequence[str]) -> Int64s:
 
 @dataclass(frozen=True)
 class RowRules:
-    """The rules by which rows of a partition are validated. `label_gains`: by label, for rows without a gain.
+    """The rules by which the rows of a partition are validated.
 
-    `carve_valid`: move rows from train to valid by hash, for layouts that only have train and test (ESCI).
+    `label_gains` is the gain of each label, used for rows that do not have a gain. If `carve_valid` is set, some rows
+    are moved from the train split to the validation split, because datasets such as ESCI do not have the latter.
     """
 
     config: DataConfig
@@ -101,7 +106,7 @@ class RowRules:
 
 @dataclass(frozen=True)
 class CleanRows:
-    """N usable rows. `split` has indices into SPLITS. `label` is -1 if the data has no labels."""
+    """N valid rows. `split` contains indices into SPLITS, and `label` is -1 if the data has no labels."""
 
     query: list[str]
     title: list[str]
@@ -117,7 +122,7 @@ class CleanRows:
 
 
 def filter_mask(columns: pa.RecordBatch | pa.Table, conditions: Mapping[str, str]) -> npt.NDArray[np.bool_]:
-    """Return a mask [N] of the rows in which each filter column equals one of its values (`a|b`)."""
+    """Return a mask of the rows that satisfy all conditions. A condition lists allowed values of a column (`a|b`)."""
     mask = np.ones(columns.num_rows, dtype=np.bool_)
     for column, condition in conditions.items():
         allowed = pa.array([canonical_text(value).encode() for value in condition.split("|")], pa.large_binary())
@@ -128,12 +133,15 @@ def filter_mask(columns: pa.RecordBatch | pa.Table, conditions: Mapping[str, str
 
 
 def to_floats(column: pa.Array) -> npt.NDArray[np.float64]:
-    """Convert a field of floats or bytes to numbers [N]. Booleans become 1 and 0, other texts and nulls NaN."""
+    """Convert a field of floats or bytes to numbers.
+
+    Booleans are converted to 1 and 0. Nulls and all strings that are not numbers are converted to NaN.
+    """
     if pa.types.is_floating(column.type):
         return np.asarray(column.fill_null(float("nan")).to_numpy(zero_copy_only=False), dtype=np.float64)
     floats = np.full(len(column), np.nan)
     for row, value in enumerate(column.to_pylist()):
-        if value and b"_" in value:  # Python's float() accepts 1_000
+        if value and b"_" in value:  # Python's float() would accept 1_000
             continue
         with suppress(ValueError):
             floats[row] = float(_BOOLEANS.get(value.strip().lower(), value) if value else "nan")
@@ -141,7 +149,7 @@ def to_floats(column: pa.Array) -> npt.NDArray[np.float64]:
 
 
 class _Rows:
-    """The columns of a chunk, and for each row the first reason why it is bad, or None."""
+    """The columns of a chunk. For each bad row, this keeps track of the first reason why it is bad."""
 
     def __init__(self, table: pa.Table, rows: Int64s, lines: Int64s) -> None:
         self.table, self.rows, self.lines, self.fields = table, rows, lines, table.column_names
@@ -152,13 +160,17 @@ class _Rows:
             self.reason[row] = self.reason[row] or reason
 
     def text(self, field: str) -> list[str]:
-        """Return stripped texts. Replace missing texts and texts that are not UTF-8 by "", and mark the latter bad."""
+        """Return the texts of a field without surrounding whitespace.
+
+        A missing text is replaced by an empty string. So is a text that is not valid UTF-8, and its row is marked as
+        bad.
+        """
         if field not in self.fields:
             return [""] * len(self.rows)
         column = self.table[field]
         try:
             return [value.strip() if value else "" for value in pc.cast(column, pa.large_string()).to_pylist()]
-        except pa.ArrowInvalid:  # some row is not UTF-8: decode row by row
+        except pa.ArrowInvalid:  # at least one row is not valid UTF-8, so decode them one by one
             texts = []
             for row, value in enumerate(column.to_pylist()):
                 try:
@@ -170,9 +182,10 @@ class _Rows:
 
 
 def clean(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
-    """Apply the filter, then validate every row.
+    """Apply the filter to a chunk and validate the remaining rows.
 
-    Returns the usable rows, the bad rows (those of the reader first), and the number of rows after the filter.
+    Returns the valid rows, the bad rows (starting with those that the reader could not parse), and the number of rows
+    that remain after the filter.
     """
     table = chunk.table()
     mask = filter_mask(table, rules.config.filter)
@@ -217,7 +230,7 @@ def _labels_and_gains(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.int1
         rows.mark_bad(np.array([not name for name in names], dtype=np.bool_) & (label < 0), NO_LABEL)
         rows.mark_bad(label < 0, UNKNOWN_LABEL)
     if "gain" not in rows.fields:
-        gains = np.array([*rules.label_gains, 0.0], dtype=np.float32)  # label -1 reads the last entry
+        gains = np.array([*rules.label_gains, 0.0], dtype=np.float32)  # the last entry is for label -1
         return label, gains[label]
     gain = to_floats(rows.table["gain"].combine_chunks())
     is_bad = ~((gain >= 0) & (gain <= 1))
@@ -226,7 +239,7 @@ def _labels_and_gains(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.int1
 
 
 def _features(rows: _Rows, config: DataConfig) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    """Return numeric features and categorical ids. Categories are hashed as bytes, which need not be valid text."""
+    """Return the numeric features and the categorical ids. Categories are hashed as bytes and can have any encoding."""
     numeric = np.zeros((len(rows.rows), len(config.numeric)), dtype=np.float32)
     for index, column in enumerate(config.numeric):
         with np.errstate(over="ignore"):
@@ -240,15 +253,16 @@ def _features(rows: _Rows, config: DataConfig) -> tuple[npt.NDArray[np.float32],
 
 
 def category_id(value: bytes | None, num_ids: int) -> int:
-    """Return the id of a category: 0 if missing, otherwise 1 + hash modulo (num_ids - 1)."""
+    """Hash a category to an id from 1 to num_ids - 1. The id of a missing value is 0."""
     stripped = value.strip() if value else b""
     return 1 + hash63(stripped) % (num_ids - 1) if stripped else 0
 
 
 def _queries_and_splits(rows: _Rows, rules: RowRules, queries: Sequence[str]) -> tuple[Int64s, npt.NDArray[np.int8]]:
-    """Return the hash of the query id (default: of the query in lower case) and the split of each row.
+    """Return the hashed query id and the split of each row.
 
-    Without a split column, the split depends on the query alone, so that all rows of a query are in the same split.
+    If a row does not have a query id, its query in lower case is hashed instead. Without a split column, the split
+    depends only on the query id, which ensures that all rows of a query are in the same split.
     """
     keys = [text or query.lower() for text, query in zip(rows.text("query_id"), queries, strict=True)]
     hashes = {key: hash63(key) for key in set(keys)}

@@ -1,1 +1,1 @@
-"""Evaluation of models: scoring, metrics, retrieval, baselines and the gate."""
+"""Model evaluation: scoring, metrics, retrieval, baselines, and the gate that decides about promotion."""

@@ -1,7 +1,7 @@
-"""Baselines (BM25, gradient boosting), scored by rank 0 after the models.
+"""The baselines (BM25 and gradient boosting), which rank 0 scores after the models.
 
-Their scores are stored under `baselines/` in the workspace, keyed by their inputs, so other candidates, attempts and
-cycles on the same data reuse them.
+Their scores are stored under `baselines/` in the workspace with a key that is derived from their inputs. This allows
+other candidates, attempts and cycles to reuse them as long as the data stays the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,13 +34,13 @@ from pipeline.io.commit import read_manifest
 from pipeline.retrieval.bm25 import K1, WORDS_VERSION, B, Bm25, unmatched_warning
 from pipeline.retrieval.search import Ranked, best_weight, fuse_by_rank, fuse_by_weight
 
-VERSION = 1  # Version of the baselines. Increase it to score them again.
+VERSION = 1  # Increase this when a baseline changes, so that stored scores are no longer used.
 BM25, BOOSTING = "BM25", "boosting"
 
 
 @dataclass(frozen=True)
 class ScoredBaseline:
-    """Results of a baseline: its report, the input of the gate, and for BM25 the results of all queries."""
+    """The results of a baseline: its report, the input to the gate and, for BM25 only, the ranked items."""
 
     report: BaselineReport
     baseline: Baseline
@@ -48,7 +48,10 @@ class ScoredBaseline:
 
 
 def score_baselines(search: ModelSearch, timed: Callable[[str], AbstractContextManager[None]]) -> list[ScoredBaseline]:
-    """Load or compute the enabled baselines. Raises DataError if stored results cannot be read, Preempted."""
+    """Score the enabled baselines, or load their scores if they have been stored before.
+
+    Raises DataError if stored scores cannot be read, and Preempted on a stop signal.
+    """
     config = search.settings.evaluate
     scored = []
     if config.baselines.bm25 and config.retrieval.enabled:
@@ -65,11 +68,11 @@ def _key(search: ModelSearch, name: str, inputs: dict[str, Json]) -> str:
     return f"baselines/{search.settings.data.name}/{name}-{digest}"
 
 
-# BM25, and hybrid search of a model and BM25.
+# BM25, and hybrid search, which combines a model with BM25.
 
 
 def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
-    """Search the best k items of every query with BM25 in this process. Raises Preempted."""
+    """Find the top k items for every query with BM25, in this process only. Raises Preempted on a stop signal."""
 
     def texts() -> Iterator[str]:
         for part in task.texts():
@@ -108,9 +111,10 @@ def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> ScoredBaselin
 
 
 def fuse(search: ModelSearch, scored: list[ScoredBaseline], vectors: Ranked | None) -> tuple[HybridReport, ...]:
-    """Measure hybrid search: the results of a model (`vectors`) fused with those of BM25, by rank and by weight.
+    """Evaluate hybrid search, which fuses the results of a model (`vectors`) with those of BM25.
 
-    The weight maximises nDCG on the tuning queries, which are not judged.
+    Results are fused in two ways: by reciprocal rank, and by a weighted sum of scores. The weight is the one with the
+    highest nDCG on the tuning queries, which are separate from the test queries.
     """
     lexical, task, metrics = next((each.ranked for each in scored if each.ranked), None), search.task, search.metrics
     if lexical is None or vectors is None or isinstance(task, str):
@@ -119,7 +123,7 @@ def fuse(search: ModelSearch, scored: list[ScoredBaseline], vectors: Ranked | No
     both = vectors.part(0, judged), lexical.part(0, judged)
     ranked = HybridReport(name="rrf", retrieval=task.report(fuse_by_rank(*both), metrics)[1])
     if tuning is None:
-        reason = "no weight for hybrid search: there are no queries in the valid split to choose it"
+        reason = "hybrid search was not weighted, because the valid split has no queries to tune the weight on"
         return ranked, HybridReport(name="weighted", missing=reason)
 
     def quality(items: Int64s) -> float:
@@ -132,25 +136,32 @@ def fuse(search: ModelSearch, scored: list[ScoredBaseline], vectors: Ranked | No
     return ranked, HybridReport(name="weighted", weight=weight, valid_queries=len(tuning.ids), retrieval=report)
 
 
-# Gradient boosting on the numeric features of prepared rows (lexical ones and those of the data). A model must beat it
-# to justify an encoder.
+# Gradient boosting on the numeric features of prepared rows, both the lexical ones and those that the data provides.
+# An encoder is only worth its cost if it beats this baseline.
 #
-# scikit-learn's HistGradientBoostingClassifier with default settings and no early stopping, fitted on the train split.
-# Time: 5 s for 100,000 rows and 3 labels. Memory: the features of those rows and of one block of scored rows.
+# We fit scikit-learn's HistGradientBoostingClassifier with default settings and no early stopping on the train split.
+# This takes 5 s for 100,000 rows and 3 labels, and needs memory for the features of these rows and of one block of
+# scored rows.
 #
-# It uses one thread. Two take 4 times as long if another process occupies the second core, and give the same trees.
+# Note that we only use one thread. With two threads the trees are the same, but fitting takes 4 times as long if
+# another process keeps the second core busy.
 
 SEED = 1
-MAX_ROWS = 200_000  # maximum number of rows of the train split to fit on, sampled evenly
+MAX_ROWS = 200_000  # maximum number of training rows to fit on, sampled uniformly
 KEPT = ("sample_id", "query_id", "label", "gain")
 PROBABILITIES = "probabilities"
-_ROUNDS, _ROUNDS_AT_ONCE = 100, 25  # a fit cannot be interrupted; one that continues gives the same trees
+# A call to `fit` cannot be interrupted, so we fit a few rounds per call. This results in the same trees.
+_ROUNDS, _ROUNDS_AT_ONCE = 100, 25
 _BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
 class Boosting:
-    """A fitted model, the labels (of K) of its output columns, and the number of rows it was fitted on."""
+    """A fitted classifier.
+
+    `labels` maps its output columns to label indices, because some of the `num_labels` labels may not occur in the
+    training rows. `num_rows` is the number of rows that it was fitted on.
+    """
 
     model: Any
     labels: Int64s
@@ -158,7 +169,7 @@ class Boosting:
     num_rows: int
 
     def score(self, holdout: Holdout, stop: StopSignal) -> Arrays:
-        """Score a holdout. Returns KEPT and probabilities float32 [N, K], sorted by sample_id."""
+        """Score a holdout. Returns the arrays in KEPT and float32 probabilities [N, K], sorted by sample_id."""
         parts: list[Arrays] = []
         with _one_thread(), progress("scoring with gradient boosting", holdout.order.total, "rows") as advance:
             for arrays in holdout.blocks((*KEPT, "numeric")):
@@ -171,12 +182,15 @@ class Boosting:
 
 
 def to_rows(arrays: Arrays, info: TokenSetInfo) -> ScoredRows:
-    """Convert the arrays of `score` to rows for the metrics. `info`: metadata of the data."""
+    """Convert the arrays returned by `Boosting.score` to rows from which metrics can be computed."""
     return scored_rows(arrays, arrays[PROBABILITIES].astype(np.float64), info, {})
 
 
 def fit(train: TokenRows, num_labels: int, max_rows: int, stop: StopSignal) -> Boosting | str:
-    """Fit on at most `max_rows` rows (a fixed sample), or return why that is impossible. Raises Preempted."""
+    """Fit a classifier on at most `max_rows` training rows, which are always the same sample.
+
+    Returns the reason as a string if the rows cannot be fitted. Raises Preempted on a stop signal.
+    """
     try:
         from sklearn.ensemble import HistGradientBoostingClassifier
     except ImportError as error:
@@ -194,7 +208,7 @@ def fit(train: TokenRows, num_labels: int, max_rows: int, stop: StopSignal) -> B
         return "the train split has no rows"
     features, label = (np.concatenate([part[name] for part in parts]) for name in ("numeric", "label"))
     if not features.shape[1]:
-        return "prepared rows have no numeric feature (data.lexical, data.numeric)"
+        return "prepared rows have no numeric features (see data.lexical and data.numeric)"
     features, label = features[label >= 0], label[label >= 0]
     if len(np.unique(label)) < 2:
         return "the train split has fewer than two labels"
@@ -233,7 +247,7 @@ def _score_boosting(search: ModelSearch) -> ScoredBaseline:
             try:
                 threshold = best_threshold(to_rows(fitted.score(chosen_on, ctx.stop), info))
             except DataError as error:
-                search.warn(f"no threshold for {BOOSTING}: {error.seen}")
+                search.warn(f"no threshold was chosen for {BOOSTING}: {error.seen}")
         arrays = fitted.score(holdout, ctx.stop)
         fields: Mapping[str, JsonValue] = {"threshold": threshold, "fitted_rows": fitted.num_rows}
         save_arrays(ctx.workspace, key, "boosting", arrays, ctx.scratch, fields)

@@ -1,4 +1,4 @@
-"""Settings of the evaluate stage: metrics, retrieval, baselines and the gate. Also of `trnpipe parity`."""
+"""Settings of the evaluate stage (metrics, retrieval, baselines and the gate) and of `trnpipe parity`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,37 +8,37 @@ from pydantic import AfterValidator, Field
 
 from pipeline.core.record import Record
 
-Suffix = Literal["", "rank", "label"]  # suffix of a metric name: none, `@k`, or `:label`
+Suffix = Literal["", "rank", "label"]  # the suffix that a metric name takes: none, `@k`, or `:label`
 
 RETRIEVAL = "retrieval_"
 
 METRICS: dict[str, Suffix] = {
-    "accuracy": "",  # share of rows with the correct most probable label
+    "accuracy": "",  # fraction of rows for which the most probable label is correct
     "macro_f1": "",  # mean F1 over the labels that occur or are predicted
-    "micro_f1": "",  # F1 over all decisions, equal to accuracy with one label per row
-    "f1": "label",  # F1 of one label (f1:LABEL), or of the more relevant of two labels at the threshold
-    "precision": "rank",  # precision at the threshold (two labels), or @k over the first k rows
-    "recall": "rank",  # recall at the threshold (two labels), or @k over the first k rows
-    "ndcg": "rank",  # normalised discounted cumulative gain of the first k
-    "mrr": "",  # mean of 1 / rank of the first relevant row
+    "micro_f1": "",  # F1 over all predictions, which equals accuracy because each row has one label
+    "f1": "label",  # F1 of one label (f1:LABEL) or, with two labels, F1 of the more relevant one at the threshold
+    "precision": "rank",  # precision at the threshold (two labels only), or of the top k rows (@k)
+    "recall": "rank",  # recall at the threshold (two labels only), or of the top k rows (@k)
+    "ndcg": "rank",  # normalised discounted cumulative gain of the top k rows
+    "mrr": "",  # mean reciprocal rank of the first relevant row
     "ece": "",  # expected calibration error of the most probable label
-    "loss": "",  # mean negative log probability of the true label, nats
-    "roc_auc": "",  # probability that a matching row scores above another (two labels)
-    "average_precision": "",  # step-wise area under the precision-recall curve (two labels)
-    f"{RETRIEVAL}recall": "rank",  # share of a query's relevant items among the first k of the catalogue
-    f"{RETRIEVAL}ndcg": "rank",  # nDCG of the first k of the catalogue
-    f"{RETRIEVAL}success": "rank",  # share of queries with a relevant item among the first k of the catalogue
-    f"{RETRIEVAL}mrr": "",  # mean of 1 / rank of the first relevant item, 0 if none is retrieved
+    "loss": "",  # mean negative log-likelihood of the true label, in nats
+    "roc_auc": "",  # probability that a matching row scores higher than a non-matching one (two labels only)
+    "average_precision": "",  # area under the precision-recall curve, as a step function (two labels only)
+    f"{RETRIEVAL}recall": "rank",  # fraction of a query's relevant items that are in its top k search results
+    f"{RETRIEVAL}ndcg": "rank",  # nDCG of the top k search results
+    f"{RETRIEVAL}success": "rank",  # fraction of queries with a relevant item in the top k search results
+    f"{RETRIEVAL}mrr": "",  # mean reciprocal rank of the first relevant item, counted as 0 if none is retrieved
 }
-"""Metric families with the suffix of their names."""
+"""The metric families, each with the suffix that its names take."""
 _LOWER_IS_BETTER = ("ece", "loss")
 _SUFFIX_OPTIONAL = ("f1", "precision", "recall")
-"""Families that also exist without a suffix, for two labels at a threshold."""
+"""Families that can also be used without a suffix, in which case they apply to two labels and a threshold."""
 
 
 @dataclass(frozen=True)
 class MetricName:
-    """A parsed metric name: the family and its rank or label."""
+    """A parsed metric name, which consists of a family and optionally a rank or a label."""
 
     text: str
     family: str
@@ -55,7 +55,7 @@ class MetricName:
 
     @classmethod
     def parse(cls, text: str) -> "MetricName":
-        """Parse a name. Raises ValueError if there is no such metric."""
+        """Parse a metric name. Raises ValueError if the metric does not exist."""
         head, colon, label = text.partition(":")  # a label may contain an @
         family, at, rank = head.partition("@")
         needs, bare = METRICS.get(family), not at and not colon
@@ -67,34 +67,38 @@ class MetricName:
             return cls(text, family, label=label)
         forms = {"": "", "rank": "@K", "label": ":LABEL"}
         names = [*(f"{family}{forms[suffix]}" for family, suffix in METRICS.items()), *_SUFFIX_OPTIONAL]
-        raise ValueError(f"no metric is called {text!r}, expected one of {', '.join(names)}")
+        raise ValueError(f"unknown metric {text!r}, expected one of {', '.join(names)}")
 
 
-QUERY_TOKENS = (4, 8, 16)  # Upper bounds of the slices by query length, in tokens. The last slice has no bound.
-MAX_LEAK_SHARE = 0.05  # largest share of test queries that may also be training queries with evaluate.leak refuse
+QUERY_TOKENS = (4, 8, 16)  # Upper bounds of the query length slices, in tokens. The last slice has no upper bound.
+MAX_LEAK_SHARE = 0.05  # maximum fraction of test queries that may also be training queries if evaluate.leak is refuse
 Cutoff = Annotated[int, Field(ge=1, le=100_000)]
-RECALL_AT, PRECISION_AT = (1, 10), (1,)  # Reported ranks. The gate may use others.
+RECALL_AT, PRECISION_AT = (1, 10), (1,)  # The ranks to report. The gate may also use other ranks.
 
 
 class MetricsConfig(Record):
-    """Metrics of a model on the test split."""
+    """Settings for the metrics that are computed on the test split."""
 
     retired: ClassVar[Mapping[str, Any]] = {"recall_at": [1, 10], "precision_at": [1], "ece_bins": 15}
 
-    ndcg_at: tuple[Cutoff, ...] = Field((5, 10), description="Ranks k of the reported nDCG@k over the rows of a query")
+    ndcg_at: tuple[Cutoff, ...] = Field((5, 10), description="Ranks k for which to report the nDCG@k of a query's rows")
     retrieval_at: tuple[Cutoff, ...] = Field(
         (1, 10, 100),
         min_length=1,
-        description="Ranks k of retrieval recall, nDCG and success to report, in addition to those of the gate",
+        description="Ranks k for which to report retrieval recall, nDCG and success, in addition to those that the gate"
+        " uses",
     )
     relevant_gain: float | None = Field(
-        None, gt=0, description="Minimum gain of a relevant row in MRR, recall@k and precision@k (null: best label)"
+        None,
+        gt=0,
+        description="Minimum gain for a row to count as relevant in MRR, recall@k and precision@k (null: only rows with"
+        " the most relevant label)",
     )
 
 
 def _check_row_metric(text: str) -> str:
     if MetricName.parse(text).is_retrieval:
-        raise ValueError(f"{text} does not exist by slice, expected a row metric such as ndcg@10")
+        raise ValueError(f"{text} cannot be computed per slice, expected a row metric such as ndcg@10")
     return text
 
 
@@ -109,64 +113,68 @@ DROPS: dict[Metric, Allowed] = {"ndcg@10": 0.01, "macro_f1": 0.01, "retrieval_nd
 
 
 class GateConfig(Record):
-    """Conditions under which a candidate replaces the production model."""
+    """The conditions that a candidate must meet to replace the production model."""
 
     retired: ClassVar[Mapping[str, Any]] = {"without_incumbent": "floors"}
 
     floors: dict[Metric, Bound] = Field(
-        {}, description="Minimum of each metric (maximum for loss and ece), as metric=value"
+        {}, description="Minimum value of each metric (for loss and ece the maximum value), as metric=value"
     )
     drops: dict[Metric, Allowed] = Field(
         DROPS,
-        description="Metrics compared with the production model and the allowed drop of each (loss, ece: rise), as"
-        " metric=value. Replaces all defaults",
+        description="Metrics to compare with the production model and how much each may drop (for loss and ece: rise),"
+        " as metric=value. Setting this replaces all defaults",
     )
     slice_drops: dict[RowMetric, Allowed] = Field(
         {"ndcg@10": 0.02, "macro_f1": 0.02},
-        description="Metrics compared in each slice; a slice refuses if its drop is significantly larger",
+        description="Metrics to compare in each slice and how much each may drop. The candidate is refused if the drop"
+        " in a slice is significantly larger",
     )
     baseline_drops: dict[Metric, Allowed] = Field(
         {"retrieval_ndcg@10": 0.0, "ndcg@10": 0.0, "macro_f1": 0.0, "f1": 0.0},
-        description="Metrics compared with the baselines and the allowed drop of each (f1: two labels only)",
+        description="Metrics to compare with the baselines and how far the candidate may be below a baseline in each"
+        " (f1 only applies to two labels)",
     )
     baselines: OnBetter = Field(
-        "warn", description="If a baseline is better than a later candidate: refuse, warn, or off"
+        "warn", description="What to do if a baseline beats a candidate that would replace a production model"
     )
     first_baselines: OnBetter = Field(
-        "refuse", description="If a baseline is better than the first model: refuse, warn, or off"
+        "refuse", description="What to do if a baseline beats the first model, when nothing is in production yet"
     )
     confidence: float = Field(
         0.95,
         ge=0.5,
         lt=1,
-        description="One-sided confidence of each comparison (Bonferroni-corrected over slices and over baselines)",
+        description="One-sided confidence level of each comparison, with a Bonferroni correction for slices and for"
+        " baselines",
     )
-    resamples: int = Field(2000, ge=200, le=100_000, description="Bootstrap draws of the queries")
+    resamples: int = Field(2000, ge=200, le=100_000, description="Number of bootstrap resamples")
     min_queries: int = Field(
         50,
         ge=2,
-        description="Minimum number of test queries for a floor or a comparison. With fewer, a later model is refused,"
-        " and a first one unless another comparison judges it",
+        description="Minimum number of test queries for a floor or a comparison. With fewer queries the candidate is"
+        " refused, except that a first model only needs one comparison with enough queries",
     )
-    min_slice_queries: int = Field(50, ge=2, description="Minimum number of queries to judge a slice")
+    min_slice_queries: int = Field(50, ge=2, description="Minimum number of queries for a slice to be judged")
     first_without_comparison: bool = Field(
-        False, description="Promote a first model even if no floor and no baseline could judge it"
+        False, description="Promote a first model even if it could not be compared with any floor or baseline"
     )
     golden: OnGolden = Field(
-        "warn", description="If the candidate fails a golden query that production passes: fail, warn, or off"
+        "warn", description="What to do if the candidate fails a golden query that the production model passes"
     )
 
     def drops_for(self, *, searched: bool) -> dict[Metric, Allowed]:
-        """Return `drops`, without the default retrieval metrics if retrieval is not evaluated.
+        """Return `drops`, without the retrieval metrics if retrieval is not evaluated (`searched` is False).
 
-        Configured drops are never removed: a retrieval metric that is not evaluated refuses.
+        Only defaults are removed. If the user configured a retrieval metric but it is not evaluated, the candidate is
+        refused.
         """
         if searched or self.drops != DROPS:
             return self.drops
         return {text: allowed for text, allowed in self.drops.items() if not MetricName.parse(text).is_retrieval}
 
     def with_ranks(self, metrics: MetricsConfig) -> MetricsConfig:
-        """Return `metrics` with all retrieval ranks that the gate uses."""
+        """Return a copy of `metrics` that also includes the retrieval ranks that the gate needs."""
         names = [*self.floors, *self.drops]
         names += [] if self.baselines == self.first_baselines == "off" else self.baseline_drops
         parsed = [MetricName.parse(text) for text in names]
@@ -177,7 +185,7 @@ class GateConfig(Record):
 
 
 class ParityConfig(Record):
-    """Settings of `trnpipe parity`, which compares two backends."""
+    """Settings of `trnpipe parity`, which verifies that two backends train equally well."""
 
     retired: ClassVar[Mapping[str, Any]] = {
         "evaluate_every": ...,
@@ -188,66 +196,77 @@ class ParityConfig(Record):
     }
 
     checkpoint: str = Field(
-        "", description="Checkpoint that both sides start from: a URI, or incumbent (empty: this cycle's candidate)"
+        "",
+        description="Checkpoint that both backends start from, as a URI or incumbent (default: this cycle's candidate)",
     )
-    steps: int = Field(300, ge=1, description="Optimizer steps on each side, with six evaluations")
-    rows: int = Field(20_000, ge=1, description="Maximum number of rows scored, the same on both sides")
+    steps: int = Field(
+        300, ge=1, description="Optimizer steps on each backend, during which the model is evaluated six times"
+    )
+    rows: int = Field(20_000, ge=1, description="Maximum number of rows to score. Both backends score the same rows")
     max_difference: float = Field(
-        0.001, ge=0, description="Allowed difference of the metric at any evaluation, relative to the first side"
+        0.001, ge=0, description="Maximum relative difference between the two backends' metrics at any evaluation"
     )
 
 
 class RetrievalConfig(Record):
-    """Exact search with the embeddings over a whole catalogue."""
+    """Settings for evaluating retrieval, an exact search over the embeddings of a whole catalogue."""
 
     retired: ClassVar[Mapping[str, Any]] = {"format": "auto", "window_rows": ...}
 
-    enabled: bool = Field(True, description="Evaluate retrieval")
+    enabled: bool = Field(True, description="Whether to evaluate retrieval")
     catalogue: str | None = Field(
         None,
-        description="File or folder (file:// or s3://) of items, each row with a query that the item is relevant to"
-        " (none: the distinct products of the prepared data, judged by their gains)",
+        description="File or folder (file:// or s3://) with the items to search, where each row has a query that its"
+        " item is relevant to (default: search the distinct products of the prepared data, using their gains)",
     )
     id: str = Field(
         "product_id",
-        description="Column of the item id. Of several rows with one id the first has the texts, all have queries",
+        description="Column with the item id. If several rows have the same id, the texts are read from the first row"
+        " and the queries from all of them",
     )
-    title: str = Field("title", description="Column of the item title")
-    text: str = Field("text", description="Column of longer text, appended to the title (optional)")
-    query: str = Field("query", description="Column of the query that the item is relevant to (may be empty)")
-    query_id: str = Field("", description="Column of the query id (default: the query text)")
+    title: str = Field("title", description="Column with the item title")
+    text: str = Field("text", description="Column with a longer text to append to the title (optional)")
+    query: str = Field("query", description="Column with the query that the item is relevant to (may be empty)")
+    query_id: str = Field("", description="Column with the query id (default: queries are identified by their text)")
     queries: dict[str, str] = Field(
-        {}, description="Evaluate only queries of rows with these column values, as column=value or column=a|b"
+        {}, description="Only evaluate queries from rows with these column values, as column=value or column=a|b"
     )
     valid_queries: dict[str, str] = Field(
         {},
-        description="Queries of a catalogue file that choose the weight of hybrid search, as column=value such as"
-        " split=valid (none: no weighted fusion)",
+        description="Queries of the catalogue file on which to tune the weight of hybrid search, as column=value, for"
+        " example split=valid (default: no weighted fusion)",
     )
-    max_queries: int = Field(5000, ge=1, description="Maximum number of queries, sampled by a hash of their id")
+    max_queries: int = Field(
+        5000, ge=1, description="Maximum number of queries. If there are more, a fixed sample is used"
+    )
     max_items: int = Field(
-        1_000_000, ge=1, description="Maximum number of products without a catalogue: the relevant ones and a sample"
+        1_000_000,
+        ge=1,
+        description="Maximum number of products to search if no catalogue is set. The relevant products are always"
+        " included, and the rest are sampled",
     )
     dimensions: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (), description="Also evaluate vectors truncated to these dimensions; the gate judges embed.output.dimensions"
+        (),
+        description="Also evaluate vectors truncated to each of these dimensions. The gate only judges the vectors that"
+        " are truncated to embed.output.dimensions",
     )
 
 
 class BaselinesConfig(Record):
-    """Simple methods to compare with, scored once for the same data."""
+    """Settings for the baselines, simple methods that a model should beat. They are scored once per dataset."""
 
     retired: ClassVar[Mapping[str, Any]] = {"boosting_rows": 200_000, "hybrid": True, "valid_queries": 1000}
 
     bm25: bool = Field(
-        True, description="Evaluate BM25 on the retrieval queries, alone and fused with each model (hybrid search)"
+        True, description="Whether to evaluate BM25 on the retrieval queries, both alone and fused with each model"
     )
     boosting: bool = Field(
-        True, description="Evaluate gradient boosting on the numeric features (install the extra baselines)"
+        True, description="Whether to evaluate gradient boosting on the numeric features (requires the baselines extra)"
     )
 
 
 class EvaluateConfig(Record):
-    """Comparison of the candidate with the production model on the test split."""
+    """Settings for comparing the candidate with the production model on the test split."""
 
     retired: ClassVar[Mapping[str, Any]] = {
         "vector_rows": ...,
@@ -258,27 +277,35 @@ class EvaluateConfig(Record):
     }
 
     candidate: str = Field(
-        "", description="Checkpoint to judge, checkpoints/<cycle>/step-<n> or a URI (empty: the one of this cycle)"
+        "",
+        description="Checkpoint to evaluate, as checkpoints/<cycle>/step-<n> or a URI (default: the one that this cycle"
+        " trained)",
     )
     incumbent: str = Field(
-        "production", description="Model to compare with: production, none, or a checkpoint (which is never replaced)"
+        "production",
+        description="Model to compare the candidate with: production, none, or a checkpoint. A candidate that was"
+        " compared with a checkpoint does not replace the production model",
     )
     split: Literal["test", "valid"] = Field("test", description="Split to evaluate on")
     partitions: Literal["all", "new"] = Field(
         "all",
-        description="Partitions to evaluate on: all, or those that the production model was not trained on (all if"
-        " these have no row of the split)",
+        description="Partitions to evaluate on: all of them, or only new ones that the production model was not trained"
+        " on. Falls back to all if the new partitions have no rows in the split",
     )
-    max_rows: int = Field(0, ge=0, description="Maximum number of rows to score, as whole queries (0: all)")
+    max_rows: int = Field(0, ge=0, description="Maximum number of rows to score. Queries are never split (0: no limit)")
     leak: Literal["refuse", "warn", "off"] = Field(
         "refuse",
-        description="If test queries were trained on, by id or text: refuse above 5 %, warn, or off (no check)",
+        description="What to do if test queries also occur in the training data, by id or by text: refuse (if more than"
+        " 5 % do), warn, or off (do not check)",
     )
     golden: str | None = Field(
-        None, description="TOML file of queries with products that search must or must not return at the top"
+        None,
+        description="TOML file of golden queries, each with products that search must or must not return at the top",
     )
-    promote: bool = Field(True, description="Promote a candidate that passes the gate")
-    force_reason: str = Field("", description="Promote even if the gate refuses, with this reason on record")
+    promote: bool = Field(True, description="Whether to promote a candidate that passes the gate")
+    force_reason: str = Field(
+        "", description="Promote the candidate even if the gate refuses it, and record this reason"
+    )
     metrics: MetricsConfig = MetricsConfig()
     retrieval: RetrievalConfig = RetrievalConfig()
     baselines: BaselinesConfig = BaselinesConfig()

@@ -1,4 +1,4 @@
-"""Golden queries: products that search must or must not return at the top, checked for every candidate."""
+"""Golden queries, for which the user lists products that search must or must not return at the top."""
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ _SHOWN = 5  # missed products that a verdict lists
 
 
 class GoldenQuery(Record):
-    """A query with products (id or title) that must or must not be among the first `top` results."""
+    """A query with products, given by id or title, that must or must not be among the `top` first results."""
 
     query: str = Field(pattern=r"\S")
     must: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class _File(Record):
 
 
 def read_golden(settings: Settings, stop: StopSignal) -> tuple[GoldenQuery, ...]:
-    """Read the file evaluate.golden, if it is set. Raises DataError if the file is invalid."""
+    """Read the file that `evaluate.golden` points to, if it is set. Raises DataError if the file is invalid."""
     path = settings.evaluate.golden
     if path is None:
         return ()
@@ -46,7 +46,7 @@ def read_golden(settings: Settings, stop: StopSignal) -> tuple[GoldenQuery, ...]
     try:
         queries = _File.model_validate(tomllib.loads(storage.read_bytes(name).decode())).golden
         if deep := [query for query in queries if query.top > depth]:
-            raise ValueError(f"top = {deep[0].top} of {deep[0].query!r} exceeds the largest retrieval_at, {depth}")
+            raise ValueError(f"top is {deep[0].top} for {deep[0].query!r}, but only {depth} results are retrieved")
         return queries
     except ValueError as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
@@ -61,9 +61,11 @@ def read_golden(settings: Settings, stop: StopSignal) -> tuple[GoldenQuery, ...]
 def items_named(
     names: Iterable[str], rows: Iterable[tuple[str, str, str]], item_of: Callable[[int, str], int]
 ) -> dict[str, list[int]]:
-    """Find items by name: those with this id, otherwise those with this title (ignoring case and spacing).
+    """Look up items by name, which is an id or a title.
 
-    `rows`: id, title and text. `item_of`: function from a row number and its text to the item, -1 if there is none.
+    Ids take precedence. If no item has a name as its id, the name is compared with titles, ignoring case and spacing.
+    `rows` are the id, title and text of each source row, and `item_of` maps the number and the text of a source row to
+    its item, or to -1 if the row is not among the items.
     """
     by_id = {name: set[int]() for name in names}
     by_title = {_plain(name): set[int]() for name in by_id}
@@ -81,7 +83,7 @@ def _plain(title: str) -> str:
 def judge_golden(
     queries: Sequence[GoldenQuery], items: Mapping[str, Sequence[int]], candidate: Int64s, production: Int64s | None
 ) -> GoldenReport:
-    """Rank the items of each name in the search results [G, k] of both models."""
+    """Determine how high each golden product ranks in the search results [G, k] of both models."""
 
     def rank(results: Int64s, name: str) -> int:
         positions = np.flatnonzero(np.isin(results, items[name]))
@@ -104,9 +106,11 @@ def judge_golden(
 
 
 def golden_check(report: GoldenReport, action: OnGolden) -> GateCheck:
-    """Check that the candidate passes all golden queries that production passes (all of them without production).
+    """Check the candidate on the golden queries.
 
-    Queries that production fails too only warn, because an unmet goal must not refuse every new model.
+    If `action` is fail, the check fails on queries that the production model gets right, or on any query if there is no
+    production model yet. If both models get a query wrong, the check only warns. Otherwise, a goal that no model meets
+    would block every promotion.
     """
     missed, total = report.missed, len(report.outcomes)
     lost = [outcome for outcome in missed if outcome.incumbent is None or outcome.holds(outcome.incumbent)]
@@ -114,10 +118,10 @@ def golden_check(report: GoldenReport, action: OnGolden) -> GateCheck:
     if action == "fail" and (lost or not total):
         outcome = "fail"
     if not total:
-        reason = f"golden queries: not judged, {report.missing or 'no product has one of their names'}"
+        reason = f"golden queries were not judged: {report.missing or 'none of the listed products exist'}"
     else:
         reason = f"golden queries: {len(missed):,} of {total:,} missed"
         if any(miss.incumbent is not None for miss in missed):
-            reason += f", {len(lost):,} of them right in production"
+            reason += f", {len(lost):,} of which production gets right"
         reason = "; ".join([reason, *map(str, (lost or missed)[:_SHOWN])])
     return GateCheck(name="golden", kind="golden", outcome=outcome, reason=reason)

@@ -1,4 +1,4 @@
-"""The holdout of an evaluation: the selected rows of a split, their order, and the check for leaked queries."""
+"""The holdout on which models are evaluated: which rows to score, in what order, and the check for leaked queries."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,23 +26,24 @@ from pipeline.io.storage import Storage
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.retrieval.products import join_tokens, text_hashes, to_tokens
 
-# The order in which rows are scored, and the batches of each rank. Pure functions.
+# The order in which rows are scored, and how each batch is distributed over ranks.
 #
-# The order depends on the holdout alone, so the only state of an evaluation is the number of rows done. Another attempt
-# resumes there, even with a different number of ranks.
+# The order only depends on the holdout, so the number of rows scored so far is all the state that an evaluation needs
+# to keep track of. A retry resumes from there, even with a different number of ranks.
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of one batch over all ranks, from one bucket."""
+    """The rows of one global batch, all of which are from the same bucket."""
 
     bucket: int
     rows: Int64s
 
     def rank_batch(self, rank: int, batch_size: int) -> tuple[Int64s, int]:
-        """Return the full batch [batch_size] of a rank and the number of real rows at its start.
+        """Return the row numbers [batch_size] of a rank, and how many of them are real rows rather than padding.
 
-        The last row is repeated as padding, because all ranks must run every batch and the same sequence of graphs.
+        All ranks have to run the same sequence of graphs, so a rank with fewer rows pads its batch by repeating the
+        last row.
         """
         rows = self.rows[rank * batch_size : (rank + 1) * batch_size]
         padding = np.repeat(self.rows[-1:], batch_size - len(rows))
@@ -51,7 +52,7 @@ class Span:
 
 @dataclass(frozen=True)
 class HoldoutOrder:
-    """Row numbers to score in each bucket, ascending."""
+    """The numbers of the rows to score in each bucket, in ascending order."""
 
     rows: tuple[Int64s, ...]
 
@@ -60,7 +61,10 @@ class HoldoutOrder:
         return sum(len(rows) for rows in self.rows)
 
     def spans(self, start: int, batch_rows: int) -> Iterator[Span]:
-        """Yield batches of `batch_rows` rows over all ranks from position `start` on. No batch crosses buckets."""
+        """Yield global batches of up to `batch_rows` rows, starting at position `start`.
+
+        A batch never contains rows from different buckets.
+        """
         before = 0
         for bucket, rows in enumerate(self.rows):
             first = max(0, start - before)
@@ -70,9 +74,9 @@ class HoldoutOrder:
 
 
 def choose_rows(query_ids: Sequence[Int64s], max_rows: int) -> HoldoutOrder:
-    """Select whole queries with at most `max_rows` rows in total (0: all rows).
+    """Select queries with all their rows, until there would be more than `max_rows` rows (0: no limit).
 
-    `query_ids`: query id of every row, by bucket. The selection is a function of the ids alone.
+    `query_ids` are the query ids of all rows, by bucket. The same ids always result in the same selection.
     """
     if not max_rows:
         return HoldoutOrder(tuple(np.arange(len(ids), dtype=np.int64) for ids in query_ids))
@@ -84,27 +88,31 @@ def choose_rows(query_ids: Sequence[Int64s], max_rows: int) -> HoldoutOrder:
 
 
 def some_rows(sizes: Sequence[int], limit: int) -> HoldoutOrder:
-    """Select at most `limit` evenly spaced rows of buckets of these `sizes`."""
+    """Select at most `limit` evenly spaced rows from buckets with the given `sizes`."""
     total, before = sum(sizes), 0
     step, rows = max(1, -(-total // limit)), []
     for size in sizes:
-        # Use one stride over all buckets, so that rounding does not add up to more than `limit`.
+        # Continue the same stride across buckets. Rounding in each bucket could add up to more than `limit` rows.
         rows.append(np.arange(-before % step, size, step, dtype=np.int64))
         before += size
     return HoldoutOrder(tuple(rows))
 
 
-# Leaked queries: holdout queries that a model was trained on, by id or by text. Their scores are too good.
+# Leaked queries are holdout queries that a model was also trained on, which makes its metrics look too good.
 
 
 @dataclass(frozen=True)
 class Leak:
-    """Number of holdout queries that occur in training data, by id or by text under another id."""
+    """The number of holdout queries that also occur in the training data.
+
+    `by_id` are those with the same id, and `by_text` those with the same text but a different id. `unchecked` are
+    training partitions that could not be checked, because they are no longer in the workspace.
+    """
 
     queries: int
     by_id: int
     by_text: int
-    unchecked: tuple[str, ...] = ()  # training partitions that are no longer prepared
+    unchecked: tuple[str, ...] = ()
 
     @property
     def fraction(self) -> float:
@@ -125,9 +133,10 @@ def find_leak(
     unchecked: tuple[str, ...] = (),
     num_rows: int | None = None,
 ) -> Leak:
-    """Find `queries` (from `Holdout.queries`) in the training rows. The work is split over ranks. Raises Preempted.
+    """Check which `queries` (see `Holdout.queries`) occur in the training rows.
 
-    `num_rows`: the total number of training rows, for the progress.
+    Each rank reads a part of the rows, and all ranks return the same result. `num_rows` is the total number of training
+    rows, which is only used to show progress. Raises Preempted on a stop signal.
     """
     ids, texts = queries
     by_id, by_text, sorted_texts = np.isin(ids, []), np.isin(ids, []), np.sort(texts)
@@ -152,42 +161,43 @@ def find_leak(
 
 
 def refuse_leak(leak: Leak) -> None:
-    """Raise DataError if more than MAX_LEAK_SHARE of the queries are leaked."""
+    """Raise DataError if the fraction of leaked queries exceeds MAX_LEAK_SHARE."""
     if leak.fraction > MAX_LEAK_SHARE:
         raise DataError(
             leak.text(),
-            expected=f"at most {format_percent(MAX_LEAK_SHARE)}, because their scores are too good",
-            next_command="add a split column that keeps each query in one split, then prepare and train again;"
+            expected=f"at most {format_percent(MAX_LEAK_SHARE)}, because metrics on these queries are too optimistic",
+            next_command="add a split column that keeps each query in one split, then prepare and train again,"
             " or use --evaluate.leak warn",
         )
 
 
 def leak_warnings(leak: Leak | None) -> list[str]:
-    """Return warnings about leaked or unchecked queries. `leak` is None if the check is off."""
+    """Return warnings about queries that are leaked or could not be checked. `leak` is None if the check is off."""
     if leak is None:
-        return ["test queries were not checked against the training data (evaluate.leak off)"]
-    warnings = [f"{leak.text()}: metrics are better than on new queries"] if leak.fraction else []
+        return ["test queries were not checked against the training data, because evaluate.leak is off"]
+    warnings = [f"{leak.text()}, so metrics are better than they would be on new queries"] if leak.fraction else []
     if leak.unchecked:
         warnings.append(
-            f"{len(leak.unchecked)} training partition(s) could not be checked for test queries: no longer prepared"
+            f"{len(leak.unchecked)} training partition(s) could not be checked for test queries, because they are no"
+            " longer in the workspace"
         )
     return warnings
 
 
-PARTITION, QUERY_TOKENS, AGE = "partition", "query_tokens", "age"  # slice columns that trnpipe adds
+PARTITION, QUERY_TOKENS, AGE = "partition", "query_tokens", "age"  # slice columns added by trnpipe
 SPECIAL_TOKENS = 2
-LENGTHS = ("1-4", "5-8", "9-16", "17+")  # Names of the slices by query length. QUERY_EDGES are their bounds.
+LENGTHS = ("1-4", "5-8", "9-16", "17+")  # names of the query length slices, whose bounds are QUERY_EDGES
 _BLOCK_ROWS = 65_536
 
 
 def own_column(name: str, columns: Collection[str]) -> str:
-    """Return the name of an added column, with a prefix if the data has one of this name."""
+    """Return the name of a column to add, with a prefix if the data already has a column of that name."""
     return f"trnpipe.{name}" if name in columns else name
 
 
 @dataclass(frozen=True)
 class Holdout:
-    """Rows of one split of some partitions, with the selection and order in which they are scored."""
+    """The rows of one split of the evaluated partitions, and the order in which to score them."""
 
     split: Split
     sets: Sequence[TokenSet]
@@ -197,19 +207,19 @@ class Holdout:
 
     @property
     def name(self) -> str:
-        """Fingerprint of the selected rows."""
+        """Return a fingerprint of the selected rows."""
         fingerprints = [token_set.info.fingerprint for token_set in self.sets]
         return fingerprint({"split": self.split, "data": fingerprints, "max_rows": self.max_rows})
 
     def blocks(self, fields: Sequence[str]) -> Iterator[Arrays]:
-        """Yield some arrays of the selected rows in order, in blocks of bounded size."""
+        """Yield the arrays listed in `fields` for all selected rows in order, one block of bounded size at a time."""
         for bucket, numbers in enumerate(self.order.rows):
             for start in range(0, len(numbers), _BLOCK_ROWS):
                 part = numbers[start : start + _BLOCK_ROWS]
                 yield self.rows.read(np.full(len(part), bucket, dtype=np.int64), part, bucket, fields)
 
     def queries(self) -> tuple[Int64s, UInt64s]:
-        """Return query ids [Q] ascending, and the hash [Q] of the first text of each."""
+        """Return the query ids [Q] in ascending order, and a hash [Q] of the text of each query."""
         ids, texts = [], []
         for arrays in self.blocks(("query", "query_id")):
             ids.append(arrays["query_id"])
@@ -218,7 +228,10 @@ class Holdout:
         return unique_ids, np.concatenate(texts)[first]
 
     def tokens_of(self, column: str, ids: Int64s, sides: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of `sides` (query, product) in the first row of each id [M] of a column, ids ascending."""
+        """Look up the tokens of `sides` (query or product) in the first row with each of the ids [M] of a column.
+
+        The ids must be in ascending order.
+        """
         matches: list[Int64s] = []
         parts: dict[str, list[Tokens]] = {side: [] for side in sides}
         for arrays in self.blocks((column, *sides)):
@@ -231,7 +244,7 @@ class Holdout:
         return [join_tokens(parts[side], first) for side in sides]
 
     def slices(self, arrays: dict[str, npt.NDArray[Any]]) -> dict[str, SliceColumn]:
-        """Return the slice columns of scored rows: those of the data, the partition, and the query length."""
+        """Return the slice columns of scored rows, to which the partition and the query length are added."""
         columns: dict[str, SliceColumn] = {}
         of_data = self.sets[0].info.slice_columns
         names = merge_names({each.column: each.names for each in token_set.info.slices} for token_set in self.sets)
@@ -252,9 +265,10 @@ def open_holdout(
     max_rows: int,
     setting: str = "evaluate.max_rows",
 ) -> Holdout:
-    """Open a holdout. Raises DataError if the split is empty, or if no whole query fits in `max_rows` rows.
+    """Open the holdout of a split.
 
-    `setting`: name of the setting of `max_rows`, for the error message.
+    `setting` is the name of the setting that `max_rows` is from, which is shown if it is too small. Raises DataError if
+    the split is empty, or if not even one query fits into `max_rows` rows.
     """
     extra = EXTRA if sets[0].info.slices else ("partition",)
     rows = open_rows(workspace, sets, split, cache_dir, extra)
@@ -263,8 +277,8 @@ def open_holdout(
             f"the {split} split is empty in {len(sets)} prepared partition(s), {sets[0].info.partition} to"
             f" {sets[-1].info.partition}",
             expected=f"rows in the {split} split",
-            next_command=f"raise --data.{split}-fraction or add a split column and prepare again;"
-            " or use another --evaluate.split",
+            next_command=f"raise --data.{split}-fraction or add a split column and prepare again,"
+            " or use a different --evaluate.split",
         )
     query_ids = [np.zeros(0, dtype=np.int64)] * len(rows.sizes)
     for bucket, size in ((bucket, size) for bucket, size in enumerate(rows.sizes) if size):
@@ -274,21 +288,25 @@ def open_holdout(
     if not order.total:
         largest = int(np.unique(np.concatenate(query_ids), return_counts=True)[1].max())
         raise DataError(
-            f"{setting} is {max_rows:,}, but the first selected query of split {split} has more rows",
-            expected=f"room for whole queries (the largest has {largest:,} rows), or 0 for all rows",
+            f"{setting} is {max_rows:,}, but the first query selected from split {split} has more rows",
+            expected=f"at least {largest:,}, the number of rows of the largest query, or 0 for all rows",
             next_command=f"--{setting.replace('_', '-')} {largest} or more",
         )
     return Holdout(split, sets, rows, order, max_rows)
 
 
 def judged_slices(rows: ScoredRows, new_partitions: Collection[str]) -> ScoredRows:
-    """Replace partitions by two slices, new and old to the production model, and drop columns with a single value."""
+    """Prepare the slice columns for the gate.
+
+    Partitions are replaced with two slices, depending on whether the production model was trained on them (old) or not
+    (new). Columns with only one value are dropped, because their only slice is the whole holdout.
+    """
     columns = dict(rows.slices)
     own = own_column(PARTITION, columns)
     partition = columns.pop(own if own in columns else PARTITION, None)
     if partition is not None:
         is_new = np.array([name in new_partitions for name in partition.names], dtype=np.bool_)
-        # The code -1 (no partition) selects the last entry, which is neither.
+        # A row without a partition has the code -1, which selects the appended last entry.
         codes = np.append(np.where(is_new, 0, 1), -1)[partition.codes]
         columns[own_column(AGE, columns)] = SliceColumn(codes.astype(np.int64), ("new", "old"))
     return replace(rows, slices={name: column for name, column in columns.items() if len(np.unique(column.codes)) > 1})

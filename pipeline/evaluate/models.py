@@ -1,4 +1,4 @@
-"""The two models of an evaluation, the candidate and the one it is compared with: open, verify and score them."""
+"""Open, verify and score the two models of an evaluation: the candidate and the model that it is compared with."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,16 +44,19 @@ from pipeline.registry.records import CheckpointRef, Pointer, StoredVerdict, rea
 from pipeline.settings import Settings
 
 PRODUCTION, NONE = "production", "none"
-SAVE_EVERY_S = 30.0  # interval between saves of scored rows, seconds
+SAVE_EVERY_S = 30.0  # how often to save the rows that have been scored so far
 
 
 @dataclass(frozen=True)
 class Models:
-    """The candidate and the model it is compared with.
+    """The candidate and the model that it is compared with.
 
-    `in_workspace`: the candidate is stored in this workspace, so it can be promoted. `pointer`: the production model
-    when this attempt started. `compared` is None if there is nothing to compare with. `against_production`: the
-    comparison is with production, so the result may change it.
+    Attributes:
+        candidate: The candidate.
+        in_workspace: Whether the candidate is stored in this workspace, which is required to promote it.
+        pointer: The pointer to the production model when this attempt started, if there is one.
+        compared: The model to compare with, or None if there is none.
+        against_production: Whether this is a comparison with production, so that the candidate may replace it.
     """
 
     candidate: Checkpoint
@@ -63,23 +66,25 @@ class Models:
     against_production: bool
 
     def inputs(self, settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> dict[str, str]:
-        """Return fingerprints of everything that decides the verdict and whether it is acted on.
+        """Return fingerprints of everything that the verdict depends on. If none changes, the verdict stays valid.
 
-        Reads the catalogue file and the golden queries, if any. Raises DataError if they cannot be read.
+        This includes the contents of the catalogue file and of the golden queries, if they are configured. Raises
+        DataError if they cannot be read.
         """
         dimensions, chunks = settings.embed.output.dimensions, settings.embed.chunks
         retrieval, precision = settings.evaluate.retrieval, settings.embed.precision
         path = retrieval.catalogue if retrieval.enabled else None
         states = [checkpoint.state for checkpoint in (self.candidate, self.compared) if checkpoint]
         limit = max(settings.embed.row_limit(state.max_tokens, state.model.max_positions) for state in states)
-        # Exclude settings that only act on the verdict. Include retired ones, so earlier verdicts stay valid.
+        # Exclude settings that only decide what to do with the verdict. Include retired settings with their former
+        # values, so that verdicts of earlier versions stay valid.
         evaluate = with_retired(settings.evaluate) | {"vector_rows": 512}
         evaluate["retrieval"] |= {"window_rows": 16_384}
         excluded = ("promote", "force_reason", "candidate", "golden")
         evaluate = {name: value for name, value in evaluate.items() if name not in excluded}
         golden = [query.model_dump(mode="json") for query in read_golden(settings, ctx.stop)]
         gate = {name: value for name, value in with_retired(settings.gate).items() if name != "golden"}
-        # Omit defaults of settings added later, so earlier verdicts stay valid.
+        # For the same reason, leave out settings that were added later unless they differ from their defaults.
         later = {
             "dimensions": dimensions,
             "chunks": chunks if chunks > 1 else "",
@@ -100,7 +105,7 @@ class Models:
         }
 
     def verdict(self, settings: Settings, ctx: StageContext, report: EvaluationReport) -> StoredVerdict:
-        """Convert a report to the verdict that the registry stores."""
+        """Convert a report to the verdict record of the registry."""
         compared = self.compared
         inside = compared is not None and compared.uri.startswith(f"{ctx.workspace.root}/")
         return StoredVerdict(
@@ -121,12 +126,13 @@ class Models:
 
 
 def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> Models:
-    """Open both models. Raises ConfigError if one does not fit the data, DataError if there is no candidate."""
+    """Open the candidate and the model to compare it with.
+
+    Raises ConfigError if one of the models does not fit the data, and DataError if there is no candidate.
+    """
     config = settings.evaluate
     if config.candidate:
-        storage, prefix = locate(
-            config.candidate, settings, ctx.workspace
-        )  # `ctx.workspace` itself for its checkpoints
+        storage, prefix = locate(config.candidate, settings, ctx.workspace)
     elif (trained := ctx.earlier("train")) is not None:
         storage, prefix = ctx.workspace, trained.outputs["checkpoint"]
     else:
@@ -135,7 +141,7 @@ def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet])
             expected="the result of the train stage",
             next_command=f"trnpipe train --cycle {ctx.cycle} with the same settings, or add --evaluate.candidate NAME",
         )
-    in_workspace = storage is ctx.workspace
+    in_workspace = storage is ctx.workspace  # `locate` returns the workspace itself for checkpoints that are inside it
     if not in_workspace and config.promote:
         raise ConfigError(
             f"the candidate {storage.uri(prefix)} is outside the workspace, so it cannot be promoted",
@@ -143,7 +149,8 @@ def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet])
             next_command="import it first with trnpipe import, or use --no-evaluate.promote",
         )
     candidate = open_checkpoint(storage, prefix, ctx.scratch / "candidate")
-    check_data(candidate, sets, "candidate", "prepare the data with its settings, or use another --evaluate.candidate")
+    hint = "prepare the data with the settings of the candidate, or use a different --evaluate.candidate"
+    check_data(candidate, sets, "candidate", hint)
     stored = read_pointer(ctx.workspace, settings.model_name)
     pointer = stored[0] if stored else None
     compared, name, cache_dir = None, config.incumbent, ctx.scratch / "incumbent"
@@ -156,7 +163,7 @@ def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet])
             raise CheckpointError(
                 f"cannot open the production model: {error.seen}",
                 expected=error.expected,
-                next_command="trnpipe registry rollback --reason TEXT; or use --evaluate.incumbent none with"
+                next_command="trnpipe registry rollback --reason TEXT, or use --evaluate.incumbent none with"
                 " --evaluate.force-reason TEXT",
             ) from error
     if compared is not None:
@@ -166,9 +173,10 @@ def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet])
 
 
 def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint: str) -> None:
-    """Raise ConfigError unless tokenizer, classes, features and lengths of the data fit the model.
+    """Verify that the data fits a model. Raises ConfigError if not.
 
-    The gains of the classes may differ, because both models are ranked by those of the data.
+    Tokenizer, labels and features must be the same, and rows must not be too long for the model. Only the gains of the
+    labels may differ, because both models are evaluated with the gains of the data.
     """
     state, info = checkpoint.state, sets[0].info
     model, data = state.inputs.model_dump(exclude={"label_gains"}), spec_of(info).model_dump(exclude={"label_gains"})
@@ -184,7 +192,7 @@ def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint
     longest = max(max(int(side) for side in bucket.split("x")) for bucket in info.buckets)
     if longest > state.model.max_positions:
         raise ConfigError(
-            f"the longest bucket has {longest} tokens, but the {role} supports {state.model.max_positions}",
+            f"the longest bucket has {longest} tokens, but the {role} only supports {state.model.max_positions}",
             expected="buckets that fit the position embeddings of the model",
             next_command=hint,
         )
@@ -192,9 +200,9 @@ def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint
 
 @dataclass
 class ModelScorer:
-    """Scores models one after the other and stores the scores in the cycle.
+    """Scores one model after the other and stores their scores in the cycle.
 
-    Models of the same architecture share a program and its graphs.
+    Models with the same architecture share a scoring program, so that its graphs are only compiled once.
     """
 
     settings: Settings
@@ -205,13 +213,17 @@ class ModelScorer:
     _programs: dict[str, ScoreProgram] = field(default_factory=dict)
 
     def run(self, role: str, checkpoint: Checkpoint, holdout: Holdout) -> tuple[ScoreSet | None, str]:
-        """Score a holdout. Returns the scores (on rank 0 only) and their key. Raises Preempted after saving."""
+        """Score a holdout with a model, unless its scores have been stored before.
+
+        Returns the scores (None on all ranks except rank 0) and the key they are stored under. On a stop signal, saves
+        the rows that have been scored so far and raises Preempted.
+        """
         ctx = self.ctx
         key = self._key(checkpoint, holdout)
         if self.process_group.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
             return load_scores(ctx.workspace, key, ctx.scratch / "scores") if ctx.world.is_main else None, key
         program, train = self._loaded(checkpoint, holdout), self.settings.train
-        batch_size = min(train.micro_batch_size, train.global_batch_size)  # as in training: the same graphs
+        batch_size = min(train.micro_batch_size, train.global_batch_size)  # use the same graphs as training
         scorer = Scorer(self.backend, self.process_group, ctx.stop, batch_size, SAVE_EVERY_S)
         folder = key.replace("/scores/", "/parts/")
         parts = PartStore.open(ctx.workspace_after_stop, folder, ctx.scratch, ctx.console.warn)
@@ -252,7 +264,7 @@ class ModelScorer:
         return scores, key
 
     def embed(self, checkpoint: Checkpoint, holdout: Holdout) -> Embed:
-        """Return the embedding function of a checkpoint, which opens the model on first use."""
+        """Return a function that embeds texts with a checkpoint. The model is opened when it is first called."""
         watch = self._watch(checkpoint, holdout)
         embedder = cache(
             lambda: open_embedder(checkpoint, self.backend, self.settings.embed, watch, stop=self.ctx.stop)
@@ -260,9 +272,9 @@ class ModelScorer:
         return lambda windows: embedder().stream(windows)
 
     def _loaded(self, checkpoint: Checkpoint, holdout: Holdout) -> ScoreProgram:
-        """Load the weights of a checkpoint into the program of its architecture."""
+        """Load the weights of a checkpoint into the scoring program for its architecture, and return the program."""
         state = checkpoint.state
-        with torch.device("meta"):  # structure only
+        with torch.device("meta"):  # only the structure is needed
             model = RelevanceModel(state.model, state.inputs)
         template = model.state_dict()
         name = _architecture(state.model)
@@ -278,12 +290,12 @@ class ModelScorer:
         return self._programs[name]
 
     def _watch(self, checkpoint: Checkpoint, holdout: Holdout) -> GraphWatch:
-        """Open the guard that checks graphs against those of training with these settings and this architecture."""
+        """Open the guard that verifies that all graphs were compiled ahead of time, if the device compiles graphs."""
         if not (self.backend.is_lazy or self.backend.compiles_steps):
             return GraphWatch()
         name = _architecture(checkpoint.state.model)
         if name not in self._watches:
-            dropout = self.settings.model.dropout  # no effect here, but part of the training plan
+            dropout = self.settings.model.dropout  # has no effect here, but is part of the plan of the training run
             model = checkpoint.state.model.model_copy(update={"dropout": dropout})
             trained, spec = self.settings.model_copy(update={"model": model}), spec_of(holdout.sets[0].info)
             ranks, device = self.ctx.world.world_size, self.backend.device_name()
@@ -294,7 +306,7 @@ class ModelScorer:
         return self._watches[name]
 
     def _key(self, checkpoint: Checkpoint, holdout: Holdout) -> str:
-        """Return the key of stored scores, which identifies all their inputs."""
+        """Return the key under which to store scores. It is derived from everything that the scores depend on."""
         inputs: dict[str, Json] = {
             "holdout": holdout.name,
             "query_tokens": list(QUERY_EDGES),
@@ -308,6 +320,6 @@ class ModelScorer:
 
 
 def _architecture(model: ModelConfig) -> str:
-    """Return a fingerprint of the architecture. Models with the same one share parameter shapes and graphs."""
+    """Return a fingerprint of the architecture. If it is equal, two models have the same parameters and graphs."""
     unused = ("preset", "dropout", "init_from")
     return fingerprint({name: value for name, value in model.shape().items() if name not in unused})

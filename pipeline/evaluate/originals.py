@@ -1,4 +1,8 @@
-"""Restore the original texts of queries and titles in a digest. Prepared data has only tokens, without case."""
+"""Look up the original texts of queries and titles for a score digest.
+
+Prepared data only contains tokens, and decoding them does not restore upper case, for example. We therefore search the
+input for texts that decode to the same string.
+"""
 
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -18,15 +22,15 @@ from pipeline.evaluate.report import MAX_TEXT, ScoreDigest
 from pipeline.evaluate.retrieval import field_texts
 from pipeline.retrieval.products import decode_tokens
 
-MAX_ROWS = 1_000_000  # maximum input rows to search, newest days first: about 10 s
-Text = tuple[str, str]  # side of a pair ("query" or "product") and its text
-_SIDES = {"query": "query", "product": "product", "text": "product"}  # side by field name in the digest
+MAX_ROWS = 1_000_000  # maximum number of input rows to search, which takes about 10 s
+Text = tuple[str, str]  # the side of a pair ("query" or "product") and its text
+_SIDES = {"query": "query", "product": "product", "text": "product"}  # maps fields of the digest to sides
 
 
 def with_originals(
     digest: ScoreDigest, info: TokenSetInfo, tokenizer: bytes, config: DataConfig, ctx: StageContext
 ) -> ScoreDigest:
-    """Replace decoded texts of a digest by the original ones, if the newest rows have them.
+    """Replace the decoded texts in a digest with the original texts, as far as they occur in the newest rows.
 
     Raises DataError or ConfigError if the input cannot be read.
     """
@@ -57,7 +61,7 @@ def with_originals(
 
 
 def _map_texts(tree: Any, change: Callable[[Text], object]) -> Any:
-    """Apply `change` to every text of a query or product in a JSON tree."""
+    """Apply `change` to the text of every query and product in a JSON tree."""
     if isinstance(tree, list):
         return [_map_texts(item, change) for item in tree]
     if isinstance(tree, dict):
@@ -68,10 +72,10 @@ def _map_texts(tree: Any, change: Callable[[Text], object]) -> Any:
 def find_originals(
     shown: Collection[Text], windows: Iterable[dict[Text, str]], round_trip: Callable[[str, list[str]], list[str]]
 ) -> dict[Text, str]:
-    """Find the originals of `shown`, texts that were decoded from tokens. Texts without a match are omitted.
+    """Find the original titles of the decoded texts in `shown`. Texts without a match are omitted.
 
-    `windows`: input texts, each with its title. `round_trip`: tokenises and decodes texts of a side. It is slow, so it
-    is applied only to texts with the same prefix as one of `shown`.
+    `windows` maps input texts to their titles. `round_trip` tokenises and decodes the texts of a side. This is slow, so
+    we only call it for texts that start with the same letters as one of the decoded texts.
     """
     prefixes, originals, tried = {(side, _prefix(text)) for side, text in shown}, dict[Text, str](), set[Text]()
     for window in windows:
@@ -89,5 +93,5 @@ def find_originals(
 
 
 def _prefix(text: str) -> str:
-    """Return the first letters and digits of a text, which every normaliser of tokenizers preserves."""
+    """Return the first letters and digits of a text, which are preserved by all normalisers of `tokenizers`."""
     return "".join(filter(str.isalnum, unicodedata.normalize("NFKD", text[:80]).casefold()))[:24]

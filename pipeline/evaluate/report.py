@@ -1,4 +1,4 @@
-"""Results of an evaluation: the record `cycles/<cycle>/evaluate/report.json`, its console table, the score digest."""
+"""The report of an evaluation (`cycles/<cycle>/evaluate/report.json`), its console table, and the score digest."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -19,25 +19,25 @@ from pipeline.io.storage import Storage, read_record
 
 
 class HybridReport(Record):
-    """Hybrid search: the results of a model fused with those of BM25."""
+    """Results of hybrid search, which fuses the search results of a model with those of BM25."""
 
-    name: Literal["rrf", "weighted"] = Field(description="Fusion by reciprocal ranks, or by a weighted mean of scores")
-    weight: float | None = Field(None, description="Weight of the vector scores in the weighted fusion")
-    valid_queries: int = Field(0, description="Queries of the valid split that chose the weight")
+    name: Literal["rrf", "weighted"] = Field(description="Reciprocal rank fusion, or a weighted mean of the scores")
+    weight: float | None = Field(None, description="Weight of the model's scores in the weighted mean")
+    valid_queries: int = Field(0, description="Number of queries of the valid split that the weight was tuned on")
     retrieval: MetricReport | None = None
-    missing: str = Field("", description="Reason for having no result")
+    missing: str = Field("", description="Reason why there is no result")
 
 
 class BaselineReport(Record):
     """Results of a baseline."""
 
     name: Literal["bm25", "boosting"]
-    scores: str = Field("", description="Key of its scores in the workspace, shared by cycles")
+    scores: str = Field("", description="Key of its scores in the workspace, which are shared by all cycles")
     metrics: MetricReport | None = Field(None, description="Row metrics")
     retrieval: MetricReport | None = None
-    threshold: float | None = Field(None, description="Probability from which a row is a match, for two labels")
-    missing: str = Field("", description="Reason why it was not scored")
-    weak: str = Field("", description="Reason why beating it proves nothing")
+    threshold: float | None = Field(None, description="Minimum probability of a match (only with two labels)")
+    missing: str = Field("", description="Reason why the baseline was not scored")
+    weak: str = Field("", description="Reason why beating this baseline would prove nothing")
 
     @property
     def figures(self) -> dict[str, float]:
@@ -46,10 +46,10 @@ class BaselineReport(Record):
 
 
 class GoldenOutcome(Record):
-    """Result for one product that must or must not be among the first `top`. A rank of 0 means not retrieved."""
+    """The ranks of a product of a golden query. A rank of 0 means that the product was not retrieved."""
 
     query: str
-    product: str = Field(description="Id or title, as in the file")
+    product: str = Field(description="Id or title of the product, as in the file")
     must: bool
     top: int
     candidate: int
@@ -62,15 +62,15 @@ class GoldenOutcome(Record):
         ranks = [f"at {rank}" if rank else "not found" for rank in (self.candidate, self.incumbent or 0)]
         where = ranks[0] if self.incumbent is None else f"{ranks[0]}, production {ranks[1]}"
         verb = "must" if self.must else "must not"
-        return f"{self.query!r} {verb} find {self.product!r} in the first {self.top} ({where})"
+        return f"{self.query!r} {verb} find {self.product!r} in the top {self.top} ({where})"
 
 
 class GoldenReport(Record):
     """Results for the golden queries."""
 
     outcomes: tuple[GoldenOutcome, ...] = ()
-    unknown: tuple[str, ...] = Field((), description="Names that match no searched product")
-    missing: str = Field("", description="Reason why nothing was judged")
+    unknown: tuple[str, ...] = Field((), description="Names that do not match any of the searched products")
+    missing: str = Field("", description="Reason why the queries were not judged")
 
     @property
     def missed(self) -> list[GoldenOutcome]:
@@ -82,20 +82,20 @@ class ModelReport(Record):
 
     retired: ClassVar[Mapping[str, Any]] = {"retrieval_by_width": ...}
 
-    checkpoint: str = Field(description="URI")
+    checkpoint: str = Field(description="URI of the checkpoint")
     digest: str
     cycle: str
     step: int
-    began_from: str = Field("", description="Published weights its lineage started from (empty: scratch or unknown)")
+    began_from: str = Field("", description="Published weights that its lineage started from (empty if unknown)")
     scores: str = Field(description="Key of its scores in the workspace")
     metrics: MetricReport
-    retrieval: MetricReport | None = Field(description="None when retrieval is not evaluated")
+    retrieval: MetricReport | None = Field(description="None if retrieval is not evaluated")
     ndcg_by_width: dict[int, float] = Field(
-        {}, description="Retrieval nDCG by number of leading dimensions (evaluate.retrieval.dimensions)"
+        {}, description="Retrieval nDCG with truncated vectors, for each of evaluate.retrieval.dimensions"
     )
     hybrids: tuple[HybridReport, ...] = ()
     slices: tuple[SliceReport, ...]
-    threshold: float | None = Field(description="Probability from which a row is a match, for two labels")
+    threshold: float | None = Field(description="Minimum probability of a match (only with two labels)")
 
     @property
     def figures(self) -> dict[str, float]:
@@ -107,41 +107,41 @@ class HoldoutReport(Record):
 
     split: str
     partitions: tuple[str, ...]
-    new_partitions: tuple[str, ...] = Field(description="Partitions the production model was not trained on")
+    new_partitions: tuple[str, ...] = Field(description="Partitions that production was not trained on")
     rows: int
-    rows_in_split: int = Field(description="Rows before evaluate.max_rows")
+    rows_in_split: int = Field(description="Number of rows without the limit evaluate.max_rows")
     queries: int
-    leaked_by_id: int = Field(description="Queries that were trained on")
-    leaked_by_text: int = Field(description="Further queries that were trained on under another id")
+    leaked_by_id: int = Field(description="Number of queries whose id also occurs in the training data")
+    leaked_by_text: int = Field(description="Number of other queries whose text also occurs in the training data")
     leak_checked: bool
-    unchecked_partitions: tuple[str, ...] = Field(description="Training partitions that are no longer prepared")
+    unchecked_partitions: tuple[str, ...] = Field(description="Training partitions that could not be checked")
     retrieval_queries: int = 0
     retrieval_items: int = 0
 
 
 class EvaluationReport(Record):
-    """Report of one evaluation."""
+    """The report of an evaluation, which is stored and shown to users."""
 
     schema_version: Literal[1] = 1
     cycle: str
-    inputs: dict[str, str] = Field(description="Fingerprints of everything that decides the verdict")
+    inputs: dict[str, str] = Field(description="Fingerprints of everything that the verdict depends on")
     backend: str
     device: str
     precision: str
     candidate: ModelReport
     incumbent: ModelReport | None
     baselines: tuple[BaselineReport, ...] = ()
-    golden: GoldenReport | None = Field(None, description="None without evaluate.golden")
+    golden: GoldenReport | None = Field(None, description="None if evaluate.golden is not set")
     holdout: HoldoutReport
     verdict: Verdict
     warnings: tuple[str, ...]
-    seconds: dict[str, float] = Field(description="Duration by phase, in the attempt that finished")
+    seconds: dict[str, float] = Field(description="Duration of each phase in the attempt that finished")
     settings_hash: str
     code_version: str
     at: datetime = Field(description="UTC")
 
     def figures(self) -> dict[str, float]:
-        """Return the metrics of the candidate, and those of all others with a prefix."""
+        """Return the metrics of the candidate, followed by those of all other models with a prefix."""
         others = {"incumbent": self.incumbent.figures} if self.incumbent else {}
         others |= {
             f"hybrid_{hybrid.name}": hybrid.retrieval.values for hybrid in self.candidate.hybrids if hybrid.retrieval
@@ -165,7 +165,7 @@ def load_report(workspace: Storage, cycle: str) -> EvaluationReport | None:
     return read_record(workspace, key, EvaluationReport, "an evaluation report", f"trnpipe evaluate --cycle {cycle}")
 
 
-# Console table: models and baselines side by side, the worst slices, the verdict.
+# The console output, which has a table of all models and baselines, the worst slices, and the verdict.
 
 _SLICES_SHOWN = 5
 
@@ -174,11 +174,11 @@ def table_lines(report: EvaluationReport) -> list[str]:
     """Format a report for the console."""
     baselines = [baseline for baseline in report.baselines if not baseline.missing]
     checks = report.verdict.checks
-    # Each bound has the one-sided confidence, so the two-sided interval has less.
+    # The confidence level of each bound is one-sided, so that of the interval between them is lower.
     interval = f"{2 * report.verdict.confidence - 1:.0%} interval"
     tools = [baseline.name for baseline in baselines]
     table = [("metric", "candidate", "production", "difference", interval, *tools, "gate")]
-    # Every metric of either model, in the order of the reports.
+    # Include all metrics of both models, in the order in which they are reported.
     parts = [part for _, model in _roles(report) for part in (model.metrics, model.retrieval) if part]
     names = dict.fromkeys([*parts[0].values, *parts[0].missing, *(name for part in parts for name in part.values)])
     for name in names:
@@ -198,7 +198,7 @@ def _roles(report: EvaluationReport) -> list[tuple[str, ModelReport]]:
 
 
 def _details(report: EvaluationReport) -> list[str]:
-    """List missing metrics with their reasons, then search with truncated vectors and hybrid search."""
+    """Format missing metrics with their reasons, followed by search with truncated vectors and hybrid search."""
     lines = []
     for role, model in _roles(report):
         reasons: dict[str, list[str]] = {}
@@ -211,7 +211,7 @@ def _details(report: EvaluationReport) -> list[str]:
     ]
     for role, model in _roles(report):
         lines += [
-            f"search with {role} vectors cut to {width} dimensions: nDCG {ndcg:.4f}"
+            f"search with {role} vectors truncated to {width} dimensions: nDCG {ndcg:.4f}"
             for width, ndcg in model.ndcg_by_width.items()
         ]
     hybrids = [(role, hybrid) for role, model in _roles(report) for hybrid in model.hybrids]
@@ -231,7 +231,7 @@ def _details(report: EvaluationReport) -> list[str]:
 
 
 def _slice_lines(checks: Sequence[GateCheck]) -> list[str]:
-    """List the slices that refuse and those with the largest drops."""
+    """Format the slices that caused a refusal and those with the largest drops."""
     compared = [check for check in checks if check.kind == "slice" and check.low is not None]
     if not compared:
         return []
@@ -253,7 +253,7 @@ def _slice_lines(checks: Sequence[GateCheck]) -> list[str]:
         for check in shown
     ]
     head = ("slice", "metric", "candidate", "production", "difference", "interval", "queries", "gate")
-    return [f"slices: {len(shown)} with the largest drops of {len(compared)} compared", *_table([head, *rows])]
+    return [f"slices with the largest drops ({len(shown)} of {len(compared)} compared)", *_table([head, *rows])]
 
 
 def _compared(candidate: float | None, production: float | None) -> tuple[str, str, str]:
@@ -272,49 +272,50 @@ def _interval(check: GateCheck | None) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align names left and numbers right."""
+    """Format a table with names aligned to the left and numbers to the right."""
     names = [column for column, title in enumerate(rows[0]) if title in ("metric", "slice", "gate")]
     return [f"  {line}" for line in aligned(rows, names)]
 
 
-# Score digest for the report page: `cycles/<cycle>/evaluate/digest.json`. It has bins, counts and a bounded number of
-# rows, so the page need not read all scores. The same scores give the same bytes.
+# The score digest (`cycles/<cycle>/evaluate/digest.json`), which only contains histograms, counts and a bounded number
+# of example rows, so that the report page does not have to read all scores. It is deterministic.
 
 SCORE_BINS = 20
-MAX_CLASSES = 20  # with more labels there is no confusion matrix
-MAX_TEXT = 160  # maximum characters of a query or a title
+MAX_CLASSES = 20  # maximum number of labels for which to compute a confusion matrix
+MAX_TEXT = 160  # maximum number of characters of a query or title
 TextsOf = Callable[[Int64s], Mapping[int, tuple[str, str]]]
-"""Function from row numbers [M] to query and product by row number."""
+"""A function that takes row numbers [M] and returns the query and the product of each row, by row number."""
 
 
 class Bin(Record):
-    """Calibration bin: rows with a most probable label of probability in (low, high]."""
+    """A calibration bin with all rows for which the probability of the most probable label is in (low, high]."""
 
     low: float
     high: float
     rows: int
-    confidence: float | None = Field(description="Mean probability, None in an empty bin")
-    right: float | None = Field(description="Accuracy, None in an empty bin")
+    confidence: float | None = Field(description="Mean probability, None if the bin is empty")
+    right: float | None = Field(description="Accuracy, None if the bin is empty")
 
 
 class ModelDigest(Record):
-    """Score statistics of one model over labelled rows with finite scores."""
+    """Score statistics of a model, computed over labelled rows with finite scores."""
 
     digest: str = Field(description="Digest of the checkpoint")
     rows: int
-    unusable: int = Field(description="Labelled rows with a NaN or infinite score")
+    unusable: int = Field(description="Number of labelled rows with a NaN or infinite score")
     reliability: tuple[Bin, ...]
-    confusion: tuple[tuple[int, ...], ...] = Field(description="Rows by true label (first) and most probable label")
+    confusion: tuple[tuple[int, ...], ...] = Field(description="Row counts by true label and most probable label")
     scores: tuple[tuple[int, ...], ...] = Field(
-        description=f"Histogram of each label: rows by expected gain, in {SCORE_BINS} equal bins from 0 to top_gain"
+        description=f"Histogram of the expected gain for each label, with {SCORE_BINS} equal bins from 0 to top_gain"
     )
 
 
 class Example(Record):
-    """A row that the candidate gets wrong, or on which it differs from production."""
+    """A row that the candidate gets wrong, or that only one of the two models gets right."""
 
     kind: Literal["worst", "lost", "won"] = Field(
-        description="worst: the true label is least probable; lost: only production is right; won: only the candidate"
+        description="worst (largest errors of the candidate), lost (only production is right), or won (only the"
+        " candidate is right)"
     )
     query: str
     product: str
@@ -326,7 +327,7 @@ class Example(Record):
 
 
 class QueryChanges(Record):
-    """Number of queries on which the candidate is better, equal or worse than production."""
+    """The number of queries on which the candidate is better than, equal to or worse than production."""
 
     metric: str
     better: int
@@ -338,17 +339,17 @@ class FoundProduct(Record):
     """A search result of a query."""
 
     text: str
-    gain: float | None = Field(description="Gain for the query, None if not judged")
+    gain: float | None = Field(description="Gain of the product for the query, None if not judged")
 
 
 class MovedQuery(Record):
-    """A query with better or worse search results than with the production model."""
+    """A query for which the candidate returns better or worse search results than production."""
 
     query: str
-    before: float = Field(description="The metric with the production model")
-    now: float
-    found_before: tuple[FoundProduct, ...] = Field(description="First products, best first")
-    found_now: tuple[FoundProduct, ...]
+    before: float = Field(description="Metric of the production model")
+    now: float = Field(description="Metric of the candidate")
+    found_before: tuple[FoundProduct, ...] = Field(description="Top results of the production model, best first")
+    found_now: tuple[FoundProduct, ...] = Field(description="Top results of the candidate, best first")
 
     @property
     def lost(self) -> bool:
@@ -362,12 +363,12 @@ class ScoreDigest(Record):
     top_gain: float
     candidate: ModelDigest
     incumbent: ModelDigest | None
-    queries: tuple[QueryChanges, ...] = Field(description="Retrieval changes, empty without production or retrieval")
-    moved_by: str = Field("", description="The metric of `moved`")
-    moved: tuple[MovedQuery, ...] = Field((), description="Queries that gained most, then those that lost most")
-    lost: int | None = Field(description="Rows that only production gets right, None without production")
-    won: int | None
-    examples: tuple[Example, ...] = Field(description="At most report.examples of each kind, half as many of won")
+    queries: tuple[QueryChanges, ...] = Field(description="Changes by retrieval metric, if both models were searched")
+    moved_by: str = Field("", description="Metric by which `moved` is sorted")
+    moved: tuple[MovedQuery, ...] = Field((), description="Queries with the largest gains, then the largest losses")
+    lost: int | None = Field(description="Number of rows that only production gets right, None without production")
+    won: int | None = Field(description="Number of rows that only the candidate gets right, None without production")
+    examples: tuple[Example, ...] = Field(description="Up to report.examples rows of each kind, half as many of won")
 
 
 def digest_key(cycle: str) -> str:
@@ -388,9 +389,10 @@ def score_digest(
     moved_by: str,
     moved: Sequence[MovedQuery],
 ) -> ScoreDigest:
-    """Build the score digest of the candidate and, if given, the production model (checkpoint digest and results each).
+    """Build the score digest, including examples (see `find_examples`) and the queries that changed most (`moved`).
 
-    A production model with an untrained head is compared by search alone. `limit`, `texts_of`: see `find_examples`.
+    `models` are the checkpoint digest and the results of the candidate, followed by those of the production model, if
+    there is one. If the relevance head of the production model is untrained, only search results are compared.
     """
     (digest, candidate), *others = models
     compared = [(other_digest, result.rows) for other_digest, result in others if not result.rows.meaningless]
@@ -411,7 +413,7 @@ def score_digest(
 
 
 def model_digest(digest: str, rows: ScoredRows) -> ModelDigest:
-    """Compute calibration bins, confusion matrix and score histograms of one model."""
+    """Compute the calibration bins, the confusion matrix and the score histograms of a model."""
     labelled = rows.label >= 0
     usable = labelled & ~rows.unusable
     label, probabilities = rows.label[usable], rows.probabilities[usable]
@@ -441,7 +443,7 @@ def model_digest(digest: str, rows: ScoredRows) -> ModelDigest:
 
 
 def query_changes(candidate: PerQuery | None, production: PerQuery | None) -> tuple[QueryChanges, ...]:
-    """Compare each common metric over the queries for which both are defined."""
+    """Count the queries that got better or worse, for each metric that is available for both models."""
     if candidate is None or production is None or not np.array_equal(candidate.query_id, production.query_id):
         return ()
     before = production.values
@@ -457,9 +459,10 @@ def query_changes(candidate: PerQuery | None, production: PerQuery | None) -> tu
 def find_examples(
     candidate: ScoredRows, production: ScoredRows | None, limit: int, texts_of: TextsOf
 ) -> tuple[tuple[Example, ...], int | None, int | None]:
-    """Choose example rows with the largest errors and changes. Also returns the numbers of rows lost and won.
+    """Choose the rows with the largest errors and the largest changes as examples, without duplicate texts.
 
-    At most `limit` of each kind (half as many won), without duplicate texts. The numbers are None without production.
+    There are at most `limit` examples of each kind (half as many for `won`). Also returns the numbers of rows that were
+    lost and won, which are None if there is no production model.
     """
     usable = (candidate.label >= 0) & ~candidate.unusable
     if production is not None:
@@ -477,7 +480,7 @@ def find_examples(
         lost, won = wrong & ~was_wrong, ~wrong & was_wrong
         num_lost, num_won = int(lost.sum()), int(won.sum())
         kinds += [("lost", moved, lost, limit), ("won", moved, won, limit // 2)]
-    # Take three times as many, because the data may contain duplicate rows.
+    # Choose three times as many rows as needed, because some of them may have the same texts.
     chosen = []
     for kind, magnitude, mask, max_count in kinds:
         indices = np.flatnonzero(mask)

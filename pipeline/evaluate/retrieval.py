@@ -1,4 +1,4 @@
-"""Exact retrieval with the embeddings of a model: every query against every item. Results are stored in the cycle."""
+"""Exact search over the embeddings of a model, which compares every query with every item to evaluate retrieval."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,17 +45,17 @@ from pipeline.retrieval.products import decode_tokens, distinct_products, join_t
 from pipeline.retrieval.search import Ranked, search_on_ranks
 from pipeline.settings import Settings
 
-WINDOW_ROWS = 16_384  # items read and embedded at a time
-MAX_TUNING = 1000  # maximum number of queries to choose the weight of hybrid search
+WINDOW_ROWS = 16_384  # number of items to read and embed at a time
+MAX_TUNING = 1000  # maximum number of queries on which to tune the weight of hybrid search
 _WINDOW = 512
 _BATCH_ROWS = 8192
-_SHOWN = 5  # search results of a query in the digest
+_SHOWN = 5  # number of search results per query in the digest
 NO_QUERY = -1
 
 
 @dataclass(frozen=True)
 class RetrievalQueries:
-    """Q queries with their judgements: ids [Q] ascending, tokens and texts [Q]."""
+    """A group of Q queries with their tokens, texts and judgements. The ids [Q] are in ascending order."""
 
     ids: Int64s
     tokens: Tokens
@@ -65,12 +65,17 @@ class RetrievalQueries:
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """Queries and items of retrieval.
+    """The queries and items on which to evaluate retrieval.
 
-    `tuning`: queries of the valid split that choose the weight of hybrid search. `items`: takes a filter of window
-    numbers and yields the number of the first item and the tokens of each selected window, in order. `texts`: yields
-    the texts of all items. `item_of`: maps a source row (its number and text) to its item, -1 if there is none.
-    `golden`: queries that are searched last and not measured.
+    Attributes:
+        queries: The queries to judge.
+        tuning: Queries of the valid split on which to tune the weight of hybrid search, if there are any.
+        num_items: The number of items.
+        items: A function that yields windows of items in order, each as the number of its first item and the tokens.
+            It takes a function that decides which window numbers to include.
+        texts: A function that yields the texts of all items.
+        item_of: Maps the number and text of a source row to its item, or to -1 if the row is not among the items.
+        golden: Golden queries, which are searched after all others and not included in metrics.
     """
 
     queries: RetrievalQueries
@@ -86,15 +91,17 @@ class RetrievalTask:
         return [group for group in (self.queries, self.tuning, self.golden) if group]
 
     def report(self, items: Int64s, metrics: MetricsConfig) -> tuple[PerQuery, MetricReport]:
-        """Measure the results [Q or more, k] of the judged queries, which are first."""
+        """Compute metrics from search results, using only the first Q rows, which belong to the judged queries."""
         return retrieval_report(self.queries.ids, items[: len(self.queries.ids)], self.queries.judged, metrics)
 
 
 class CatalogueQueries(NamedTuple):
-    """Judged and tuning queries of a catalogue file (number to text), and its R rows.
+    """The queries of a catalogue file with R rows.
 
-    `query_of` [R]: number of the query that the item is relevant to, or NO_QUERY. `item_of` [R]: number of the item.
-    `is_item` [R]: True for the first row of an item, which provides its title and text.
+    `texts` and `valid_texts` are the texts of the judged and the tuning queries, by query number. For each row,
+    `query_of` [R] is the number of the query that its item is relevant to (or NO_QUERY), and `item_of` [R] is the
+    number of the item. If an item has several rows, `is_item` [R] is only True for the first, from which its title and
+    text are read.
     """
 
     texts: dict[int, str]
@@ -106,9 +113,10 @@ class CatalogueQueries(NamedTuple):
 
 @dataclass(frozen=True)
 class JudgedCatalogue:
-    """A table of items, each row with a query that the item is relevant to.
+    """A table of items, where each row has a query that the item is relevant to.
 
-    It is read twice, for the queries and then for the titles. Memory: 33 bytes per row, and the evaluated queries.
+    It is read twice, first for the queries and then for the titles, so that only 33 bytes per row and the evaluated
+    queries are kept in memory.
     """
 
     config: RetrievalConfig
@@ -116,13 +124,13 @@ class JudgedCatalogue:
 
     @property
     def content(self) -> str:
-        """Fingerprint of the file contents."""
+        """Return a fingerprint of the file contents."""
         return fingerprint([[file.key, file.content_id] for file in self.files.inputs])
 
     def queries(self) -> CatalogueQueries:
-        """Read the queries and judgements. An item with several rows is relevant to all their queries.
+        """Read the queries and the judgements. An item with several rows is relevant to the queries of all of them.
 
-        Raises DataError if a column, the id of a row, or all queries are missing.
+        Raises DataError if a column is missing, if a row has no id, or if there are no queries.
         """
         config, texts, valid_texts = self.config, dict[int, str](), dict[int, str]()
         items, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
@@ -153,12 +161,15 @@ class JudgedCatalogue:
         _, first, inverse = np.unique(row_items, return_index=True, return_inverse=True)
         is_item = np.zeros(len(row_items), dtype=np.bool_)
         is_item[first] = True
-        item_of = np.argsort(np.argsort(first))[inverse]  # items are numbered in order of their first rows
+        item_of = np.argsort(np.argsort(first))[inverse]  # number items by their first rows
         valid_texts = {number: text for number, text in valid_texts.items() if number not in texts}
         return CatalogueQueries(texts, valid_texts, np.concatenate(numbers), item_of, is_item)
 
     def windows(self, is_item: Bools, selects: Callable[[int], bool], limit: int) -> Iterator[tuple[int, list[str]]]:
-        """Yield the first item number and the texts, cut to `limit` characters, of windows whose number is selected."""
+        """Yield windows of items, each as the number of its first item and the texts of all items.
+
+        Texts are truncated to `limit` characters. `selects` decides which window numbers to include.
+        """
         texts_read: list[str] = []
         number = row = 0
         for batch in self.batches(("title", "text")):
@@ -190,7 +201,7 @@ class JudgedCatalogue:
         for batch in self.files.read(planner, _BATCH_ROWS, "reading the catalogue"):
             if batch.bad:
                 raise DataError(
-                    f"{batch.bad[0].file} has an invalid row {batch.bad[0].row}: {batch.bad[0].reason}",
+                    f"row {batch.bad[0].row} of {batch.bad[0].file} is invalid: {batch.bad[0].reason}",
                     expected="no invalid rows, because retrieval is evaluated on all items",
                     next_command="repair the file",
                 )
@@ -198,19 +209,19 @@ class JudgedCatalogue:
 
 
 def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> JudgedCatalogue:
-    """Find the files of a catalogue. Raises DataError if there are none."""
+    """Open a catalogue file or folder. Raises DataError if there are no files."""
     return JudgedCatalogue(config, open_files(path, "auto", stop, "--evaluate.retrieval.catalogue"))
 
 
 def field_texts(batch: RawBatch, field: str) -> list[str]:
-    """Return a field of every row, stripped. Empty if the file lacks the column."""
+    """Return a field of all rows with whitespace stripped, or empty strings if the file does not have the column."""
     if field not in batch.columns.schema.names:
         return [""] * len(batch.columns)
     return [(value or b"").decode(errors="replace").strip() for value in batch.columns[field].to_pylist()]
 
 
 class _GradedRows(NamedTuple):
-    """Holdout rows with a gain: query_id, hash of the product text, gain, each [N]."""
+    """The holdout rows with a gain. `product` [N] is a hash of the product's text."""
 
     query_id: Int64s
     product: UInt64s
@@ -238,18 +249,20 @@ def from_products(
     stop: StopSignal,
     warn: Callable[[str], None],
 ) -> RetrievalTask | str:
-    """Build the task of searching the distinct products of all `sources`, or return why that is impossible.
+    """Build a task that searches the distinct products of all `sources` for the queries of the holdout.
 
-    Queries of the holdout are judged, further queries of `valid` are for tuning.
+    Other queries, which only occur in `valid`, are used for tuning. Returns the reason as a string if no query has a
+    relevant product.
     """
     rows = _graded_rows(holdout)
     if not len(rows.query_id):
-        return "no test row has a gain, so nothing is relevant to any query"
+        return "no test row has a gain, so there are no relevant products"
     judged_ids = some_queries(np.unique(rows.query_id), config.max_queries)
     rows = rows.select(np.isin(rows.query_id, judged_ids))
     products = distinct_products(sources, np.unique(rows.product), config.max_items, stop)
     if len(products) < products.num_distinct:
-        warn(f"retrieval: {len(products):,} of {products.num_distinct:,} products (evaluate.retrieval.max_items)")
+        num_distinct = products.num_distinct
+        warn(f"retrieval only searches {len(products):,} of {num_distinct:,} products (evaluate.retrieval.max_items)")
 
     def items(selects: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
         return products.windows(WINDOW_ROWS, selects)
@@ -280,9 +293,9 @@ def from_products(
 def from_catalogue(
     file: JudgedCatalogue, holdout: Holdout, tokenizer: TextTokenizer, spec: InputSpec, chunks: int = 1
 ) -> RetrievalTask:
-    """Build the task of searching all items of a catalogue file for its queries.
+    """Build a task that searches all items of a catalogue file for the queries in the same file.
 
-    Queries are truncated as in the prepared data, and items to `chunks` times the length of products there.
+    Queries are truncated like those in the prepared data. Items may be `chunks` times as long as prepared products.
     """
     config, largest, table = file.config, holdout.rows.buckets[-1], file.queries()
     limit = chunks * text_characters(holdout.rows.buckets)
@@ -310,19 +323,19 @@ def from_catalogue(
 
 
 def _query_tokens(texts: Sequence[str], tokenizer: TextTokenizer, spec: InputSpec, holdout: Holdout) -> Tokens:
-    """Tokenise queries and truncate them as in the prepared data."""
+    """Tokenise queries, and truncate them like those in the prepared data."""
     encoded = tokenizer.encode([spec.query_prefix + text for text in texts])
     return cut_tokens(encoded, holdout.rows.buckets[-1].query_tokens, tokenizer.sep_id)
 
 
 def some_queries(query_id: Int64s, max_queries: int) -> Int64s:
-    """Sample at most `max_queries` of the ids [Q] by their hash. Returns them ascending."""
+    """Select at most `max_queries` of the ids [Q] by their hashes, and return them in ascending order."""
     order = np.argsort(mix64(query_id.astype(np.uint64)), kind="stable")
     return np.sort(query_id[order[:max_queries]])
 
 
 Embed = Callable[[Iterable[Tokens]], Iterator[Float32s]]
-"""Function from windows of texts to their unit vectors [n, D], in order."""
+"""A function that takes windows of tokenised texts and returns their unit vectors [n, D] in the same order."""
 
 
 def search(
@@ -334,11 +347,13 @@ def search(
     advance: Callable[[int], None] = lambda count: None,
     widths: Sequence[int] = (0,),
 ) -> list[Ranked]:
-    """Search the `k` best items of every query of the task by cosine, on all ranks.
+    """Find the `k` items with the highest cosine similarity for every query of a task, using all ranks.
 
-    Returns one result for each of `widths`, the number of leading dimensions to compare (0: all). Queries and items are
-    distributed over ranks, and all ranks return the results. Memory: the query vectors in every width and one window of
-    items. Raises NumericError if a vector is not finite, Preempted.
+    Queries and items are distributed over the ranks, each of which only holds the query vectors and one window of items
+    in memory. The search is done once for each of `widths`, which is the number of leading dimensions to use (0 for all
+    dimensions). The results are returned on all ranks.
+
+    Raises NumericError if a vector is not finite, and Preempted on a stop signal.
     """
     world, tokens = process_group.world, join_tokens([group.tokens for group in task.query_groups])
     bounds = np.linspace(0, len(tokens.lengths), world.world_size + 1).astype(int)
@@ -346,7 +361,7 @@ def search(
     windows = token_windows(local, _WINDOW) if len(local.lengths) else ()
     embedded = list(with_progress(embed(windows), "embedding queries", len(local.lengths))) if windows else []
     query_vectors = np.concatenate([vectors for part in process_group.gather(embedded) for vectors in part])
-    firsts: deque[int] = deque()  # numbers of windows that the embedder has read ahead
+    firsts: deque[int] = deque()  # first items of the windows that the embedder has read ahead
 
     def cut(vectors: Float32s) -> list[Float32s]:
         return [shorten_vectors(vectors, width or vectors.shape[1]) for width in widths]
@@ -370,9 +385,10 @@ KIND = "retrieval"
 
 @dataclass(frozen=True)
 class RetrievalResult:
-    """Retrieval results of one model.
+    """The retrieval results of a model.
 
-    `per_query` and `ranked` are None if it is impossible (see `report`). `by_width`: nDCG with truncated vectors.
+    If retrieval is impossible, `per_query` and `ranked` are None, and `report` has the reason. `by_width` has the nDCG
+    of truncated vectors, by their number of dimensions.
     """
 
     per_query: PerQuery | None
@@ -384,9 +400,10 @@ class RetrievalResult:
 def moved_queries(
     task: RetrievalTask, candidate: RetrievalResult, production: RetrievalResult, metric: str, limit: int
 ) -> list[MovedQuery]:
-    """Return the `limit` queries with the largest gain in a metric, best first, then those with the largest loss.
+    """Return the queries that gained most and those that lost most in a metric, at most `limit` of each.
 
-    Each has the first search results of both models. Reads the texts of all items once.
+    Every query is returned with the top search results of both models. To look up their texts, the texts of all items
+    are read once.
     """
     if not limit or candidate.ranked is None or production.ranked is None:
         return []
@@ -426,10 +443,10 @@ def moved_queries(
 
 @dataclass
 class ModelSearch:
-    """Retrieval with several models, one after the other, for the same queries and items.
+    """Evaluates retrieval with one model after the other, on the same queries and items.
 
-    The judged vectors are truncated to embed.output.dimensions, as for serving. `valid`: the holdout with the tuning
-    queries of hybrid search, or the reason why there is none.
+    The gate judges vectors that are truncated to embed.output.dimensions, because this is how they are served. `valid`
+    is the holdout with the queries on which hybrid search is tuned, or the reason why there is none.
     """
 
     settings: Settings
@@ -443,7 +460,11 @@ class ModelSearch:
     warn: Callable[[str], None]
 
     def run(self, role: str, checkpoint: Checkpoint, embed: Embed) -> RetrievalResult | None:
-        """Search on all ranks. Returns None if disabled. Raises DataError if stored results are damaged, Preempted."""
+        """Evaluate retrieval with a model on all ranks, or load the results if they have been stored before.
+
+        Returns None if retrieval is disabled. Raises DataError if stored results are damaged, and Preempted on a stop
+        signal.
+        """
         ctx, task = self.ctx, self.task if self.settings.evaluate.retrieval.enabled else None
         if task is None:
             return None
@@ -466,7 +487,7 @@ class ModelSearch:
     def save(
         self, task: RetrievalTask, key: str, ranked: Ranked, by_width: dict[int, float] | None = None
     ) -> RetrievalResult:
-        """Measure search results. Rank 0 commits them with the metrics of each query."""
+        """Compute the metrics of search results. Rank 0 also stores the results with the metrics of each query."""
         per_query, report = task.report(ranked.items, self.metrics)
         if self.ctx.world.is_main:
             arrays = {"items": ranked.items, "scores": ranked.scores, "query_id": per_query.query_id}
@@ -482,18 +503,21 @@ class ModelSearch:
 
     @cached_property
     def metrics(self) -> MetricsConfig:
-        """Metrics with all ranks that are reported or used by the gate."""
+        """The metrics to compute, including all ranks k that the gate needs."""
         return self.settings.gate.with_ranks(self.settings.evaluate.metrics)
 
     @property
     def ndcg(self) -> str:
-        """Metric to compare widths and weights by, at the largest rank up to 10 or else the smallest."""
+        """The metric by which widths and weights are compared, which is nDCG@10 or at the closest smaller rank.
+
+        If there are only larger ranks, the smallest of them is used.
+        """
         ranks = self.metrics.retrieval_at
         return f"{RETRIEVAL}ndcg@{max((k for k in ranks if k <= 10), default=min(ranks))}"
 
     @cached_property
     def task(self) -> RetrievalTask | str:
-        """Queries, items and judgements, or the reason why retrieval is impossible."""
+        """The queries, items and judgements, or the reason why retrieval cannot be evaluated."""
         config, ctx = self.settings.evaluate.retrieval, self.ctx
         spec, tokenizer = spec_of(self.sets[0].info), TextTokenizer(self.tokenizer)
         task: RetrievalTask | str
@@ -517,7 +541,10 @@ class ModelSearch:
     def judge_golden(
         self, candidate: RetrievalResult | None, production: RetrievalResult | None
     ) -> GoldenReport | None:
-        """Judge the golden queries, if any, by the results of both models. Raises DataError if the data is missing."""
+        """Judge the search results of both models on the golden queries, if there are any.
+
+        Raises DataError if the input data, in which their products are looked up, cannot be read.
+        """
         if not self.golden:
             return None
         results, num = (candidate, production), len(self.golden)
@@ -530,11 +557,13 @@ class ModelSearch:
         report = judge_golden(self.golden, items, lists, other_lists)
         if report.unknown:
             count, unknown = len(report.unknown), names_of(report.unknown)
-            self.warn(f"golden queries name {count:,} product(s) not among the {task.num_items:,} searched: {unknown}")
+            self.warn(
+                f"{count:,} product(s) of golden queries are not among the {task.num_items:,} searched items: {unknown}"
+            )
         return report
 
     def _product_rows(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the id, title and tokenised text of the source rows of items."""
+        """Yield the id, the title and the text to tokenise for each source row of the items."""
         prefix, limit = spec_of(self.sets[0].info).product_prefix, text_characters(self.holdout.rows.buckets)
         if self._catalogue is not None:
             batches, name = self._catalogue.batches(("id", "title")), "id"
@@ -547,7 +576,7 @@ class ModelSearch:
 
     @cached_property
     def inputs(self) -> dict[str, Json]:
-        """Inputs that determine queries, items and results, for the keys of stored results."""
+        """Everything that search results depend on except the model, from which their keys are derived."""
         retrieval = with_retired(self.settings.evaluate.retrieval)
         del retrieval["catalogue"], retrieval["dimensions"]
         return {
@@ -560,7 +589,8 @@ class ModelSearch:
             "metrics": self.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
             **({"chunks": self.settings.embed.chunks} if self._catalogue and self.settings.embed.chunks > 1 else {}),
             **({"golden": [query.query for query in self.golden]} if self.golden else {}),
-            **({"asked": "every row"} if self._catalogue else {}),  # earlier versions: only the first row of an item
+            # Earlier versions only used the query in the first row of an item.
+            **({"asked": "every row"} if self._catalogue else {}),
         }
 
     @cached_property
@@ -569,7 +599,10 @@ class ModelSearch:
         return open_catalogue(config, config.catalogue, self.ctx.stop) if config.catalogue else None
 
     def _widths(self, checkpoint: Checkpoint) -> list[int]:
-        """Return the width of embedded vectors, then the others. Raises ConfigError if a width is not available."""
+        """Return the number of dimensions to serve, followed by the additional ones to evaluate.
+
+        Raises ConfigError if the model has fewer dimensions.
+        """
         width, config = checkpoint.state.model.encoder.hidden_size, self.settings.evaluate.retrieval
         check_dimensions("embed.output.dimensions", self.settings.embed.output.dimensions, width)
         for dimensions in config.dimensions:

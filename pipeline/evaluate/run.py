@@ -1,4 +1,4 @@
-"""Run an evaluation on all ranks: score both models, search with both, judge. Rank 0 returns the report."""
+"""Run an evaluation on all ranks: score both models, search with both models, and judge the candidate."""
 
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -32,15 +32,18 @@ from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
 
-_UNTRAINED = "the model was trained for retrieval alone (train.loss.graded_weight 0), its relevance head is untrained"
+_UNTRAINED = "the relevance head is untrained, because train.loss.graded_weight was 0"
 VALID: Split = "valid"
-MAX_MOVED = 10  # maximum number of gained queries in the digest, and of lost queries
+MAX_MOVED = 10  # maximum number of queries in the digest that gained, and of those that lost
 
 
 def run_evaluation(
     settings: Settings, ctx: StageContext, models: Models, sets: list[TokenSet], inputs: dict[str, str]
 ) -> EvaluationReport | None:
-    """Evaluate and return the report on rank 0. Raises DataError if the holdout cannot be used, Preempted."""
+    """Evaluate the models on all ranks, and return the report on rank 0.
+
+    Raises DataError if the holdout cannot be used, and Preempted on a stop signal.
+    """
     with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (
         process_group,
         backend,
@@ -56,7 +59,7 @@ def run_evaluation(
 
 @dataclass(frozen=True)
 class ScoredModel:
-    """One model with its results. `sample_id` [N] is of the rows in `gate_input`, ascending."""
+    """A model with its results. `sample_id` [N] has the ids of the rows in `gate_input`, in ascending order."""
 
     checkpoint: Checkpoint
     sample_id: Int64s
@@ -67,10 +70,10 @@ class ScoredModel:
 
 @dataclass
 class Notes:
-    """Warnings and durations for the report.
+    """Warnings and durations to include in the report.
 
-    A separate object, because passing on bound methods of `Evaluation` would create a reference cycle that keeps the
-    shards open until garbage collection.
+    These are kept in a separate object, because passing bound methods of `Evaluation` to other objects would create a
+    reference cycle, which would keep the shards open until the garbage collector runs.
     """
 
     console: Console
@@ -89,14 +92,14 @@ class Notes:
 
 
 def new_sets(sets: list[TokenSet], new: Collection[str], split: Split) -> list[TokenSet]:
-    """Return the sets of new partitions that have rows of a split."""
+    """Return the token sets of the `new` partitions that have rows in a split."""
     return [token_set for token_set in sets if token_set.info.partition in new and split in token_set.info.splits]
 
 
 def open_valid(open_split: Callable[[Split], Holdout], process_group: ProcessGroup) -> Holdout | str:
-    """Open the valid split, or return the reason why it cannot be used, on all ranks.
+    """Open the valid split on all ranks, or return the reason why it cannot be used.
 
-    Raises DataError if only some ranks can open it, because their collectives would no longer match.
+    Raises DataError if only some ranks can open it. Otherwise, the ranks would no longer run the same collectives.
     """
     valid, reason = None, ""
     try:
@@ -117,7 +120,10 @@ def open_valid(open_split: Callable[[Split], Holdout], process_group: ProcessGro
 def _find_leak(
     settings: Settings, ctx: StageContext, models: Models, holdout: Holdout, process_group: ProcessGroup, notes: Notes
 ) -> Leak | None:
-    """Check whether either model was trained on holdout queries, as far as its training data is still prepared."""
+    """Check whether one of the models was trained on holdout queries.
+
+    Only training data that is still in the workspace can be checked.
+    """
     config, workspace = settings.evaluate, ctx.workspace
     if config.leak == "off":
         return None
@@ -128,7 +134,7 @@ def _find_leak(
     prefixes = {digest: f"tokens/{settings.data.name}/{digest}" for digest in sorted(trained)}
     prepared = [digest for digest, prefix in prefixes.items() if read_manifest(workspace, prefix) is not None]
     unchecked = tuple(sorted(name for digest, name in trained.items() if digest not in prepared))
-    # The sets are read one by one, because they need not be compatible.
+    # Read the token sets one by one, because they may not be compatible with each other.
     sets = [read_token_sets(workspace, [prefixes[digest]])[0] for digest in prepared]
     total = sum(sum(shard.rows) for token_set in sets for shard in token_set.info.splits.get("train", ()))
     rows = (open_rows(workspace, [token_set], "train", ctx.scratch / "tokens") for token_set in sets)
@@ -141,7 +147,7 @@ def _find_leak(
 
 
 class Evaluation:
-    """One evaluation on this rank. The constructor opens the holdout and checks it for leaked queries."""
+    """An evaluation, as run by each rank. The constructor opens the holdout and checks it for leaked queries."""
 
     def __init__(
         self,
@@ -153,12 +159,12 @@ class Evaluation:
         process_group: ProcessGroup,
         backend: Backend,
     ) -> None:
-        # Each rank reads the production pointer separately, so it may have changed in between.
+        # The ranks read the production pointer separately, so it may have changed between these reads.
         if len(set(process_group.gather((inputs["candidate"], inputs["incumbent"])))) > 1:
             raise TransientError(
                 "the production model changed while the ranks of this job started",
                 expected="the same production model on all ranks",
-                next_command="run the same command again, which compares with the new model",
+                next_command="run the same command again to compare with the new model",
             )
         compared, notes = models.compared, Notes(ctx.console)
         selection = select_partitions(
@@ -166,12 +172,12 @@ class Evaluation:
             parent_watermark=compared.state.watermark if compared else None,
             parent_partitions=compared.state.partitions if compared else {},
         )
-        new = frozenset(partition.name for partition in selection.new)  # all partitions without a production model
+        new = frozenset(partition.name for partition in selection.new)  # all partitions if there is no production model
 
         def open_split(split: Split) -> Holdout:
             chosen = sets if settings.evaluate.partitions == "all" else new_sets(sets, new, split)
             if not chosen:
-                notes.warn(f"the new partitions have no row of split {split}: evaluating on all partitions")
+                notes.warn(f"the new partitions have no rows in split {split}, so all partitions are evaluated")
             cache_dir, max_rows = ctx.scratch / "tokens", settings.evaluate.max_rows
             return open_holdout(ctx.workspace, chosen or sets, split, cache_dir, max_rows)
 
@@ -184,9 +190,9 @@ class Evaluation:
         with notes.timed("leak_check"):
             leak = _find_leak(settings, ctx, models, holdout, process_group, notes)
         tokenizer = models.candidate.tokenizer()
-        # The valid split chooses thresholds and the weight of hybrid search.
+        # The valid split is used to choose thresholds and to tune the weight of hybrid search.
         valid = (
-            "the valid split is the one that is judged"
+            "the models are judged on the valid split itself"
             if holdout.split == VALID
             else open_valid(open_split, process_group)
         )
@@ -196,7 +202,7 @@ class Evaluation:
         self.search = ModelSearch(settings, ctx, backend, process_group, sets, holdout, valid, tokenizer, notes.warn)
 
     def run(self) -> EvaluationReport | None:
-        """Score the models and the baselines, judge, and return the report on rank 0."""
+        """Score the models and the baselines, judge the candidate, and return the report on rank 0."""
         candidate = self._score("candidate", self.models.candidate)
         production = None if self.models.compared is None else self._score("incumbent", self.models.compared)
         if candidate is None:
@@ -209,7 +215,7 @@ class Evaluation:
             return report
 
     def _score(self, role: str, checkpoint: Checkpoint) -> ScoredModel | None:
-        """Score and search with one model on all ranks. Returns the results on rank 0."""
+        """Score the holdout and evaluate retrieval with a model on all ranks, and return the results on rank 0."""
         with self.notes.timed(f"scoring_{role}"):
             scores, key = self.scorer.run(role, checkpoint, self.holdout)
             threshold = self._threshold(role, checkpoint, scores)
@@ -226,20 +232,23 @@ class Evaluation:
         return ScoredModel(checkpoint, scores.arrays["sample_id"], key, gate_input, retrieval)
 
     def _threshold(self, role: str, checkpoint: Checkpoint, scores: ScoreSet | None) -> float | None:
-        """Choose the threshold with the best F1 on the valid split. None unless there are two labels and a head."""
+        """Choose the threshold with the highest F1 on the valid split.
+
+        Returns None if the number of labels is not two, or if the relevance head is untrained.
+        """
         if len(self.holdout.sets[0].info.labels) != 2 or not checkpoint.state.trained_head:
             return None
         if self.holdout.split != VALID:
             valid = self.search.valid
             if isinstance(valid, str):
-                self.notes.warn(f"no threshold for the {role}: {valid}")
+                self.notes.warn(f"no threshold was chosen for the {role}: {valid}")
                 return None
-            # Do not catch errors here: the ranks exchange results, so others would wait for the one that failed.
+            # Do not catch errors here. If this rank failed and continued, the others would wait for it forever.
             scores, _ = self.scorer.run(role, checkpoint, valid)
         try:
             return best_threshold(scores.rows) if scores else None
         except DataError as error:
-            self.notes.warn(f"no threshold for the {role}: {error.seen}")
+            self.notes.warn(f"no threshold was chosen for the {role}: {error.seen}")
             return None
 
     def _report(
@@ -321,8 +330,8 @@ class Evaluation:
         try:
             info = self.holdout.sets[0].info
             digest = with_originals(digest, info, self.search.tokenizer, self.settings.data, self.ctx)
-        except (ConfigError, DataError) as error:  # the verdict does not depend on it
-            self.ctx.console.warn(f"the page shows decoded texts: {error.seen}")
+        except (ConfigError, DataError) as error:  # original texts are nice to have, so do not fail the evaluation
+            self.ctx.console.warn(f"the report page shows decoded instead of original texts: {error.seen}")
         self.ctx.workspace.write_bytes(digest_key(self.ctx.cycle), digest.model_dump_json(indent=1).encode() + b"\n")
 
     def _measure(self, model: ScoredModel, baselines: list[ScoredBaseline]) -> ModelReport:

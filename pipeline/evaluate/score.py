@@ -1,4 +1,4 @@
-"""Score rows with a model, distributed over ranks and resumable, and store the scores."""
+"""Score rows with a model and store the scores. The work is distributed over ranks and can be resumed."""
 
 import math
 import time
@@ -46,13 +46,13 @@ from pipeline.parallel.strategies.flat import FlatLayout, flat_forward, paramete
 from pipeline.retrieval.products import text_hashes
 from pipeline.retrieval.search import search_vectors
 
-# The scoring program of one device: weights and forward pass, with the graphs that training uses for evaluation.
+# The program that scores batches on a device. It uses the same graphs as the evaluation steps of a training run.
 
 PHASE = "evaluate"
 
 
 class ScoreProgram:
-    """Inference of scores and embeddings. Models of the same shape share its graphs."""
+    """Computes scores and embeddings. Models with the same architecture can share one program and its graphs."""
 
     def __init__(
         self,
@@ -63,9 +63,10 @@ class ScoreProgram:
         *,
         has_one_rate: bool = False,
     ) -> None:
-        """Build the program from the structure of `model`, which it modifies. Call `load` before scoring.
+        """Build the program for the architecture of `model`, which is modified.
 
-        `has_one_rate`: as in the optimizer of the training run, to share its graphs.
+        Weights are not taken from `model`, so `load` must be called before scoring. `has_one_rate` must be the same as
+        in the optimizer of the training run, so that the graphs are the same.
         """
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self.backend, self._precision = backend, precision
@@ -76,7 +77,7 @@ class ScoreProgram:
         self._forward = step_program(backend, self._computed)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy weights (names and shapes of the model, any dtype, on CPU) to the device."""
+        """Copy weights to the device. They must be on the CPU and have the names and shapes of the model."""
         self._flats = [flat.to(self.backend.device) for flat in self._layout.pack(weights)]
 
     def _computed(self, flats: list[Tensor], batch: Mapping[str, Tensor]) -> RelevanceOutputs:
@@ -84,11 +85,11 @@ class ScoreProgram:
 
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
-        """Compute logits over relevance classes [B, K] and embeddings [B, D], fp32 on the device."""
+        """Compute the logits [B, K] and the embeddings [B, D] of a batch. Both are fp32 and stay on the device."""
         (rows, query_tokens), product_tokens = batch["query"].shape, batch["product"].shape[1]
         raw = self._forward(self._flats, batch)
         outputs = RelevanceOutputs(*(tensor.float() for tensor in raw))
-        del raw  # every live tensor becomes an output of the graph
+        del raw  # otherwise these tensors would also become outputs of the graph
         position = GraphPosition(PHASE, Bucket(query_tokens, product_tokens).name, rows)
         self._watch.before(position, outputs)
         self.backend.step_boundary(outputs)
@@ -98,7 +99,7 @@ class ScoreProgram:
 
 @dataclass(frozen=True)
 class PartStore:
-    """Scores of one model on one holdout in parts, so that an interrupted evaluation resumes.
+    """Stores the scores of a model on a holdout in parts, so that an interrupted evaluation can be resumed.
 
     The index of a part is the position of its first row in the order of the holdout.
     """
@@ -113,7 +114,10 @@ class PartStore:
         return cls(parts, scratch / "parts", warn)
 
     def load(self) -> tuple[int, list[Arrays]]:
-        """Return the position to resume from and the stored arrays before it. A damaged part discards all parts."""
+        """Return the position to resume from, and the arrays of all parts before it.
+
+        If a part is damaged, all parts are deleted and scoring starts from the beginning.
+        """
         position, loaded, done = 0, list[Arrays](), self.parts.done()
         try:
             while position in done:
@@ -121,7 +125,7 @@ class PartStore:
                 loaded.append(load_file(path))
                 position += len(loaded[-1]["sample_id"])
         except (DataError, SafetensorError, OSError) as error:
-            self.warn(f"computing the scores again: {error}")
+            self.warn(f"cannot read stored scores, computing them again: {error}")
             self.parts.delete()
             return 0, []
         return position, loaded
@@ -133,21 +137,21 @@ class PartStore:
 
 
 Score = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Function from a batch to outputs by name, such as logits [B, K]. Both are on the device."""
+"""A function that takes a batch on the device and returns outputs by name, such as logits [B, K]."""
 
 KEPT = ("sample_id", "query_id", "label", "gain", "slice", "partition")
-"""Arrays of the token shards that are stored with the scores, if they exist, in addition to `query_tokens` [N]."""
+"""Arrays of the token shards to store with the scores, as far as they exist, in addition to `query_tokens` [N]."""
 _SHORT_S, _LONG_S, _MAX_BATCHES = 1.0, 4.0, 256
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Distributed scoring of rows, used by evaluation, training and `trnpipe parity`."""
+    """Scores rows on all ranks. This is used by evaluation, by training, and by `trnpipe parity`."""
 
     backend: Backend
     process_group: ProcessGroup
     stop: StopSignal
-    batch_size: int  # rows per batch and rank, the same as in training to share its graphs
+    batch_size: int  # Rows per batch and rank. Use the same as in training, so that the graphs are the same.
     save_every_s: float = math.inf
     clock: Callable[[], float] = time.monotonic
 
@@ -160,10 +164,22 @@ class Scorer:
         advance: Callable[[int], None] = lambda count: None,
         kept: Callable[[Arrays], Arrays] | None = None,
     ) -> Arrays:
-        """Score all rows. Returns scores and the arrays chosen by `kept`, sorted by sample_id.
+        """Score all rows of a holdout. The ranks exchange their results every few batches.
 
-        `kept` selects input arrays of a batch (default: KEPT and query_tokens). Ranks exchange results after a few
-        batches. With `parts`, rank 0 saves and returns them. Without, all ranks return them. Raises Preempted.
+        Args:
+            score: Computes the scores of a batch.
+            rows: The rows to read batches from.
+            order: Which rows to score, and in what order.
+            parts: Where to save intermediate results. If this is None, they are not saved.
+            advance: Called with the number of rows that were scored, to show progress.
+            kept: Selects the input arrays to return along with the scores (default: KEPT and query_tokens).
+
+        Returns:
+            The scores and the selected input arrays, sorted by sample_id. They are returned on rank 0 if `parts` is
+            given, and on all ranks otherwise.
+
+        Raises:
+            Preempted: On a stop signal.
         """
 
         def for_scores(arrays: Arrays) -> Arrays:
@@ -193,9 +209,11 @@ class Scorer:
                 began = self.clock()
                 outputs = list(islice(results, size))
                 if not outputs:
-                    raise RuntimeError(f"scored {position} of {order.total} rows: a loader thread ended early")
+                    raise RuntimeError(
+                        f"only {position} of {order.total} rows were scored, because a loader thread ended early"
+                    )
                 done = [(*in_flight.popleft(), scores) for scores in outputs]
-                local = [  # without padding rows
+                local = [  # remove padding rows
                     {name: values[:num_real] for name, values in {**inputs, **scores}.items()}
                     for _, num_real, inputs, scores in done
                 ]
@@ -203,7 +221,7 @@ class Scorer:
                 count = sum(len(span.rows) for span, _, _, _ in done)
                 position += count
                 advance(count)
-                # Ranks of one tensor-parallel group scored the same rows.
+                # All ranks of a tensor-parallel group have scored the same rows, so use the results of only one.
                 unsaved += [part for part, _, _ in gathered[:: layout.tensor_size]] if is_main or not parts else []
                 stopping = any(stopped for _, _, stopped in gathered)
                 due = self.clock() - since >= self.save_every_s and position < order.total
@@ -212,10 +230,11 @@ class Scorer:
                     saved, unsaved = [*saved, joined(unsaved)], []
                     saved_position, since = position, self.clock()
                 if stopping:
-                    self.stop.set("another rank")  # keeps the reason of a local signal, if any
-                    saved_rows = f"scoring a holdout; {position:,} of {order.total:,} rows are saved"
+                    self.stop.set("another rank")  # does not replace the reason if this rank received a signal itself
+                    saved_rows = f"scoring a holdout ({position:,} of {order.total:,} rows are saved)"
                     self.stop.raise_if_set(saved_rows if parts else "evaluating the holdout")
-                # Few enough batches between exchanges to stop soon, and enough to keep synchronisation cheap.
+                # Adapt the number of batches between exchanges, so that we can react to a stop signal quickly without
+                # spending much time on synchronisation.
                 seconds = max(seconds for _, seconds, _ in gathered)
                 if seconds < _SHORT_S:
                     size = min(size * 2, _MAX_BATCHES)
@@ -224,7 +243,10 @@ class Scorer:
         return by_sample_id([*saved, *unsaved]) if is_main or not parts else {}
 
     def _pipelined(self, score: Score, ready: Iterator[Batch]) -> Iterator[Arrays]:
-        """Yield scores on the host. Fetches a batch after starting the next one, so the device does not wait."""
+        """Yield scores in host memory.
+
+        The scores of a batch are only copied after the next batch has been started, so that the device stays busy.
+        """
         previous: Mapping[str, Tensor] | None = None
         for batch in chain(ready, [None]):
             outputs = None if batch is None else score(batch)
@@ -235,7 +257,7 @@ class Scorer:
 
 
 def joined(parts: list[Arrays]) -> Arrays:
-    """Concatenate parts, which all have the same arrays."""
+    """Concatenate parts that all have the same arrays."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -245,7 +267,7 @@ def by_sample_id(parts: list[Arrays]) -> Arrays:
     return {name: values[ascending] for name, values in arrays.items()}
 
 
-# Stored results of an evaluation, in particular the scores of a model on a holdout.
+# Storage for the results of an evaluation, such as the scores of a model on a holdout.
 
 ARRAYS_FILE, FILE = "arrays.safetensors", "scores.safetensors"
 
@@ -259,17 +281,18 @@ def save_arrays(
     fields: Mapping[str, JsonValue] | None = None,
     file: str = ARRAYS_FILE,
 ) -> None:
-    """Commit arrays by name, with `fields`, unless `prefix` exists. The prefix must identify the content.
+    """Commit arrays by name, together with `fields`, unless `prefix` already exists.
 
-    An interrupted writer leaves nothing that is read later. Raises the errors of `os_errors`.
+    Callers must make sure that the prefix identifies the content. If writing is interrupted, readers ignore the
+    incomplete files. Raises the errors of `os_errors`.
     """
     if read_manifest(storage, prefix) is not None:
         return
-    staging = scratch / "arrays"  # shared by the cycles of a machine
+    staging = scratch / "arrays"  # shared by all cycles on this machine
     with os_errors("writing", f"file://{staging}"), atomic.staging_dir(staging) as folder:
         try:
             save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, folder / file)
-        except SafetensorError as error:  # reported by safetensors when the disk is full
+        except SafetensorError as error:  # this is what safetensors raises if the disk is full
             raise OSError(str(error)) from error
         commit_dir(storage, folder, prefix, kind=kind, fields=fields or {})
 
@@ -277,11 +300,11 @@ def save_arrays(
 def load_arrays(
     storage: Storage, prefix: str, kind: str, cache_dir: Path, file: str = ARRAYS_FILE
 ) -> tuple[Arrays, Mapping[str, JsonValue]]:
-    """Load and verify committed arrays and their fields. Raises DataError if they are missing or damaged."""
+    """Load committed arrays and their fields, and verify checksums. Raises DataError if they are missing or damaged."""
     try:
         manifest = require_manifest(storage, prefix)
         if manifest.kind != kind:
-            raise DataError(f"its kind is {manifest.kind}")
+            raise DataError(f"the folder contains {manifest.kind}")
         return load_file(fetch_dir(storage, prefix, cache_dir) / file), manifest.fields
     except (DataError, SafetensorError, OSError) as error:
         raise _unreadable(storage, prefix, kind, first_line(error)) from error
@@ -308,15 +331,15 @@ class ScoreInfo(Record):
     schema_version: Literal[1] = 1
     role: str = Field(description="Role of the model, such as candidate or incumbent")
     checkpoint: str = Field(description="URI of the checkpoint")
-    digest: str = Field(description="Digest of the manifest of the checkpoint, which identifies its content")
+    digest: str = Field(description="Digest of the checkpoint's manifest, which identifies its content")
     cycle: str = Field(description="Cycle that trained the checkpoint")
     step: int = Field(description="Optimizer step of the checkpoint")
     split: str = Field(description="train, valid or test")
     backend: str
-    device: str = Field(description="Device that graphs are compiled for, such as xla:CPU")
+    device: str = Field(description="Device that the graphs were compiled for, such as xla:CPU")
     precision: str = Field(description="fp32, autocast or bf16")
     data: tuple[str, ...] = Field(description="Fingerprints of the prepared partitions")
-    labels: tuple[str, ...] = Field(description="Relevance classes, from least to most relevant")
+    labels: tuple[str, ...] = Field(description="Relevance labels, from least to most relevant")
     label_gains: tuple[float, ...]
     rows: int = Field(ge=0)
     settings_hash: str
@@ -325,10 +348,11 @@ class ScoreInfo(Record):
 
 @dataclass(frozen=True)
 class ScoreSet:
-    """Scores of N rows, sorted by sample_id.
+    """The scores of N rows, sorted by sample_id.
 
-    `arrays` has sample_id and query_id int64 [N], label int32 [N] (-1 if unlabelled), gain float32 [N], logits
-    float32 [N, K], and `slice.<column>` int64 [N] with codes into the names in `slices`.
+    `arrays` contains sample_id [N] and query_id [N] as int64, label [N] as int32 (-1 for unlabelled rows), gain [N] and
+    logits [N, K] as float32, and for each slice column `slice.<column>` [N] as int64, with indices into the names in
+    `slices`.
     """
 
     info: ScoreInfo
@@ -337,28 +361,31 @@ class ScoreSet:
 
     @property
     def rows(self) -> ScoredRows:
-        """Rows for the metrics, with the softmax over the classes in double precision."""
+        """The rows from which metrics are computed. Probabilities are computed in double precision."""
         slices = {name: SliceColumn(self.arrays[SLICE + name], names) for name, names in self.slices.items()}
         return scored_rows(self.arrays, to_probabilities(self.arrays["logits"]), self.info, slices)
 
 
 class _Description(BaseModel):
-    """Fields of the manifest."""
+    """The fields that are stored in the manifest."""
 
     info: ScoreInfo
     slices: dict[str, tuple[str, ...]]
 
 
 def save_scores(storage: Storage, prefix: str, scores: ScoreSet, scratch: Path) -> None:
-    """Commit scores under `prefix`. `scratch` is a local staging folder."""
+    """Commit scores under `prefix`, using the local folder `scratch` for staging."""
     fields = _Description(info=scores.info, slices=dict(scores.slices)).model_dump(mode="json")
     save_arrays(storage, prefix, KIND, scores.arrays, scratch, fields, FILE)
 
 
 def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:
-    """Load and verify committed scores. Raises DataError if they are missing, damaged or from another version."""
+    """Load committed scores and verify checksums.
+
+    Raises DataError if the scores are missing or damaged, or if they were stored by an incompatible version.
+    """
     stored, fields = load_arrays(storage, prefix, KIND, cache_dir, FILE)
-    # Earlier versions also stored the embeddings of some rows.
+    # Ignore embeddings, which earlier versions stored for some rows.
     arrays = {name: array for name, array in stored.items() if not name.startswith("vector.")}
     try:
         description = _Description.model_validate(fields)
@@ -376,7 +403,7 @@ def scored_rows(
 
 
 def to_probabilities(logits: Float32s) -> Float64s:
-    """Compute the softmax of [N, K]. A row with a non-finite logit becomes NaN."""
+    """Compute the softmax of logits [N, K]. If a row has a NaN or infinite logit, its probabilities are NaN."""
     wide = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):
         exponentials = np.exp(wide - wide.max(axis=1, keepdims=True))
@@ -384,17 +411,18 @@ def to_probabilities(logits: Float32s) -> Float64s:
     return probabilities
 
 
-# Metrics on the validation split during training.
+# Metrics on the validation split, which are computed during training.
 
-_DEPTH = 10  # rank of nDCG
+_DEPTH = 10  # the k of nDCG@k
 
 
 @dataclass(frozen=True)
 class HoldoutFigures:
-    """Metrics of a model on a holdout during training. `ndcg` is nDCG@10 by expected gain, NaN without gains.
+    """The metrics of a model on a holdout during training.
 
-    `retrieval_ndcg` is nDCG@10 of searching the distinct products of the scored rows by the cosine of embeddings. It is
-    None if not requested or if nothing is relevant.
+    `ndcg` is the nDCG@10 when rows are ranked by expected gain, or NaN if no row has a gain. `retrieval_ndcg` is the
+    nDCG@10 of a search over the distinct products of the scored rows by cosine similarity. It is None if retrieval was
+    not requested, or if no product is relevant.
     """
 
     rows: int
@@ -407,12 +435,12 @@ class HoldoutFigures:
 
     @property
     def combined(self) -> float | None:
-        """Mean of macro F1 and retrieval nDCG@10, for a model that must be good at both."""
+        """The mean of macro F1 and retrieval nDCG@10, for users who need a model that is good at both."""
         return None if self.retrieval_ndcg is None else (self.macro_f1 + self.retrieval_ndcg) / 2
 
 
 Outputs = Callable[[Mapping[str, Tensor]], RelevanceOutputs]
-"""Function from a batch of B pairs to logits [B, K] and embeddings [B, D], fp32, all on the device."""
+"""A function that takes a batch of B pairs on the device and returns fp32 logits [B, K] and embeddings [B, D]."""
 
 
 def evaluate_holdout(
@@ -427,9 +455,10 @@ def evaluate_holdout(
     stop: StopSignal,
     search_pad_id: int | None = None,
 ) -> HoldoutFigures:
-    """Measure at most `limit` evenly spaced rows on all ranks. Raises DataError if the holdout is empty, Preempted.
+    """Compute the metrics of a model on at most `limit` evenly spaced rows, using all ranks.
 
-    `search_pad_id`: padding token of products, to also measure retrieval (memory: 8 D bytes per row on every rank).
+    If `search_pad_id` (the padding token of products) is given, retrieval is also evaluated, which takes 8 D bytes of
+    memory per row on every rank. Raises DataError if the validation split is empty, and Preempted on a stop signal.
     """
     order = some_rows(rows.sizes, limit)
     if not order.total:
@@ -453,9 +482,10 @@ def evaluate_holdout(
 
 
 def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...]) -> HoldoutFigures:
-    """Compute metrics from arrays: logits [N, K], label, gain and query_id [N].
+    """Compute metrics from the arrays logits [N, K], label [N], gain [N] and query_id [N].
 
-    With retrieval also the embeddings `query` and `product` [N, D] and `text` [N], the hash of the product.
+    Retrieval is also evaluated if there are embeddings (`query` and `product`, [N, D]) and hashes of the products'
+    texts (`text`, [N]).
     """
     probabilities = to_probabilities(joined["logits"])
     label, predicted = joined["label"].astype(np.int64), probabilities.argmax(axis=1)
@@ -477,7 +507,10 @@ def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...])
 
 
 def _retrieval_ndcg(joined: dict[str, npt.NDArray[Any]]) -> float | None:
-    """Compute nDCG@10 over the distinct products. None if no query has a gain or a vector is not finite."""
+    """Compute nDCG@10 over the distinct products.
+
+    Returns None if no query has a product with a gain, or if a vector is not finite.
+    """
     gain = joined["gain"].astype(np.float64)
     _, first, item = np.unique(joined["text"], return_index=True, return_inverse=True)
     query_ids, rows = np.unique(joined["query_id"], return_index=True)

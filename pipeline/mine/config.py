@@ -1,4 +1,4 @@
-"""Settings of hard-negative mining."""
+"""Settings for hard-negative mining."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
@@ -8,12 +8,12 @@ from pydantic import Field, model_validator
 from pipeline.core.record import Record
 
 BM25, PARENT = "bm25", "parent"
-MAX_ITEMS = 1_000_000  # maximum number of products to search: all positives and an even sample of the others
-ITEMS_PER_QUERY = 16  # product vectors per part for each query per part: 65,536 by default
+MAX_ITEMS = 1_000_000  # maximum number of products to search. All positives are kept, and other products are sampled
+ITEMS_PER_QUERY = 16  # ratio of products to queries in a part, so that a part has 65,536 product vectors by default
 
 
 class MineConfig(Record):
-    """Settings that select the hard negatives of training queries."""
+    """Settings for how hard negatives are selected."""
 
     retired: ClassVar[Mapping[str, Any]] = {
         "skip_top": 0,
@@ -26,23 +26,26 @@ class MineConfig(Record):
     enabled: bool = Field(False, description="Mine hard negatives in every cycle, before training")
     source: str = Field(
         PARENT,
-        description="Ranking of the products: parent (the checkpoint that training starts from, bm25 if there is none),"
-        " bm25, or another checkpoint (checkpoints/<cycle>/step-<n> or a URI)",
+        description="Model that ranks the products: parent (the checkpoint that training starts from, or bm25 if there"
+        " is none), bm25, or the name or URI of a checkpoint (checkpoints/<cycle>/step-<n>)",
     )
     partitions: Literal["new", "all"] = Field(
-        "new", description="Mine for the queries of all partitions, or only of those new to the parent"
+        "new", description="Mine for queries in all partitions, or only in those that the parent was not trained on"
     )
     negatives_per_query: int = Field(8, ge=1, le=256, description="Maximum number of negatives per query")
-    depth: int = Field(100, ge=1, le=10_000, description="Number of best products of a query to choose negatives from")
+    depth: int = Field(100, ge=1, le=10_000, description="Number of top-ranked products to choose negatives from")
     relative_margin: float | None = Field(
         0.05,
         ge=0,
         le=1,
-        description="Skip likely positives: products that score above the query's best positive minus this fraction of"
-        " its score (null: skip none)",
+        description="Skip likely positives, whose score exceeds that of the query's best positive, reduced by this"
+        " fraction (null: do not skip any)",
     )
     queries_per_part: int = Field(
-        4096, ge=1, le=1_000_000, description="Queries per part: limits memory and the work lost by an interruption"
+        4096,
+        ge=1,
+        le=1_000_000,
+        description="Number of queries to process at a time, which limits memory and the work lost on interruption",
     )
     workers: int = Field(1, ge=1, le=10_000, description="Number of array tasks that mine queries in parallel")
 
@@ -53,7 +56,7 @@ class MineConfig(Record):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that determine the negatives, including retired settings at their fixed values."""
+        """Return all settings that affect which negatives are mined, including the fixed values of retired settings."""
         current = {"negatives_per_query", "depth", "relative_margin", "partitions"}
         retired = {"skip_top": 0, "absolute_margin": None, "max_items": MAX_ITEMS}
         return retired | self.model_dump(mode="json", include=current)

@@ -1,7 +1,7 @@
-"""Mine hard negatives: rank the products of every training query by model vectors or BM25, and choose negatives.
+"""Mine hard negatives by ranking the products for every training query with a model or BM25.
 
-The product vectors and the negatives are divided into parts, which several workers compute and commit. A part does not
-depend on the worker that computes it.
+The arrays of product vectors and of negatives are divided into parts so that several workers can compute and commit
+them. The content of a part does not depend on the worker that computes it.
 """
 
 import io
@@ -38,7 +38,7 @@ from pipeline.settings import Settings
 NONE = -1
 COUNTS = ("queries", "negatives", "judged", "above_margin", "nothing_found")
 _TEXTS = 65_536  # number of products to decode at a time
-_CHUNK_ITEMS = 16_384  # products to compare queries with at a time, copied once from the memory map
+_CHUNK_ITEMS = 16_384  # number of products to search at a time. Each chunk is only copied once from the memory map
 _WINDOW = 512
 _EMBEDDING = "embedding products (finished parts are kept)"
 _SEARCHING = "searching for negatives (finished parts are kept)"
@@ -46,9 +46,13 @@ _SEARCHING = "searching for negatives (finished parts are kept)"
 
 @dataclass(frozen=True)
 class MiningPlan:
-    """The inputs of mining. `new`: indices into `sets` of the partitions to mine for.
+    """The inputs of mining.
 
-    `model`: ranks the products by its vectors (None: BM25). `identity`: everything that the negatives depend on.
+    Args:
+        sets: The token sets whose products are ranked.
+        new: Indices into `sets` of the partitions whose queries need negatives.
+        model: The checkpoint that ranks the products, or None to rank them with BM25.
+        identity: Everything that the negatives depend on. They are stored under a fingerprint of it.
     """
 
     sets: list[TokenSet]
@@ -68,12 +72,15 @@ class MiningPlan:
 def plan_mining(
     settings: Settings, sets: list[TokenSet], model: Checkpoint | None, parent: Checkpoint | None
 ) -> MiningPlan:
-    """Plan mining for training from `parent`. Raises ConfigError if the model has another tokenizer than the data."""
+    """Determine what to mine for a training run that starts from `parent`.
+
+    Raises ConfigError if the model that ranks the products has a different tokenizer than the data.
+    """
     if model is not None and model.state.tokenizer_fingerprint != sets[0].info.tokenizer_fingerprint:
         raise ConfigError(
             f"{model.uri} has tokenizer {model.state.tokenizer_fingerprint}, but the data was tokenised with"
             f" {sets[0].info.tokenizer_fingerprint}",
-            expected="a model with the tokenizer of the prepared data",
+            expected="a model with the same tokenizer as the prepared data",
             next_command=f"--mine.source {BM25}, or prepare the data with the model's tokenizer",
         )
     selection = select_partitions(
@@ -100,7 +107,10 @@ def plan_mining(
 
 @dataclass(frozen=True)
 class JudgedItems:
-    """Concatenated judged items of Q queries: query q has `items[offsets[q]:offsets[q + 1]]`, in ascending order."""
+    """The judged items of Q queries, concatenated to a single array.
+
+    The judged items of query q are `items[offsets[q]:offsets[q + 1]]`, in ascending order.
+    """
 
     offsets: Int64s
     items: Int64s
@@ -115,7 +125,7 @@ class JudgedItems:
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
     def contains(self, items: Int64s) -> Bools:
-        """Return whether items [Q, k] are judged for their query."""
+        """Return whether each of the items [Q, k] is judged for its query."""
         if not len(self.items):
             return np.zeros(items.shape, dtype=np.bool_)
         width = int(max(self.items.max(), items.max(initial=0))) + 1
@@ -128,10 +138,11 @@ class JudgedItems:
 
 @dataclass(frozen=True)
 class MiningTask:
-    """The Q queries that have a positive, and the N distinct training products.
+    """The queries to mine negatives for, and the products to choose them from. Every query has at least one positive.
 
-    `query_id` [Q] is ascending, `query_row` [Q]: a row of each query, counted over all buckets of `rows`. Memory: 28
-    bytes for each training row while reading, then 32 for each product, 24 for each query, 17 for each judged pair.
+    `query_id` [Q] is sorted. `query_row` [Q] contains a row of each query, counted over all buckets of `rows`. Reading
+    the data needs 28 bytes of memory for each training row. Afterwards, the task takes 32 bytes for each product, 24
+    bytes for each query, and 17 bytes for each judged pair.
     """
 
     rows: TokenRows
@@ -146,13 +157,13 @@ class MiningTask:
         return to_tokens(arrays["query"], self.rows.pad_id)
 
     def item_texts(self, tokenizer: bytes, stop: StopSignal) -> Iterator[str]:
-        """Yield the texts of all items. Raises Preempted on a stop."""
+        """Yield the texts of all items. Raises Preempted if a stop is requested."""
         for start in range(0, len(self.products), _TEXTS):
             stop.raise_if_set("reading products")
             yield from decode_tokens(self.products.tokens(start, start + _TEXTS), tokenizer)
 
     def rows_of(self, items: Int64s) -> Int64s:
-        """Convert items (of any shape) to the numbers of rows that contain them. NONE stays NONE."""
+        """Convert an array of items to the numbers of rows that contain them. NONE is preserved."""
         _, bucket, row = self.products.location.T
         numbers = first_rows(self.rows.sizes)[bucket] + row
         return np.where(items == NONE, NONE, numbers[items]) if len(numbers) else items
@@ -161,11 +172,12 @@ class MiningTask:
 def make_task(
     rows: TokenRows, partitions: Sequence[int], *, positive_gain: float, max_items: int, stop: StopSignal
 ) -> MiningTask:
-    """Read the judgements of all training rows, and select the queries of `partitions` that have a positive.
+    """Read the judgements of all training rows, and select the queries in `partitions` that have a positive.
 
-    `rows` must have the array `partition`. A product judged in any partition is never a negative of its query.
+    The judgements of all partitions are taken into account, so that a product that is judged in a different partition
+    is never used as a negative. `rows` must be opened with the array `partition`.
     """
-    # Query, hash of the product, gain and partition of every row, in the order of row numbers.
+    # Read the query, the hash of the product, the gain and the partition of every row.
     types = {"query_id": np.int64, "product": np.uint64, "gain": np.float32, "partition": np.int64}
     columns: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, dtype=kind)] for name, kind in types.items()}
     with progress("reading judgements", sum(rows.sizes), "rows") as advance:
@@ -186,7 +198,7 @@ def make_task(
     is_selected = np.isin(table["query_id"], query_ids)
     query = np.searchsorted(query_ids, table["query_id"][is_selected])
     items, positive = products.item_numbers(table["product"][is_selected]), positive[is_selected]
-    # Remove duplicate pairs. A pair is positive if any of its duplicates is.
+    # Remove duplicate pairs. A pair is considered positive if any of its duplicates is positive.
     order = np.lexsort((~positive, items, query))
     query, items, positive = query[order], items[order], positive[order]
     is_first = items != NONE
@@ -195,16 +207,16 @@ def make_task(
     return MiningTask(rows, query_ids, first, products, JudgedItems(offsets, items[is_first], positive[is_first]))
 
 
-# Choice of negatives among the best products of a query. A product that scores about as high as a positive is probably
-# an unjudged positive. The margin is that of Moreira et al., "NV-Retriever: Improving text embedding models with
-# effective hard-negative mining" (2024).
+# Selection of negatives from the top-ranked products of a query. A product that scores about as high as a positive is
+# probably an unjudged positive, so it is skipped. See Moreira et al., "NV-Retriever: Improving text embedding models
+# with effective hard-negative mining" (2024), for the definition of the margin.
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The best items of Q queries, best first: scores [Q, k] and items [Q, k], padded with NONE.
+    """The top-ranked items [Q, k] of Q queries and their scores, best first, padded with NONE.
 
-    `best_positive` [Q]: the highest score of a positive of the query.
+    `best_positive` [Q] is the score of each query's best positive.
     """
 
     scores: Float64s
@@ -213,13 +225,15 @@ class Candidates:
 
 
 def choose_negatives(candidates: Candidates, judged: JudgedItems, config: MineConfig) -> tuple[Int64s, dict[str, int]]:
-    """Choose negatives [Q, negatives_per_query] for each query, best first, padded with NONE, and count them.
+    """Choose negatives from the candidates of each query.
 
-    Counts of skipped candidates: `judged`, and `above_margin` (likely positives). `nothing_found`: queries without any.
+    Returns the negatives [Q, negatives_per_query], best first and padded with NONE, and several counts. `judged` and
+    `above_margin` count the candidates that were skipped because they are judged or likely positives. `nothing_found`
+    counts the queries without any candidates.
     """
     exists = candidates.items != NONE
     is_judged = judged.contains(candidates.items)
-    ceiling = np.full(len(candidates.items), np.inf)  # maximum score of a negative [Q]
+    ceiling = np.full(len(candidates.items), np.inf)  # [Q], the maximum score of a negative
     if config.relative_margin is not None:
         ceiling = candidates.best_positive - config.relative_margin * np.abs(candidates.best_positive)
     above = exists & ~is_judged & (candidates.scores > ceiling[:, None])
@@ -232,18 +246,18 @@ def choose_negatives(candidates: Candidates, judged: JudgedItems, config: MineCo
     return negatives, {name: int(np.sum(count)) for name, count in zip(COUNTS, counts, strict=True)}
 
 
-# The parts that several workers commit.
+# Arrays that are computed and committed in parts by several workers.
 
 
 class MinedPart(Part):
-    """The record of a part. `counts` is empty for vectors."""
+    """The record of a committed part. `counts` is empty for parts that contain vectors."""
 
     counts: dict[str, int] = Field({})
 
 
 @dataclass(frozen=True)
 class ArrayParts:
-    """The parts of an array of `total` rows with `rows_per_part` rows each."""
+    """An array of `total` rows that is stored in parts of `rows_per_part` rows each."""
 
     store: Parts[MinedPart]
     cache_dir: Path
@@ -254,23 +268,23 @@ class ArrayParts:
         return -(-self.total // self.rows_per_part)
 
     def rows(self, index: int) -> tuple[int, int]:
-        """Return the first row of a part, and the row after its last."""
+        """Return the range of rows [start, stop) that a part contains."""
         first = index * self.rows_per_part
         return first, min(self.total, first + self.rows_per_part)
 
     def worker_slice(self, worker: int, workers: int) -> range:
-        """Return the indices of the parts that `worker` computes."""
+        """Return the indices of the parts that are assigned to `worker`."""
         return range(worker * len(self) // workers, (worker + 1) * len(self) // workers)
 
     def commit(self, index: int, array: npt.NDArray[np.generic], counts: Mapping[str, int] | None = None) -> None:
-        """Publish a part. If several workers commit it, keep the first version, because it may already be in use."""
+        """Commit a part. If another worker has already committed it, the existing version is kept."""
         data = io.BytesIO()
         np.save(data, array)
         (name,) = self.store.names(index)
         self.store.commit(MinedPart(index=index, counts=dict(counts or {})), {name: data.getvalue()})
 
     def open(self, index: int) -> npt.NDArray[Any]:
-        """Map a part into memory. Raises DataError if it is damaged, TransientError if it has been deleted."""
+        """Memory-map a part. Raises DataError if it is damaged, and TransientError if it has been deleted."""
         (path,) = self.store.fetch(index, self.cache_dir)
         array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
         return array
@@ -279,9 +293,12 @@ class ArrayParts:
 def open_parts(
     storage: Storage, prefix: str, cache_dir: Path, size: tuple[int, int], per_part: int
 ) -> list[ArrayParts]:
-    """Open the parts of the product vectors and of the negatives below `prefix`, with `per_part` queries each.
+    """Open the arrays of product vectors and negatives below `prefix`, whose parts may not all exist yet.
 
-    `size`: number of items and of queries. `cache_dir`: a local folder, which processes may share.
+    Args:
+        cache_dir: A local folder for downloaded parts, which may be shared by several processes.
+        size: Number of items, and number of queries.
+        per_part: Number of queries per part.
     """
     sizes = {"vectors": (size[0], ITEMS_PER_QUERY * per_part), "negatives": (size[1], per_part)}
     arrays = []
@@ -292,24 +309,28 @@ def open_parts(
     return arrays
 
 
-Vectors = Callable[[int, int], Float32s]  # unit vectors [n, D] of items (or queries) from `start` to `stop`
-Search = Callable[[int, int, JudgedItems], Candidates]  # ranks products for queries `start` to `stop`
+Vectors = Callable[[int, int], Float32s]  # returns unit vectors for the items or queries from `start` to `stop`
+Search = Callable[[int, int, JudgedItems], Candidates]  # ranks products for the queries from `start` to `stop`
 
 
 def vectors_of(texts: Callable[[int, int], Tokens], embed: Callable[[Iterable[Tokens]], Iterator[Float32s]]) -> Vectors:
-    """Return a function that embeds texts in windows. The vector of a text must not depend on its window."""
+    """Return a function that embeds texts in windows.
+
+    The vector of a text must not depend on the other texts in its window.
+    """
     return lambda start, stop: np.concatenate(list(embed(token_windows(texts(start, stop), _WINDOW))))
 
 
 def vector_search(
     parts: ArrayParts, items: Vectors, queries: Vectors, depth: int, stop: StopSignal, worker: int = 0, workers: int = 1
 ) -> Search:
-    """Compute the missing item vectors in `parts`, and return an exact search of all items by vectors.
+    """Compute all item vectors that are missing in `parts`, and return an exact nearest-neighbour search.
 
-    Memory: the vectors and the `depth` best items of one part of the queries, and one chunk of items.
+    The search only keeps the vectors and top-ranked items for one part of the queries, and one chunk of items, in
+    memory.
     """
-    # Compute the parts of this worker's slice, then all other missing parts. No worker waits for another, which may be
-    # dead, at the cost of computing some parts twice at the end.
+    # First compute the parts that are assigned to this worker, and then all other parts that are still missing. Workers
+    # never wait for each other, because the other worker may have died. As a result, a few parts may be computed twice.
     own, done = parts.worker_slice(worker, workers), parts.store.done()
     with progress("vectors of products", parts.total, "products") as advance:
         for index in [*range(own.start, len(parts)), *range(own.start)]:
@@ -345,7 +366,7 @@ def vector_search(
 
 
 def word_search(items: Iterable[str], queries: Callable[[int, int], list[str]], depth: int, stop: StopSignal) -> Search:
-    """Index all items, and return a search by BM25. Every worker has an index of all items."""
+    """Index all items for BM25 and return a function that searches them. Every worker has to build the full index."""
     index = Bm25(items)
 
     def search(start: int, end: int, judged: JudgedItems) -> Candidates:
@@ -373,9 +394,10 @@ def mine_worker_slice(
     workers: int,
     stop: StopSignal,
 ) -> int:
-    """Mine for the queries of one worker. Return the number of parts that are still missing, over all workers.
+    """Mine negatives for the queries that are assigned to a worker.
 
-    `judged`: of all queries. `rows_of`: converts items to row numbers. Raises NumericError if a vector is not finite.
+    Returns the number of parts that have not been committed by any worker yet. `judged` contains the judged items of
+    all queries, and `rows_of` converts items to row numbers. Raises NumericError if a vector is not finite.
     """
     done = negatives.store.done()
     todo = [index for index in negatives.worker_slice(worker, workers) if index not in done]
@@ -395,7 +417,10 @@ def mine_worker_slice(
 
 
 def read_negatives(parts: ArrayParts, per_query: int) -> tuple[Int64s, dict[str, int]]:
-    """Return the negatives [Q, per_query] of all queries and their total counts. Raises as `ArrayParts.open`."""
+    """Load the negatives [Q, per_query] of all queries from their parts, and sum up the counts.
+
+    See `ArrayParts.open` for errors.
+    """
     products = [np.zeros((0, per_query), dtype=np.int64), *(parts.open(index) for index in range(len(parts)))]
     counts = [record.counts for record in parts.store.read_all(range(len(parts)))]
     return np.concatenate(products), {name: sum(part[name] for part in counts) for name in COUNTS}
@@ -404,7 +429,7 @@ def read_negatives(parts: ArrayParts, per_query: int) -> tuple[Int64s, dict[str,
 def commit_all(
     ctx: StageContext, mining: MiningPlan, task: MiningTask, parts: ArrayParts, per_query: int
 ) -> NegativeSet:
-    """Commit the negatives of all queries after every part has been committed."""
+    """Commit the negatives of all queries as a single set. All parts must have been committed before."""
     product, counts = read_negatives(parts, per_query)
     info = NegativesInfo(
         dataset=mining.sets[0].info.dataset,

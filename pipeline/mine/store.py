@@ -1,4 +1,7 @@
-"""Commit mined negatives together with their inputs and settings, and read them as memory maps."""
+"""Commit mined negatives to the workspace and load them again.
+
+The manifest records the inputs and settings that the negatives were mined with.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,20 +23,20 @@ _QUERIES, _PRODUCTS = "query_id.npy", "product.npy"
 
 
 class NegativesInfo(Record):
-    """The manifest fields of mined negatives. Products are row numbers in the train split of `token_sets`."""
+    """The manifest fields of a set of negatives. Products are stored as row numbers in the train split."""
 
     schema_version: int = 1
     dataset: str
     token_sets: tuple[str, ...] = Field(description="Fingerprints of the prepared partitions, in order")
     rows: tuple[int, ...] = Field(description="Number of training rows in each bucket")
-    source: str = Field(description="bm25, or the digest of the checkpoint whose vectors were searched")
-    settings: dict[str, JsonValue] = Field(description="Everything else that determines the negatives, by name")
-    figures: dict[str, int | float] = Field(description="Counts of mining")
+    source: str = Field(description="bm25, or the digest of the checkpoint that ranked the products")
+    settings: dict[str, JsonValue] = Field(description="Everything that the negatives depend on, by name")
+    figures: dict[str, int | float] = Field(description="Statistics of the negatives, by name")
 
 
 @dataclass(frozen=True)
 class NegativeSet:
-    """A committed set of negatives. `digest` is a hash of its content."""
+    """A committed set of negatives, identified by the digest of its content."""
 
     prefix: str
     info: NegativesInfo
@@ -42,7 +45,11 @@ class NegativeSet:
 
 @dataclass(frozen=True)
 class Negatives:
-    """Negatives of Q queries: query_id int64 [Q], ascending, and product int64 [Q, K], row numbers padded with NONE."""
+    """The negatives of Q queries.
+
+    `query_id` [Q] is sorted, and `product` [Q, K] contains the row numbers of the negatives, padded with NONE. Both
+    arrays are int64.
+    """
 
     query_id: Int64s
     product: Int64s
@@ -51,7 +58,10 @@ class Negatives:
 def commit_negatives(
     workspace: Storage, prefix: str, negatives: Negatives, info: NegativesInfo, scratch: Path
 ) -> NegativeSet:
-    """Write negatives to a folder below `scratch` and publish it. Concurrent writers write the same bytes."""
+    """Commit negatives to the workspace, using a staging folder below `scratch`.
+
+    It is safe for several processes to do this at the same time, because they write the same bytes.
+    """
     with atomic.staging_dir(scratch) as folder:
         np.save(folder / _QUERIES, negatives.query_id)
         np.save(folder / _PRODUCTS, negatives.product)
@@ -60,7 +70,7 @@ def commit_negatives(
 
 
 def find_negatives(workspace: Storage, prefix: str) -> NegativeSet | None:
-    """Return the committed negatives, or None. Raises DataError if they cannot be read."""
+    """Look up committed negatives. Returns None if they do not exist, and raises DataError if they cannot be read."""
     manifest = read_manifest(workspace, prefix)
     if manifest is None:
         return None
@@ -71,19 +81,19 @@ def find_negatives(workspace: Storage, prefix: str) -> NegativeSet | None:
 
 
 def check_negatives(negatives: NegativeSet, token_sets: Sequence[str], workspace: Storage) -> None:
-    """Raise DataError unless negatives were mined from the partitions with these fingerprints, in this order."""
+    """Verify that negatives were mined from the given token sets (fingerprints). Raises DataError otherwise."""
     mined = negatives.info.token_sets
     if mined != tuple(token_sets):
         raise DataError(
-            f"{workspace.uri(negatives.prefix)} was mined from other data: {len(set(mined) & set(token_sets))} of its"
-            f" {len(mined)} prepared partitions are among the {len(token_sets)} of this run",
-            expected="negatives mined from the data of this run",
+            f"{workspace.uri(negatives.prefix)} was mined from different data: {len(set(mined) & set(token_sets))} of"
+            f" its {len(mined)} prepared partitions are among the {len(token_sets)} partitions of this run",
+            expected="negatives that were mined from the data of this run",
             next_command=f"{MINE}, with the settings of this run",
         )
 
 
 def open_negatives(workspace: Storage, negatives: NegativeSet, rows: Sequence[int], cache_dir: Path) -> Negatives:
-    """Map negatives into memory. Raises DataError unless their row counts per bucket are `rows`."""
+    """Memory-map negatives. Raises DataError if they do not match the number of rows in each bucket."""
     folder = fetch_dir(workspace, negatives.prefix, cache_dir, deep=True)
     try:
         query_id, product = (np.load(folder / name, mmap_mode="r") for name in (_QUERIES, _PRODUCTS))
@@ -96,7 +106,7 @@ def open_negatives(workspace: Storage, negatives: NegativeSet, rows: Sequence[in
 
 def _damaged(workspace: Storage, prefix: str, reason: str) -> DataError:
     return DataError(
-        f"{workspace.uri(prefix)} contains no usable negatives: {reason}",
+        f"{workspace.uri(prefix)} does not contain valid negatives: {reason}",
         expected=f"negatives committed by this version of {MINE}",
-        next_command=f"delete that folder, then run {MINE}",
+        next_command=f"delete the folder, then run {MINE}",
     )

@@ -1,1 +1,1 @@
-"""The text encoders, the interactions and the relevance head."""
+"""The relevance model, which consists of a text encoder, interactions and a relevance head."""

@@ -1,4 +1,4 @@
-"""Model and loss settings. Presets give the encoder sizes, and any field overrides its preset."""
+"""Model and loss settings. A preset defines the sizes of the encoder, each of which can be overridden by a field."""
 
 import json
 from collections.abc import Mapping
@@ -13,23 +13,23 @@ from pipeline.core.record import Record, with_retired
 Architecture = Literal["bert", "mpnet", "modernbert"]
 Pooling = Literal["mean", "cls", "last"]
 _MODERNBERT_FIELDS = frozenset({"global_attention_every", "local_attention", "global_rope_theta", "local_rope_theta"})
-"""Retired because every published ModernBERT has the same values (model/encoder.py)."""
+"""Retired fields, since all published ModernBERT models use the same values (see model/encoder.py)."""
 _FACTORY_FIELDS = frozenset({"factory", "factory_options"})
 _BUILT_IN_FIELDS = frozenset(
     {"preset", "architecture", "num_layers", "num_heads", "intermediate_size", "layer_norm_eps", "dropout"}
 )
-"""Fields that do not apply to an encoder built by a factory."""
+"""Fields that are not used if the encoder is built by a factory."""
 ENCODER_FIELDS = (
     frozenset({"architecture", "max_positions", "layer_norm_eps", "pooling"}) | _MODERNBERT_FIELDS | _FACTORY_FIELDS
 )
 """Fields that determine the encoder, in addition to its sizes."""
 MAX_POSITIONS = 8192
 MPNET_PAD = 1
-"""Padding token of every MPNet, whose code counts positions from this token regardless of its settings."""
+"""Padding token id of MPNet models, which is hardcoded in transformers as the offset of positions."""
 
 
 class EncoderSize(Record):
-    """Sizes of a BERT-style encoder."""
+    """The sizes of a BERT-style encoder."""
 
     hidden_size: int
     num_layers: int
@@ -39,7 +39,7 @@ class EncoderSize(Record):
 
 PRESETS: dict[str, EncoderSize] = {
     "tiny": EncoderSize(hidden_size=128, num_layers=2, num_heads=2, intermediate_size=512),
-    # MiniLM-L6, BERT base and BERT large as published on Hugging Face.
+    # These are the sizes of MiniLM-L6, BERT base and BERT large on Hugging Face.
     "small": EncoderSize(hidden_size=384, num_layers=6, num_heads=12, intermediate_size=1536),
     "base": EncoderSize(hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072),
     "large": EncoderSize(hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096),
@@ -47,7 +47,7 @@ PRESETS: dict[str, EncoderSize] = {
 
 
 class ModelConfig(Record):
-    """Settings of a text encoder shared by query and product, interactions of both embeddings and a relevance head."""
+    """Settings for the model, which consists of a text encoder, interactions and a relevance head."""
 
     retired: ClassVar[Mapping[str, Any]] = {
         "global_attention_every": 3,
@@ -61,46 +61,52 @@ class ModelConfig(Record):
         "tiny", description="Encoder sizes: 128x2, 384x6, 768x12, 1024x24"
     )
     architecture: Architecture = Field(
-        "bert", description="Encoder: bert (also RoBERTa, XLM-R, CamemBERT), mpnet or modernbert; docs/encoders.md"
+        "bert",
+        description="Encoder architecture: bert (also for RoBERTa, XLM-R and CamemBERT), mpnet or modernbert; see"
+        " docs/encoders.md",
     )
     factory: str | None = Field(
         None,
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
-        description="package.module:function that builds your own encoder instead of a built-in one; docs/encoders.md",
+        description="Function that builds a custom encoder, as package.module:function; see docs/encoders.md",
     )
-    factory_options: dict[str, JsonValue] = Field(
-        {}, description="Keyword arguments of the factory, in addition to vocab_size, pad_id and max_positions"
-    )
+    factory_options: dict[str, JsonValue] = Field({}, description="Additional keyword arguments to pass to the factory")
     hidden_size: int | None = Field(
-        None, ge=8, description="Encoder width D (default: preset); required with a factory: width of its output"
+        None, ge=8, description="Hidden size of the encoder (default: from the preset); required if factory is set"
     )
-    num_layers: int | None = Field(None, ge=1, description="Encoder layers (default: preset)")
-    num_heads: int | None = Field(None, ge=1, description="Attention heads (default: preset)")
-    intermediate_size: int | None = Field(None, ge=8, description="Encoder feed-forward width (default: preset)")
+    num_layers: int | None = Field(None, ge=1, description="Number of encoder layers (default: from the preset)")
+    num_heads: int | None = Field(None, ge=1, description="Number of attention heads (default: from the preset)")
+    intermediate_size: int | None = Field(
+        None, ge=8, description="Size of the encoder's feed-forward layers (default: from the preset)"
+    )
     max_positions: int = Field(
         512,
         ge=8,
         le=MAX_POSITIONS,
-        description="Number of position embeddings, at least the length of the longest bucket",
+        description="Number of position embeddings, which must be at least the length of the longest bucket",
     )
-    layer_norm_eps: float = Field(1e-12, gt=0, description="Layer-norm epsilon of the encoder (BERT: 1e-12)")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout in the encoder (0: off; very slow on XLA:CPU)")
+    layer_norm_eps: float = Field(1e-12, gt=0, description="Epsilon of the encoder's layer norms (BERT uses 1e-12)")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Dropout probability in the encoder (very slow on XLA:CPU if above 0)"
+    )
     pooling: Pooling = Field(
-        "mean", description="Pooling of token states to a text embedding: mean, first or last token"
+        "mean", description="How to pool token states to a text embedding: mean, cls (first token) or last token"
     )
     interaction_size: int = Field(
-        128, ge=4, description="Width to which each text embedding is projected for the interactions"
+        128, ge=4, description="Size that each text embedding is projected to for the interactions"
     )
     cross_layers: int = Field(2, ge=0, le=8, description="Number of DCN-v2 cross layers")
     token_match: bool = Field(
-        False, description="Add token-level matches of both texts to the relevance head's inputs (late interaction)"
+        False, description="Also match the texts token by token for the relevance head (late interaction)"
     )
-    mlp_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field((256, 128), description="Widths of the implicit MLP")
+    mlp_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (256, 128), description="Layer sizes of the MLP over both texts and the features"
+    )
     feature_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (64, 64), description="Widths of the MLP over numeric and categorical features"
+        (64, 64), description="Layer sizes of the MLP over numeric and categorical features"
     )
     init_from: str | None = Field(
-        None, description="URI of a Hugging Face folder with initial encoder weights for this architecture or factory"
+        None, description="URI of a Hugging Face folder to load the initial encoder weights from"
     )
 
     @model_validator(mode="after")
@@ -110,7 +116,7 @@ class ModelConfig(Record):
                 raise ValueError("factory_options is set without factory, expected factory package.module:function")
             return self
         if self.hidden_size is None:
-            raise ValueError("factory is set without hidden_size, expected the width of its module's states or vectors")
+            raise ValueError("factory is set without hidden_size, expected the size of the vectors that it returns")
         if self.token_match:
             raise ValueError("token_match is not supported with a factory, expected token_match false")
         if self.architecture != "bert" or self.dropout:
@@ -120,14 +126,14 @@ class ModelConfig(Record):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        self.encoder  # noqa: B018 - raises ConfigError early if the heads do not divide the width
+        self.encoder  # noqa: B018 - raises ConfigError if the hidden size is not divisible by the heads
         return self
 
     def used_fields(self) -> dict[str, Any]:
-        """Return the fields that apply to this architecture, for JSON.
+        """Return the fields that are used by this architecture as JSON values.
 
-        Fields of later architectures are omitted for BERT, and retired fields have their neutral values, so that run
-        identities and graph names never change.
+        Retired fields are included with their neutral values, and BERT omits fields that were added for other
+        architectures. This ensures that run identities and graph names don't change between versions.
         """
         unused = set[str]() if self.architecture == "modernbert" else set(_MODERNBERT_FIELDS)
         if not self.token_match:
@@ -141,16 +147,17 @@ class ModelConfig(Record):
         return {name: value for name, value in with_retired(self).items() if name not in unused}
 
     def shape(self) -> dict[str, Any]:
-        """Return `used_fields` with the encoder's sizes or, for a factory, with its options as JSON text."""
+        """Return `used_fields` with the resolved encoder sizes or, for a factory, with its options as a JSON string."""
         if self.factory is None:
             return {**self.used_fields(), **self.encoder.model_dump()}
         return {**self.used_fields(), "factory_options": json.dumps(self.factory_options, sort_keys=True)}
 
     @property
     def encoder(self) -> EncoderSize:
-        """The encoder's sizes: the preset, overridden by fields that are set.
+        """The sizes of the encoder, which are those of the preset unless a field overrides them.
 
-        Raises ConfigError if the heads do not divide the width, for ModernBERT into even widths (rotary embeddings).
+        Raises ConfigError if the hidden size is not divisible by the number of heads. For ModernBERT, the size of each
+        head must also be even, because of rotary embeddings.
         """
         base = PRESETS[self.preset]
         size = EncoderSize(
@@ -163,15 +170,16 @@ class ModelConfig(Record):
         if self.factory is None and size.hidden_size % divisor:
             valid = -(-size.hidden_size // divisor) * divisor
             raise ConfigError(
-                f"model.hidden_size {size.hidden_size} is no multiple of {divisor} (model.num_heads {size.num_heads})",
+                f"model.hidden_size {size.hidden_size} is not a multiple of {divisor}"
+                f" (model.num_heads {size.num_heads})",
                 expected=f"a multiple of {divisor}, such as {valid}",
-                next_command=f"--model.hidden-size {valid}, or another --model.num-heads",
+                next_command=f"--model.hidden-size {valid}, or a different --model.num-heads",
             )
         return size
 
 
 class LossConfig(Record):
-    """Settings of the training loss: graded relevance of pairs, contrastive embeddings for retrieval, or both."""
+    """Settings for the training loss, which combines a graded relevance loss and a contrastive loss."""
 
     retired: ClassVar[Mapping[str, Any]] = {
         "purpose": "both",
@@ -185,19 +193,21 @@ class LossConfig(Record):
     graded_weight: float = Field(
         1.0,
         ge=0,
-        description="Weight of the cross entropy over relevance classes; 0: the relevance head is not trained",
+        description="Weight of the cross entropy over relevance classes; if 0, the relevance head is not trained",
     )
     contrastive_weight: float = Field(
-        1.0, ge=0, description="Weight of the contrastive loss over all products of the global batch; 0: off"
+        1.0, ge=0, description="Weight of the contrastive loss over all products in the global batch; 0 disables it"
     )
-    temperature: float = Field(0.05, ge=0.001, description="Temperature that divides the cosine similarities")
+    temperature: float = Field(
+        0.05, ge=0.001, description="Temperature of the contrastive loss, which divides cosine similarities"
+    )
     matryoshka_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (),
-        description="Ascending widths below the model's, to which vectors can be truncated (embed.output.dimensions):"
-        " the contrastive loss is averaged over these and the full width",
+        description="Ascending sizes that vectors can be truncated to (embed.output.dimensions); the contrastive loss"
+        " is averaged over these sizes and the full vectors",
     )
     positive_gain: float = Field(
-        0.99, ge=0, le=1, description="Pairs with at least this gain are contrastive positives"
+        0.99, ge=0, le=1, description="Minimum gain of a pair to be used as a positive in the contrastive loss"
     )
 
     @model_validator(mode="after")
@@ -207,13 +217,13 @@ class LossConfig(Record):
         if any(narrow >= wide for narrow, wide in pairwise(self.matryoshka_sizes)):
             raise ValueError(f"matryoshka_sizes is {self.matryoshka_sizes}, expected ascending widths")
         if self.matryoshka_sizes and not self.contrastive_weight:
-            raise ValueError("matryoshka_sizes needs the contrastive loss, expected contrastive_weight above 0")
+            raise ValueError("matryoshka_sizes requires the contrastive loss, expected contrastive_weight above 0")
         return self
 
     def used_fields(self) -> dict[str, Any]:
-        """Return the fields for JSON and hashes, with the fields of the first version and defaults for retired ones."""
+        """Return the fields for JSON and hashes, including the defaults of retired fields."""
         fields = with_retired(self)
-        del fields["memory_batches"]  # added later, and omitted when it was off
+        del fields["memory_batches"]  # was not part of the first version, and was omitted if it was disabled
         return fields
 
     @property
@@ -222,18 +232,18 @@ class LossConfig(Record):
         return self.graded_weight > 0
 
     def check_width(self, width: int) -> None:
-        """Raise ConfigError unless every Matryoshka size is below the width of the vectors."""
+        """Raise ConfigError if a Matryoshka size is not below the size of the full vectors."""
         if self.matryoshka_sizes and self.matryoshka_sizes[-1] >= width:
             below = ",".join(str(size) for size in self.matryoshka_sizes if size < width)
             raise ConfigError(
                 f"train.loss.matryoshka_sizes has {self.matryoshka_sizes[-1]}, but the model's vectors have {width}",
-                expected=f"sizes below {width} (full vectors are always trained)",
+                expected=f"sizes below {width} (full vectors are always included)",
                 next_command=f"--train.loss.matryoshka-sizes {below or '[]'}",
             )
 
 
 class InputSpec(Record):
-    """Properties of the data that determine the model: vocabulary, classes and features. Stored in checkpoints."""
+    """The properties of the data that the model depends on, which are stored in checkpoints."""
 
     vocab_size: int
     pad_id: int
@@ -242,11 +252,11 @@ class InputSpec(Record):
     numeric: tuple[str, ...] = ()
     categorical_ids: tuple[int, ...] = ()
     query_prefix: str = ""
-    """Text prepended to every query."""
+    """Text that is prepended to every query."""
     product_prefix: str = ""
 
     def used_fields(self) -> dict[str, Any]:
-        """Return the fields without empty prefixes, so that identities from before prefixes existed do not change."""
+        """Return the fields except for empty prefixes, so that the identities of older runs don't change."""
         fields = self.model_dump(mode="json")
         return {name: value for name, value in fields.items() if value or not name.endswith("_prefix")}
 
@@ -256,7 +266,7 @@ class InputSpec(Record):
 
 
 def difference(data: Any, model: Any) -> str:
-    """Describe how a field of the data differs from that of a model, listing missing and new values of tuples."""
+    """Describe the difference between a field of the data and of a model. For tuples, lists missing and new values."""
     if isinstance(data, tuple) and isinstance(model, tuple) and {*data} != {*model}:
         changes = (
             ("missing", [value for value in model if value not in data]),
@@ -267,7 +277,10 @@ def difference(data: Any, model: Any) -> str:
 
 
 def check_architecture(checkpoint: ModelConfig, settings: ModelConfig, *, source: str) -> None:
-    """Raise ConfigError naming the first field in which the shapes of two models differ."""
+    """Raise ConfigError for the first model setting that differs between a checkpoint and the settings.
+
+    Settings that don't affect the shapes of weights are ignored.
+    """
     ignored = {"preset", "dropout", "init_from", "hidden_size", "num_layers", "num_heads", "intermediate_size"}
     sizes = None
     if checkpoint.factory is not None and settings.factory is not None:
@@ -279,6 +292,6 @@ def check_architecture(checkpoint: ModelConfig, settings: ModelConfig, *, source
         if actual[name] != value:
             raise ConfigError(
                 f"{source} has model.{name} {actual[name]}",
-                expected=f"{value}, from the settings",
-                next_command="use the checkpoint's model settings, or --train.start scratch",
+                expected=f"{value}, as in the settings",
+                next_command="use the model settings of the checkpoint, or --train.start scratch",
             )

@@ -1,7 +1,8 @@
-"""Text encoders for static shapes, without data-dependent branches or host synchronisation.
+"""Text encoders with static shapes, without any data-dependent control flow or host synchronization.
 
-BERT (post layer norm, erf GELU, learned positions), MPNet, which adds a relative position bias, and ModernBERT. Query,
-key and value are one matrix. Results match transformers. model/hf.py converts weights from and to Hugging Face names.
+We implement BERT (with post layer norm, erf GELU and learned positions), MPNet, which adds a relative position bias,
+and ModernBERT. Query, key and value projections are fused into one matrix. The results match those of transformers, and
+model/hf.py converts weights to and from Hugging Face names.
 """
 
 import math
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from pipeline.model.config import ModelConfig
 from pipeline.model.ops import Attention, Dropout, Gelu, LayerNorm, Linear
 
-_MASKED = -1e4  # added to scores of padding: exp underflows to 0 in fp32 and bf16, and there is no inf - inf
+# Added to the scores of padding. This is low enough for exp to underflow to 0 in fp32 and bf16, but avoids inf - inf.
+_MASKED = -1e4
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each followed by a residual and a layer norm."""
+    """A transformer layer with self-attention and feed-forward, each followed by a residual and a layer norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -36,7 +38,10 @@ class EncoderLayer(nn.Module):
         self.output_norm = LayerNorm(width, eps=config.layer_norm_eps)
 
     def forward(self, hidden: Tensor, score_bias: Tensor) -> Tensor:
-        """Map hidden [B, T, D] to [B, T, D], with score_bias [B, 1, 1 or T, T]."""
+        """Apply the layer to hidden states of shape [B, T, D].
+
+        `score_bias`: bias that is added to the attention scores, of shape [B, 1, 1 or T, T].
+        """
         shape, hidden = hidden.shape, hidden.flatten(0, 1)
         query, key, value = _heads(self.qkv(hidden), shape, self.num_heads)
         attended = self.attention(query, key, value, score_bias).transpose(1, 2)  # [B, T, H, E]
@@ -48,54 +53,60 @@ class EncoderLayer(nn.Module):
 
 
 def _heads(qkv: Tensor, shape: torch.Size, num_heads: int) -> tuple[Tensor, ...]:
-    """Split [B T, 3 H E] of states [B, T, D] into query, key and value, each [B, H, T, E].
+    """Split fused projections of shape [B T, 3 H E] into query, key and value, each of shape [B, H, T, E].
 
-    H is `num_heads`, or this rank's number of them with tensor parallelism.
+    `shape`: shape of the hidden states, [B, T, D]. With tensor parallelism, H is the number of heads on this rank.
     """
     batch, tokens, width = shape
     return qkv.view(batch, tokens, 3, -1, width // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 class TextEncoder(nn.Module, ABC):
-    """Encoder from token ids to one embedding per text. Subclasses implement `states`."""
+    """Base class for encoders that map token ids to one embedding per text. Subclasses implement `states`."""
 
     layers: nn.ModuleList
     packs_rows = True
-    """Whether several texts in a row cost no more than their tokens."""
+    """Whether packing several texts into a row saves computation compared to one padded row per text."""
 
     def __init__(self, config: ModelConfig, pad_id: int) -> None:
         super().__init__()
         self.pad_id = pad_id
         self.width = config.encoder.hidden_size
         self.longest_text = config.max_positions
-        """Maximum number of tokens of a text in any row."""
+        """Maximum number of tokens in a text, even if rows are longer."""
         self.pooling = config.pooling
         self.dropout = Dropout(config.dropout)
         self.run_layer: Callable[..., Tensor] | None = None
-        """Function (layer, hidden, score_bias, ...) -> hidden to call instead of the layer."""
+        """Wrapper `(layer, hidden, score_bias, ...) -> hidden` that is called instead of each layer, if set."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return embeddings [B, D], not normalized, of tokens int [B, T], padded with `pad_id`."""
+        """Compute embeddings of shape [B, D], without normalizing them, for token ids of shape [B, T].
+
+        Texts must be padded with `pad_id`.
+        """
         return self.pool(self.hidden_states(tokens), tokens)
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
-        """Return the states of the last layer [B, T, D] of tokens int [B, T]."""
+        """Compute the hidden states of the last layer, of shape [B, T, D], for token ids of shape [B, T]."""
         return self.states(tokens, None, (tokens == self.pad_id)[:, None])
 
     def rows(self, tokens: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
-        """Return embeddings fp32 [R, texts, D] of rows of up to `texts` texts, zeros for missing texts.
+        """Compute fp32 embeddings of shape [R, texts, D] for rows that each contain up to `texts` packed texts.
 
-        `tokens`, `positions` in the text and `segments` (number of the text from 1, 0: padding) are int32 [R, T]. Texts
-        of a row are independent: attention is masked between them, positions restart, and pooling is per text.
+        The texts in a row don't affect each other, because attention is masked between texts and each one is pooled
+        separately. The embeddings of missing texts are zeros. All inputs are int32 tensors of shape [R, T].
+
+        `positions`: position of each token within its text. `segments`: index of the text that each token belongs to,
+        starting from 1, or 0 for padding.
         """
         return self.pool_rows(self.row_states(tokens, positions, segments), positions, segments, texts)
 
     def row_states(self, tokens: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        """Return the states of the last layer [R, T, D] for `rows`."""
+        """Compute the hidden states of the last layer, of shape [R, T, D], for packed rows (see `rows`)."""
         return self.states(tokens, positions, segments[:, :, None] != segments[:, None, :])
 
     def pool_rows(self, hidden: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
-        """Return the embeddings of `rows` from the states of `row_states`."""
+        """Pool the hidden states returned by `row_states` to one embedding per text (see `rows`)."""
         numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=hidden.device)
         members = segments[:, None, :] == numbers[:, None]  # [R, texts, T]
         if self.pooling == "cls":
@@ -109,13 +120,17 @@ class TextEncoder(nn.Module, ABC):
 
     @abstractmethod
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """Return the states of the last layer [B, T, D] of tokens int [B, T].
+        """Compute the hidden states of the last layer, of shape [B, T, D], for token ids of shape [B, T].
 
-        `positions`: in the text, int [B, T], None: from 0 in every row. `masked`: bool [B, 1 or T, T], True: ignored.
+        `positions`: position of each token within its text, of shape [B, T]. If None, there is one text per row.
+        `masked`: bool tensor of shape [B, 1 or T, T], where True means that the token is ignored by attention.
         """
 
     def pool(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Pool states [B, T, D] to [B, D]: the mean, first or last of the states of real tokens."""
+        """Pool hidden states of shape [B, T, D] to [B, D], ignoring padding.
+
+        Depending on `pooling`, this takes the mean of all tokens, the first token, or the last token.
+        """
         if self.pooling == "cls":
             return hidden[:, 0]
         is_real = tokens != self.pad_id
@@ -125,17 +140,17 @@ class TextEncoder(nn.Module, ABC):
 
     @property
     def is_random(self) -> bool:
-        """True if random numbers are drawn in training."""
+        """True if the encoder uses random numbers during training."""
         return self.dropout.p > 0
 
     def run(self, layer: nn.Module, *inputs: Tensor) -> Tensor:
-        """Call a layer, through `run_layer` if set."""
+        """Call a layer, using the wrapper `run_layer` if it is set."""
         hidden: Tensor = layer(*inputs) if self.run_layer is None else self.run_layer(layer, *inputs)
         return hidden
 
 
 class BertEncoder(TextEncoder):
-    """BERT (Devlin et al. 2019), using a single token type."""
+    """BERT (Devlin et al. 2019). All tokens have the same token type."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int) -> None:
         super().__init__(config, pad_id)
@@ -157,11 +172,14 @@ class BertEncoder(TextEncoder):
         return hidden
 
 
-_BUCKETS, _FARTHEST = 32, 128  # buckets and largest distance of relative positions, fixed in MPNet's code
+_BUCKETS, _FARTHEST = 32, 128  # number of relative position buckets and maximum distance, which MPNet hardcodes
 
 
 class MPNetEncoder(TextEncoder):
-    """MPNet (Song et al. 2020): BERT without token types, with a relative position bias shared by all layers."""
+    """MPNet (Song et al. 2020).
+
+    Unlike BERT, it doesn't use token types and adds a relative position bias, which is shared by all layers.
+    """
 
     def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int) -> None:
         super().__init__(config, pad_id)
@@ -173,10 +191,10 @@ class MPNetEncoder(TextEncoder):
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder.num_layers))
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """Return states as TextEncoder does. Texts are contiguous, so distances in the row equal those in the text."""
         embedded = _embed_positions(self.position_embeddings, positions, tokens.shape[1])
         hidden: Tensor = self.dropout(self.embedding_norm(self.word_embeddings(tokens) + embedded))
-        # A product with one-hot rows instead of a look-up makes the gradient a product instead of a scatter.
+        # Texts are contiguous, so we can use distances within the row. Multiplying with one-hot rows instead of looking
+        # up the embeddings means that the gradient is also a matrix product instead of a scatter.
         buckets = _distance_buckets(tokens.shape[1], tokens.device)[..., None]
         one_hot = buckets == torch.arange(_BUCKETS, dtype=torch.int32, device=tokens.device)
         weight = self.relative_bias.weight
@@ -188,10 +206,11 @@ class MPNetEncoder(TextEncoder):
 
 
 def _distance_buckets(tokens: int, device: torch.device) -> Tensor:
-    """Return T5's bidirectional buckets, int32 [T, T]: exact for distances up to 7, then logarithmic up to 128.
+    """Return the bidirectional relative position buckets of T5 as an int32 tensor of shape [T, T].
 
-    Source: modeling_mpnet.py of transformers (relative_position_bucket). The same arithmetic computes the borders on
-    the host, so that the graph only compares integers.
+    Distances up to 7 have separate buckets, and larger ones are grouped on a logarithmic scale up to 128. This follows
+    `relative_position_bucket` in modeling_mpnet.py of transformers, except that the bucket borders are precomputed on
+    the host with the same arithmetic, so that the graph only needs to compare integers.
     """
     half, exact = _BUCKETS // 2, _BUCKETS // 4
     far = torch.arange(exact, _FARTHEST, dtype=torch.float32)
@@ -207,35 +226,39 @@ def _distance_buckets(tokens: int, device: torch.device) -> Tensor:
 
 
 def _embed_positions(table: nn.Embedding, positions: Tensor | None, tokens: int) -> Tensor:
-    """Return position embeddings [T, D], or [B, T, D] if `positions` is not None."""
+    """Return position embeddings of shape [T, D], or [B, T, D] if `positions` is set."""
     embedded: Tensor = table.weight[:tokens] if positions is None else table(positions)
     return embedded
 
 
 def _is_last(segments: Tensor) -> Tensor:
-    """Return bool [B, T]: whether a real token (segment above 0) is the last one of its segment."""
+    """Return a bool tensor of shape [B, T] that marks the last token of each segment, excluding padding (segment 0)."""
     following = torch.cat([segments[:, 1:], torch.zeros_like(segments[:, :1])], dim=1)
     return (segments != following) & (segments != 0)
 
 
 def mask_bias(masked: Tensor, hidden: Tensor) -> Tensor:
-    """Convert a mask, bool [B, 1 or T, T], to a bias of attention scores [B, 1, 1 or T, T] in the type of `hidden`."""
+    """Convert a bool mask of shape [B, 1 or T, T] to a bias for the attention scores, of shape [B, 1, 1 or T, T].
+
+    The bias has the data type of `hidden`.
+    """
     return (masked.to(hidden.dtype) * _MASKED)[:, None]
 
 
-# ModernBERT (Warner et al. 2024), also used by gte-modernbert: rotary positions, gated feed-forward, pre-norm with a
-# final norm, no biases, and global attention in every third layer only.
+# ModernBERT (Warner et al. 2024), which is also used by gte-modernbert. It uses rotary position embeddings, gated
+# feed-forward layers and pre-norm with a final norm. There are no biases, and only every third layer uses global
+# attention.
 
 GLOBAL_EVERY = 3
-"""Every n-th layer, starting with the first, uses global attention."""
+"""Interval between layers that use global attention, starting with the first layer."""
 LOCAL_ATTENTION = 128
-"""Window of local attention in tokens, half of it to either side."""
+"""Window size of local attention in tokens. Half of the window is on each side of a token."""
 ROPE_THETA = {True: 160_000.0, False: 10_000.0}
-"""Base of rotary angles for global (True) and local attention."""
+"""Base of the rotary embeddings for global (True) and local (False) attention."""
 
 
 class ModernLayer(nn.Module):
-    """Self-attention and gated feed-forward, each with a layer norm before it and a residual around it."""
+    """A pre-norm transformer layer with self-attention and a gated feed-forward."""
 
     def __init__(self, config: ModelConfig, *, is_first: bool) -> None:
         super().__init__()
@@ -254,7 +277,11 @@ class ModernLayer(nn.Module):
         self.activation = Gelu()
 
     def forward(self, hidden: Tensor, score_bias: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Map hidden [B, T, D] to [B, T, D], with score_bias [B, 1, 1 or T, T] and cosine, sine [B or 1, 1, T, E]."""
+        """Apply the layer to hidden states of shape [B, T, D].
+
+        `score_bias`: bias that is added to the attention scores, of shape [B, 1, 1 or T, T].
+        `cosine`, `sine`: rotary embeddings of shape [B or 1, 1, T, E].
+        """
         shape, hidden = hidden.shape, hidden.flatten(0, 1)
         query, key, value = _heads(self.qkv(self.attention_norm(hidden)), shape, self.num_heads)
         query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
@@ -267,7 +294,7 @@ class ModernLayer(nn.Module):
 
 
 class ModernBertEncoder(TextEncoder):
-    """ModernBERT (Warner et al. 2024), without biases and with mostly local attention."""
+    """ModernBERT (Warner et al. 2024)."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int) -> None:
         super().__init__(config, pad_id)
@@ -280,10 +307,10 @@ class ModernBertEncoder(TextEncoder):
         self._is_global = [number % GLOBAL_EVERY == 0 for number in range(size.num_layers)]
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """Return states as TextEncoder does. Texts are contiguous, so distances in the row equal those in the text."""
         numbers = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
         positions = numbers[None] if positions is None else positions
         hidden = self.dropout(self.embedding_norm(self.word_embeddings(tokens)))
+        # Texts are contiguous, so we can use distances within the row.
         is_far = (numbers[None, :] - numbers[:, None]).abs() > LOCAL_ATTENTION // 2
         inputs = {
             is_global: (mask_bias(mask, hidden), *_rotations(positions, self._head_width, ROPE_THETA[is_global]))
@@ -296,9 +323,10 @@ class ModernBertEncoder(TextEncoder):
 
 
 def _rotations(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine, fp32 [B, 1, T, E], of positions int [B, T] (RoFormer, Su et al. 2021).
+    """Return the cosine and sine of the rotary embeddings (RoFormer, Su et al. 2021) for positions of shape [B, T].
 
-    They are computed in the graph, because buffers would be cast with the weights.
+    Both are fp32 tensors of shape [B, 1, T, E]. We compute them in the graph instead of storing them in buffers, which
+    would be cast together with the weights.
     """
     evens = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device)
     frequencies = 1.0 / torch.pow(torch.full_like(evens, theta), evens / width)
@@ -308,7 +336,10 @@ def _rotations(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Ten
 
 
 def _rotate(values: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate dimension e with e + E/2 of values [B, H, T, E] in fp32, and return them in their own type."""
+    """Apply rotary embeddings to values of shape [B, H, T, E], rotating each dimension e together with e + E/2.
+
+    This is computed in fp32, and the result is cast back to the original data type.
+    """
     precise = values.float()
     first, second = precise.chunk(2, dim=-1)
     return (precise * cosine + torch.cat([-second, first], dim=-1) * sine).to(values.dtype)

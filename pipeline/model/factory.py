@@ -1,9 +1,10 @@
-"""User-defined encoders: `model.factory = "package.module:build"` names a function that returns a torch module.
+"""User-defined encoders, which are built by a function that `model.factory` refers to as "package.module:build".
 
-The function is called as `build(vocab_size=..., pad_id=..., max_positions=..., **model.factory_options)`. Its module is
-called as `module(input_ids=..., attention_mask=...)`, both int32 [B, T], texts padded to the right. It returns states
-[B, T, D], which are pooled here, or vectors [B, D], where D is `model.hidden_size`. If the output has the attribute
-`last_hidden_state`, as in transformers, that is used as the states.
+The function is called as `build(vocab_size=..., pad_id=..., max_positions=..., **model.factory_options)` and must
+return a torch module. That module is called as `module(input_ids=..., attention_mask=...)`, where both arguments are
+int32 tensors of shape [B, T] and texts are padded on the right. It should return either hidden states of shape
+[B, T, D], which are pooled here, or one vector per text, of shape [B, D], where D is `model.hidden_size`. If the output
+has an attribute `last_hidden_state`, as in transformers, the attribute is used as the hidden states.
 """
 
 import importlib
@@ -22,25 +23,28 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.encoder import TextEncoder
 
 PREFIX = "encoder.module."
-"""Prefix of the module's tensor names in a checkpoint."""
+"""Prefix that is added to the module's tensor names in a checkpoint."""
 ARGUMENTS = ("vocab_size", "pad_id", "max_positions")
 _PAGE = "docs/encoders.md#your-own-encoder"
 _PROBED_TOKENS = 512
-"""Attention over the longest texts of some models takes gigabytes."""
+"""Maximum text length for checks, since attention over the longest texts takes gigabytes for some models."""
 _SHORT, _NARROW = 5, 8
 _TOLERANCE = 1e-3
-"""Allowed difference of a text's vectors in rows of two lengths, relative to the largest value."""
+"""Maximum difference between the vectors of a text with and without padding, relative to the largest value."""
 
 
 class FactoryEncoder(TextEncoder):
-    """Encoder around a user's module, which gets one text per row. Rows of several texts are split first."""
+    """Encoder that wraps a user-defined module.
+
+    The module only needs to support one text per row, since packed rows are split first.
+    """
 
     packs_rows = False
 
     def __init__(self, config: ModelConfig, vocab_size: int, pad_id: int, seed: int) -> None:
-        """Build the module on the CPU, because it may read weights, and check its output.
+        """Build the module and check its output. It is always built on the CPU, since the factory may load weights.
 
-        Raises ConfigError if the factory cannot be imported or raises, or its module is not a valid encoder.
+        Raises ConfigError if the factory cannot be imported or fails, or if the module is not a valid encoder.
         """
         super().__init__(config, pad_id)
         self.layers = nn.ModuleList()
@@ -53,24 +57,24 @@ class FactoryEncoder(TextEncoder):
 
     @property
     def is_random(self) -> bool:
-        """Always True, because the module may draw random numbers."""
+        """Always True, since the module may use random numbers."""
         return True
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """Return states [B, T, D], or vectors [B, D] if the module pools. The module counts positions itself."""
-        del positions
-        # Unmask the first token of a row without a text, because a softmax over nothing has no value and no gradient.
+        """Compute hidden states of shape [B, T, D], or vectors of shape [B, D] if the module does its own pooling."""
+        del positions  # the module determines the positions itself
+        # Always unmask the first token, since softmax and its gradient are undefined for an empty row.
         is_real = torch.cat([torch.ones_like(masked[:, 0, :1]), ~masked[:, 0, 1:]], dim=1)
         output = self.module(input_ids=tokens, attention_mask=is_real.to(torch.int32))
         states: Tensor = getattr(output, "last_hidden_state", output)
         return states
 
     def pool(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Pool states as TextEncoder.pool does, and return vectors unchanged."""
+        """Pool hidden states, as TextEncoder.pool does. Vectors are returned unchanged."""
         return hidden if hidden.dim() == 2 else super().pool(hidden, tokens)
 
     def rows(self, tokens: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
-        """Return embeddings as TextEncoder.rows does, after splitting rows into [R * texts, the longest text]."""
+        """Compute embeddings, as TextEncoder.rows does, after moving each text to a separate row."""
         length = min(tokens.shape[1], self.longest_text)
         numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=tokens.device)[:, None]
         sizes = (segments[:, None] == numbers).sum(-1, dtype=torch.int32)  # [R, texts]
@@ -83,9 +87,11 @@ class FactoryEncoder(TextEncoder):
         return torch.where(is_real[:, :1], vectors, 0.0).view(tokens.shape[0], texts, -1)
 
     def cost_of_text(self, tokens: int) -> tuple[int, int, int]:
-        """Measure (bytes saved for backward, bytes of the largest saved tensor, forward FLOPs) of a text of `tokens`.
+        """Measure the memory and compute that a text with `tokens` tokens requires.
 
-        Weights are excluded. FLOPs are those of matrix products, convolutions and attention.
+        Returns the number of bytes that are saved for backward, the size of the largest saved tensor in bytes, and the
+        number of FLOPs in the forward pass. Weights are excluded, and FLOPs only include matrix products, convolutions
+        and attention.
         """
         weights = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
         kept: dict[int, int] = {}
@@ -95,7 +101,7 @@ class FactoryEncoder(TextEncoder):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights:
                 kept[storage.data_ptr()] = storage.nbytes()
-                alive.append(storage)  # so that no later storage reuses its address
+                alive.append(storage)  # ensures that the address isn't reused
             return tensor
 
         text = torch.full((1, tokens), (self.pad_id + 1) % 2, dtype=torch.int32)
@@ -106,7 +112,10 @@ class FactoryEncoder(TextEncoder):
 
     @torch.no_grad()
     def _check_vectors(self, vocab_size: int, longest: int) -> None:
-        """Probe first and last tokens and the longest row. Raises ConfigError if padding changes a text's vector."""
+        """Run the module on ids from the whole vocabulary and on a long row.
+
+        Raises ConfigError if the output is invalid, or if padding changes the vector of a text.
+        """
         was_training = self.module.training
         self.module.eval()
         ids = torch.linspace(0, vocab_size - 1, _NARROW, dtype=torch.float64).round().to(torch.int32)
@@ -123,11 +132,11 @@ class FactoryEncoder(TextEncoder):
                 self._name,
                 f"the vector of a text changes by {difference:.2g} when its row is padded from {_NARROW} to"
                 f" {wide.shape[1]} tokens",
-                "a module that ignores tokens masked by attention_mask",
+                "a module that ignores tokens that are masked by attention_mask",
             )
 
     def _probe(self, tokens: Tensor) -> Tensor:
-        """Return vectors [B, D] of tokens [B, T]. Raises ConfigError if the module's output is invalid."""
+        """Return the vectors for token ids of shape [B, T]. Raises ConfigError if the output is invalid."""
         rows, length = tokens.shape
         with _user_code(self._name, f"its module, called with {rows} texts of {length} tokens,"):
             states: object = self.states(tokens, None, (tokens == self.pad_id)[:, None])
@@ -150,23 +159,23 @@ class FactoryEncoder(TextEncoder):
 
 
 def _error(name: str, problem: str, expected: str) -> ConfigError:
-    return ConfigError(f"model.factory {name}: {problem}", expected=expected, next_command=f"correct it; {_PAGE}")
+    return ConfigError(f"model.factory {name}: {problem}", expected=expected, next_command=f"see {_PAGE}")
 
 
 @contextmanager
 def _user_code(name: str, doing: str) -> Iterator[None]:
-    """Convert any error of the user's code to a ConfigError with its file and line."""
+    """Convert any error raised by user code to a ConfigError that includes the file and line."""
     try:
         yield
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         origin = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         message = f"{doing} raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{origin}"
-        raise _error(name, message, f"an encoder as in {_PAGE}, in an installed package or PYTHONPATH") from error
+        raise _error(name, message, "an encoder in an installed package, or in a folder on PYTHONPATH") from error
 
 
 def _build_module(name: str, arguments: Mapping[str, object]) -> nn.Module:
-    """Import and call the factory. Raises ConfigError if this fails or the module cannot be trained and saved."""
+    """Import and call the factory. Raises ConfigError if it fails, or if the module can't be trained or saved."""
     package, _, attribute = name.partition(":")
     with _user_code(name, f"import of {package}"):
         build = getattr(importlib.import_module(package), attribute, None)
@@ -180,17 +189,17 @@ def _build_module(name: str, arguments: Mapping[str, object]) -> nn.Module:
         module = build(**arguments)
     if not isinstance(module, nn.Module):
         raise _error(name, f"{attribute} returned a {type(module).__name__}", "a torch.nn.Module")
-    # A checkpoint stores only parameters that are trained, each under one name.
+    # Checkpoints only contain trained parameters, each of which has exactly one name.
     named, first = dict(module.named_parameters(remove_duplicate=False)), dict[int, str]()
     faults = [] if named else ["no parameter"]
     for key, parameter in named.items():
         if (other := first.setdefault(id(parameter), key)) != key:
-            faults.append(f"{other} and {key}, which are one tied parameter")
+            faults.append(f"{other} and {key}, which are tied")
         elif not parameter.requires_grad:
-            faults.append(f"{key}, which does not require a gradient")
+            faults.append(f"{key}, which does not require gradients")
     faults += [f"{key}, a persistent buffer" for key in sorted(module.state_dict().keys() - named.keys())]
     if faults:
-        expected = "untied parameters that all require gradients, and buffers with persistent=False"
+        expected = "parameters that are not tied and require gradients, and only buffers with persistent=False"
         raise _error(name, f"its module has {faults[-1]}", expected)
     return module
 
@@ -198,9 +207,9 @@ def _build_module(name: str, arguments: Mapping[str, object]) -> nn.Module:
 def module_weights(
     weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, factory: str, source: str
 ) -> dict[str, Tensor]:
-    """Return the tensors of a file that belong to the factory's module, with PREFIX instead of the file's prefix.
+    """Select the tensors that belong to the factory's module and replace the prefix of their names with PREFIX.
 
-    Raises CheckpointError naming a tensor that is missing or has another shape.
+    Raises CheckpointError for the first tensor that is missing or has the wrong shape.
     """
     expected = {name.removeprefix(PREFIX): tensor for name, tensor in template.items() if name.startswith(PREFIX)}
     first = next(iter(expected))
@@ -213,7 +222,7 @@ def module_weights(
             raise CheckpointError(
                 f"{source}: {prefix}{name}: {problem}",
                 expected=f"shape {list(tensor.shape)}, as in the module of {factory}",
-                next_command="--model.init-from FOLDER with weights of that module, or its sizes in"
+                next_command="--model.init-from FOLDER with the weights of this module, or change its sizes with"
                 " --model.factory-options",
             )
     return {PREFIX + name: weights[prefix + name] for name in expected}

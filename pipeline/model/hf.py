@@ -1,12 +1,14 @@
-"""Conversion from and to Hugging Face: families of encoders, config.json and names of weights.
+"""Convert configurations and weights to and from the formats of Hugging Face transformers.
 
-RoBERTa, XLM-R and CamemBERT differ from BERT in three ways. Positions begin at `pad_token_id + 1` (earlier rows are for
-padding), there is one token type, and tensor names have another prefix. Without these first rows of positions such a
-model is bit-identical to BERT, so the same encoder runs it, and checkpoints and exports use the names of BERT. MPNet
-and ModernBERT are separate encoders. Encoder tensors have the prefix of their architecture (`bert.`, `mpnet.`,
-`model.`). Interactions and head keep their names, and a factory's module has the prefix `encoder.module.`.
+RoBERTa, XLM-R and CamemBERT differ from BERT in three ways. Their positions start at `pad_token_id + 1`, since the
+first rows of the table are reserved for padding, they have a single token type, and their tensors have a different
+prefix. Once the reserved rows are removed, these models are bitwise identical to BERT. They therefore use the same
+encoder, and their checkpoints and exports use the names of BERT. MPNet and ModernBERT have separate encoders.
 
-Source: modeling_roberta.py and modeling_xlm_roberta.py of transformers (create_position_ids_from_input_ids).
+The names of encoder tensors start with the prefix of the architecture (`bert.`, `mpnet.`, `model.`), or with
+`encoder.module.` for a factory's module. The tensors of interactions and head keep their names.
+
+See `create_position_ids_from_input_ids` in modeling_roberta.py and modeling_xlm_roberta.py of transformers.
 """
 
 import json
@@ -28,37 +30,37 @@ CONFIG = "config.json"
 _POSITION_TABLE = "embeddings.position_embeddings.weight"
 _TYPE_TABLE = "embeddings.token_type_embeddings.weight"
 _IGNORED = ("pooler.", "cls.", "lm_head.", "classifier.", "qa_outputs.", "embeddings.position_ids")
-"""Prefixes of tensors that do not belong to the encoder, mostly of task heads."""
+"""Prefixes of tensors that are not part of the encoder, most of which belong to task heads."""
 _WORDS = "encoder.word_embeddings.weight"
 _POSITIONS = "encoder.position_embeddings.weight"
 HEAD_PARTS = ("interactions.", "head.")
-"""Prefixes of all tensors outside of the encoder."""
+"""Prefixes of all tensors that are not part of the encoder."""
 _TRAINING_ONLY = ("temperature.",)
-"""Prefixes of tensors of earlier versions that only training used."""
+"""Prefixes of tensors that earlier versions only used for training."""
 _OLD_NORM = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # as in bert-base-uncased
 
 
-# Families of encoders and their conversion to BERT.
+# Encoder families and their conversion to BERT.
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model type of transformers and how its files differ from BERT's."""
+    """A model type of transformers, and how its files differ from those of BERT."""
 
     prefix: str
-    """Optional prefix of the encoder's tensor names."""
+    """Prefix of the encoder's tensor names, which may be missing in files."""
     architecture: Architecture
-    """The encoder that runs it."""
+    """The encoder to use for this family."""
     has_offset: bool = False
-    """Whether positions begin at the padding id plus one."""
+    """Whether positions start at the padding id plus one."""
 
     @property
     def is_bert_with_offset(self) -> bool:
-        """True if position and type tables must be converted to BERT's."""
+        """True if the position and type tables need to be converted to those of BERT."""
         return self.has_offset and self.architecture == "bert"
 
     def offset(self, pad_id: int) -> int:
-        """Return the number of position rows before that of the first token."""
+        """Return the number of reserved rows at the beginning of the position table."""
         return pad_id + 1 if self.has_offset else 0
 
 
@@ -70,13 +72,13 @@ FAMILIES: Mapping[str, Family] = {
     "mpnet": Family("mpnet.", "mpnet", has_offset=True),
     "modernbert": Family("model.", "modernbert"),
 }
-"""Families by model_type in config.json."""
+"""Encoder families, keyed by the model_type in config.json."""
 _CLASSES = {"bert": "BertModel", "mpnet": "MPNetModel", "modernbert": "ModernBertModel"}
-"""Classes of transformers by architecture, for config.json."""
+"""Class names in transformers, keyed by architecture, which are written to config.json."""
 
 
 def as_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int, *, source: str) -> dict[str, Tensor]:
-    """Convert the weights of a BERT-like family to those of an equivalent BERT, without prefix.
+    """Convert the weights of a BERT-like family to those of an equivalent BERT model, and remove the prefix.
 
     Weights of other architectures are returned unchanged. Raises CheckpointError if a table is missing or too small.
     """
@@ -91,8 +93,8 @@ def as_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int, *, sour
             actual = "no such tensor" if table is None else f"shape {list(table.shape)}"
             raise CheckpointError(
                 f"{source}: {name}: {actual}",
-                expected=f"at least {rows} rows, as in {model_type}",
-                next_command="check model_type and pad_token_id in its config.json",
+                expected=f"at least {rows} rows for {model_type}",
+                next_command="check model_type and pad_token_id in config.json",
             )
     converted[_POSITION_TABLE] = converted[_POSITION_TABLE][offset:].contiguous()
     types = converted[_TYPE_TABLE]
@@ -100,11 +102,11 @@ def as_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int, *, sour
     return converted
 
 
-# config.json: validation of supported encoders, conversion to model settings and back.
+# Validation of config.json and conversion to and from model settings.
 
 
 class Foreign(BaseModel):
-    """A JSON file written by other tools. Unknown keys are ignored."""
+    """Base class for JSON files that were written by other tools. Unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -113,7 +115,7 @@ Json = TypeVar("Json", bound=BaseModel)
 
 
 def parse_json(data: bytes, model: type[Json], where: str) -> Json:
-    """Parse a JSON file written by other tools. Raises ConfigError naming the first invalid field."""
+    """Parse a JSON file that was written by other tools. Raises ConfigError for the first invalid field."""
     check_downloaded(data[:HEAD_BYTES], where, ConfigError)
     try:
         return model.model_validate_json(data)
@@ -123,7 +125,7 @@ def parse_json(data: bytes, model: type[Json], where: str) -> Json:
         raise ConfigError(
             f"{where}: {field + ': ' if field else ''}{first['msg'].removeprefix('Value error, ')}",
             expected=(model.__doc__ or "").splitlines()[0].rstrip("."),
-            next_command="correct that file, or use another model",
+            next_command="correct the file, or use a different model",
         ) from error
 
 
@@ -142,7 +144,7 @@ _SUPPORTED: Mapping[str, Mapping[str, Any]] = {
         "attention_bias": False,
         "mlp_bias": False,
         "local_attention": LOCAL_ATTENTION,
-        # Both the keys of transformers 4 and of transformers 5.
+        # These include the keys of both transformers 4 and transformers 5.
         "global_attn_every_n_layers": GLOBAL_EVERY,
         "global_rope_theta": ROPE_THETA[True],
         "local_rope_theta": ROPE_THETA[False],
@@ -153,14 +155,14 @@ _SUPPORTED: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": LOCAL_ATTENTION // 2,
     },
 }
-"""The only supported values, by architecture, of keys that affect results. Dots separate nested keys."""
+"""The only supported values of keys that affect results, by architecture. Nested keys are separated by dots."""
 _UNSUPPORTED = ("is_encoder_decoder", "pruned_heads", "quantization_config", "rope_scaling", "auto_map.AutoModel")
-"""Keys that affect results, or name code to run, unless they are null, false or empty."""
+"""Keys that must be null, false or empty, since they would otherwise affect results or refer to code to run."""
 _MAY_BE_NULL = ("layer_types", "sliding_window")
 
 
 class EncoderJson(Foreign):
-    """A Hugging Face config.json of a supported text encoder."""
+    """A Hugging Face config.json for a supported text encoder."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -173,14 +175,14 @@ class EncoderJson(Foreign):
     intermediate_size: int = Field(ge=8, le=65_536)
     max_position_embeddings: int
     layer_norm_eps: float = Field(1e-12, gt=0, le=0.1)
-    norm_eps: float = Field(1e-5, gt=0, le=0.1)  # of modernbert
+    norm_eps: float = Field(1e-5, gt=0, le=0.1)  # only used by modernbert
 
     @field_validator("model_type")
     @classmethod
     def _has_family(cls, value: str) -> str:
         if value not in FAMILIES:
             raise ValueError(
-                f"architecture {value} is not supported, expected {', '.join(FAMILIES)} or a module of your own"
+                f"architecture {value} is not supported, expected {', '.join(FAMILIES)} or a custom module"
                 " (--model.factory, docs/encoders.md)"
             )
         return value
@@ -197,17 +199,17 @@ class EncoderJson(Foreign):
             for key in name.split("."):
                 actual = actual.get(key, value) if isinstance(actual, dict) else value
             if actual != value and not (value is None and not actual) and not (actual is None and name in _MAY_BE_NULL):
-                raise ValueError(f"{name} is {actual!r}, but trnpipe supports only {value!r}")
+                raise ValueError(f"{name} is {actual!r}, but trnpipe only supports {value!r}")
         if not 8 <= self.positions <= MAX_POSITIONS:
             raise ValueError(
-                f"max_position_embeddings {self.max_position_embeddings} is {self.positions} positions in this family,"
-                f" expected 8 to {MAX_POSITIONS}"
+                f"max_position_embeddings {self.max_position_embeddings} means {self.positions} positions in this"
+                f" family, expected 8 to {MAX_POSITIONS}"
             )
         return self
 
     @property
     def positions(self) -> int:
-        """Number of positions, without the rows before that of the first token."""
+        """Number of positions, without the reserved rows at the beginning of the table."""
         return self.max_position_embeddings - FAMILIES[self.model_type].offset(self.pad_token_id)
 
     @property
@@ -220,36 +222,36 @@ class EncoderJson(Foreign):
         )
 
     def fields(self) -> dict[str, Any]:
-        """Return the equivalent model settings, without sizes."""
+        """Return the equivalent model settings, except for sizes."""
         architecture = FAMILIES[self.model_type].architecture
         eps = self.norm_eps if architecture == "modernbert" else self.layer_norm_eps
         return {"architecture": architecture, "max_positions": self.positions, "layer_norm_eps": eps}
 
     def check(self, config: ModelConfig, *, source: str) -> None:
-        """Raise ConfigError, with the flags to set, if the settings differ from this file."""
+        """Raise ConfigError, which lists the flags to set, if the settings don't match this file."""
         expected = {**self.fields(), **self.size.model_dump()}
         settings = {**config.model_dump(include=set(expected)), **config.encoder.model_dump()}
-        expected["max_positions"] = min(
-            expected["max_positions"], settings["max_positions"]
-        )  # further rows are dropped
+        # Fewer positions are allowed, since excess rows are dropped.
+        expected["max_positions"] = min(expected["max_positions"], settings["max_positions"])
         different = [name for name, value in expected.items() if settings[name] != value]
         if different:
             raise ConfigError(
                 f"model.{different[0]} is {settings[different[0]]}, but {source} has {expected[different[0]]}",
-                expected="the settings of the weights in --model.init-from",
+                expected="settings that match the weights in --model.init-from",
                 next_command=" ".join(f"--model.{name.replace('_', '-')} {expected[name]}" for name in different),
             )
 
 
 def read_config(data: bytes, where: str) -> EncoderJson:
-    """Read a config.json. Raises ConfigError naming the architecture or field that is not supported."""
+    """Parse a config.json. Raises ConfigError if the architecture or the value of a field is not supported."""
     return parse_json(data, EncoderJson, where)
 
 
 def hf_config(config: ModelConfig, spec: InputSpec) -> str:
-    """Return the config.json that makes a checkpoint folder or an export readable by transformers.
+    """Return the content of config.json, which allows transformers to load a checkpoint folder or an export.
 
-    For a factory's module, which transformers cannot open, it only documents the factory and its options.
+    If the encoder is built by a factory, transformers can't load it, so the file only documents the factory and its
+    options.
     """
     if config.factory is not None:
         return json.dumps({"model_type": "trnpipe-factory", **config.shape()}, indent=1)
@@ -274,7 +276,7 @@ def hf_config(config: ModelConfig, spec: InputSpec) -> str:
             "global_rope_theta": ROPE_THETA[True],
             "local_rope_theta": ROPE_THETA[False],
             **{f"{part}_dropout": config.dropout for part in ("embedding", "mlp")},
-            # Without these, transformers would use the ids of the published vocabulary instead of the tokenizer's.
+            # Override the defaults of transformers, which are the ids in the published vocabulary.
             **{f"{token}_token_id": None for token in ("bos", "eos", "cls", "sep")},
         }
     else:
@@ -289,7 +291,7 @@ def hf_config(config: ModelConfig, spec: InputSpec) -> str:
     return json.dumps(content, indent=1)
 
 
-# Names of weights.
+# Weight names.
 
 _EMBEDDINGS = {
     "word_embeddings.weight": "embeddings.word_embeddings.weight",
@@ -302,15 +304,15 @@ _FEED_FORWARD = {"intermediate": "intermediate.dense", "output": "output.dense",
 
 @dataclass(frozen=True)
 class _Names:
-    """Hugging Face names of an architecture."""
+    """The weight names of an architecture in Hugging Face transformers."""
 
     prefix: str
-    layers: str  # prefix of the layer number
-    single: Mapping[str, str]  # tensors outside of layers
-    parts: Mapping[str, str]  # modules of a layer
-    qkv: tuple[str, ...]  # query, key and value, or a single name if they are one matrix
-    ignored: tuple[str, ...]  # prefixes of tensors outside of the encoder: pooler, task heads
-    offset: int = 0  # rows of the position table before that of the first token
+    layers: str  # prefix of the layer index
+    single: Mapping[str, str]  # tensors that are not part of a layer
+    parts: Mapping[str, str]  # modules in a layer
+    qkv: tuple[str, ...]  # names of query, key and value, or a single name if they are fused
+    ignored: tuple[str, ...]  # prefixes of tensors that are not part of the encoder, such as the pooler and task heads
+    offset: int = 0  # number of reserved rows at the beginning of the position table
 
 
 _NAMES: Mapping[str, _Names] = {
@@ -353,7 +355,7 @@ _NAMES: Mapping[str, _Names] = {
 
 
 def _names_of(state: Iterable[str]) -> _Names:
-    """Return the Hugging Face names of the architecture whose encoder has these tensors."""
+    """Determine the architecture from the tensor names in a state dict and return its Hugging Face names."""
     own = set(state)
     if "encoder.final_norm.weight" in own:
         return _NAMES["modernbert"]
@@ -361,7 +363,10 @@ def _names_of(state: Iterable[str]) -> _Names:
 
 
 def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a state dict to Hugging Face names, splitting the query-key-value matrix if the architecture has three."""
+    """Convert a state dict to Hugging Face names.
+
+    The fused query, key and value matrix is split, unless transformers also fuses it for this architecture.
+    """
     names = _names_of(state)
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -373,7 +378,7 @@ def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _hf_names(name: str, names: _Names) -> tuple[str, ...]:
-    """Return the Hugging Face names of the tensors whose concatenation is the tensor `name`."""
+    """Return the Hugging Face names of the tensors that are concatenated to the tensor `name`."""
     if not name.startswith("encoder.") or name.startswith(FACTORY_PREFIX):
         return (name,)
     own = name.removeprefix("encoder.")
@@ -385,11 +390,11 @@ def _hf_names(name: str, names: _Names) -> tuple[str, ...]:
 
 
 def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Rename Hugging Face tensors to the names of `template`, requiring all of them in the same shapes.
+    """Convert a state dict from Hugging Face names to the names in `template`.
 
-    Raises CheckpointError naming the first tensor that is missing or has another shape.
+    Raises CheckpointError for the first tensor that is missing or doesn't have the same shape as in the template.
     """
-    # Defaults for checkpoints from before the scale and shift of features were stored.
+    # Older checkpoints don't contain the scale and shift of features.
     fills = {"interactions.features.scale": torch.ones, "interactions.features.shift": torch.zeros}
     weights = {name: fill(template[name].shape) for name, fill in fills.items() if name in template} | dict(weights)
     for name, tensor in _expected(template).items():
@@ -399,7 +404,7 @@ def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, so
             raise CheckpointError(
                 f"{source}: {name}: {problem}",
                 expected=f"shape {list(tensor.shape)}, from the model settings",
-                next_command="use the model settings of the checkpoint (its state.json), or --train.start scratch",
+                next_command="use the model settings in the checkpoint's state.json, or --train.start scratch",
             )
     names, result = _names_of(template), dict[str, Tensor]()
     for name in template:
@@ -412,15 +417,16 @@ def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, so
 def encoder_from_hf(
     weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str, same_vocabulary: bool = False
 ) -> dict[str, Tensor]:
-    """Return the encoder of a foreign checkpoint (with or without a prefix), under the names of `template`.
+    """Convert the encoder of an external checkpoint, with or without a prefix, to the names in `template`.
 
-    Drops excess rows of positions, the pooler and task heads. Raises CheckpointError for any other unknown tensor.
-    `same_vocabulary`: also drop excess rows of words, which often pad the table to a round number.
+    Excess rows of the position table, the pooler and task heads are dropped.
+    `same_vocabulary`: also drop excess rows of the word table, which is often padded to a round number of rows.
+    Raises CheckpointError if there is any other tensor, or if a tensor is missing or has the wrong shape.
     """
     names = _names_of(template)
 
     def rename(name: str) -> str:
-        for old, new in _OLD_NORM.items():  # layer norms of checkpoints converted from TensorFlow
+        for old, new in _OLD_NORM.items():  # used by checkpoints that were converted from TensorFlow
             name = name.replace(old, new)
         return names.prefix + name.removeprefix(names.prefix)
 
@@ -436,7 +442,7 @@ def encoder_from_hf(
             raise CheckpointError(
                 f"{source}: {table} has shape {list(renamed[table].shape)}, but the tokenizer has {tokens} tokens",
                 expected="the tokenizer that belongs to the weights",
-                next_command="trnpipe prepare --data.tokenizer.path with the tokenizer.json of the model",
+                next_command="trnpipe prepare --data.tokenizer.path FILE, with the tokenizer.json of the model",
             )
         renamed[table] = renamed[table][:tokens]
     positions = next(iter(_hf_names(_POSITIONS, names)), "") if _POSITIONS in encoder else ""
@@ -446,9 +452,9 @@ def encoder_from_hf(
 
 
 def model_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Return a complete model under the names of `template`. The encoder's tensors may lack their prefix.
+    """Convert a full model to the names in `template`. The prefix of encoder tensors is optional.
 
-    Raises CheckpointError naming the first tensor that is unknown, missing or has another shape.
+    Raises CheckpointError for the first tensor that is unknown, missing or has the wrong shape.
     """
     expected = _expected(template)
     has_factory = any(name.startswith(FACTORY_PREFIX) for name in template)
@@ -463,7 +469,7 @@ def model_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor],
 
 def _expected(template: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of `template` under Hugging Face names, on the meta device."""
-    # Not empty_like, which imports sympy (half a second) for a tensor that is on `meta` already.
+    # Don't use empty_like, which imports sympy (0.5 s) if the tensor is already on the meta device.
     empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in template.items()}
     return to_hf(empty)
 
@@ -475,14 +481,14 @@ def _rename(
     is_ignored: Callable[[str], bool],
     source: str,
 ) -> dict[str, Tensor]:
-    """Rename tensors. Raises CheckpointError naming the first one that is neither in `template` nor ignored."""
+    """Rename tensors. Raises CheckpointError for the first one that is neither in `template` nor ignored."""
     result = {rename(name): tensor for name, tensor in weights.items()}
     expected = _expected(template)
     if unknown := sorted(name for name in result if name not in expected and not is_ignored(name)):
         raise CheckpointError(
             f"{source}: {unknown[0]} is not part of this model",
-            expected="the architecture, layers and head of the model settings",
-            next_command="--model.architecture, --model.preset or --model.num-layers as in its config.json, or the"
-            " settings it was trained with",
+            expected="the same architecture, layers and head as in the model settings",
+            next_command="set --model.architecture, --model.preset or --model.num-layers as in its config.json, or use"
+            " the settings that it was trained with",
         )
     return result

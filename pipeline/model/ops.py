@@ -1,10 +1,10 @@
-"""Linear, layer norm and GELU with a second implementation for XLA:CPU.
+"""Layers with an alternative implementation for XLA:CPU, in addition to PyTorch's operators.
 
-XLA:CPU computes a plain sum over rows or columns in one scalar loop, and the backward pass of a transformer has many of
-them: bias gradients, both moments of each layer norm. The second implementation computes these sums as products with a
-vector of ones, which run in the matrix library on all cores, and GELU with its derivative in one fused expression.
-Results agree to 1e-5 (fp32), and `python -m bench.trainer_ratio` measures the speedup. Other devices use PyTorch's
-operators.
+XLA:CPU uses a single scalar loop to compute sums over rows or columns, of which there are many in the backward pass of
+a transformer, such as bias gradients and both moments of each layer norm. The alternative implementation multiplies by
+a vector of ones instead, so that the sums are computed by the matrix library on all cores. It also computes the GELU
+and its derivative in one fused expression. Results agree to within 1e-5 in fp32. Run `python -m bench.trainer_ratio` to
+measure the speedup.
 """
 
 import math
@@ -14,29 +14,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_FUSED_BELOW = 16 * 1024 // 4  # fp32 elements, as in XLA's cpu_instruction_fusion.cc
+_FUSED_BELOW = 16 * 1024 // 4  # in fp32 elements, as in XLA's cpu_instruction_fusion.cc
 
 
 class Linear(nn.Linear):
-    """nn.Linear, whose bias gradient is a matrix product if `sums_by_matmul` is set."""
+    """Linear layer that computes the bias gradient with a matrix product if `sums_by_matmul` is set."""
 
     sums_by_matmul = False
 
     def forward(self, values: Tensor) -> Tensor:
-        """Map [N, K] to [N, M]."""
-        if not self.sums_by_matmul or self.bias is None:  # without a bias there is no sum
+        """Apply the layer to values of shape [N, K] and return a tensor of shape [N, M]."""
+        if not self.sums_by_matmul or self.bias is None:  # without a bias, no sum needs to be computed
             return F.linear(values, self.weight, self.bias)
         result: Tensor = _Linear.apply(values, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return result
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm over the last dimension, whose means and sums are matrix products if `sums_by_matmul` is set."""
+    """Layer norm that computes means and sums with matrix products if `sums_by_matmul` is set."""
 
     sums_by_matmul = False
 
     def forward(self, values: Tensor) -> Tensor:
-        """Normalize [..., D] over the last dimension."""
+        """Normalize values of shape [..., D] over the last dimension."""
         if not self.sums_by_matmul:
             return F.layer_norm(values, self.normalized_shape, self.weight, self.bias, self.eps)
         if values.dim() > 2:
@@ -46,7 +46,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Gelu(nn.Module):
-    """Exact GELU (Hendrycks and Gimpel 2016)."""
+    """Exact GELU (Hendrycks and Gimpel 2016), which is one fused expression if `sums_by_matmul` is set."""
 
     sums_by_matmul = False
 
@@ -61,17 +61,21 @@ class Gelu(nn.Module):
 class Attention(nn.Module):
     """Scaled dot-product attention (Vaswani et al. 2017).
 
-    `is_decomposed` is for tracing devices: XLA gets single operators either way, PyTorch's function adds a reduction
-    over booleans (for fully masked rows, which do not occur here), and XLA:CPU fuses this implementation.
+    On devices that trace operations, `is_decomposed` should be set. PyTorch's function would also be decomposed there,
+    but it includes a reduction over booleans to handle fully masked rows, which don't occur here. In addition, XLA:CPU
+    can fuse this implementation.
     """
 
     is_decomposed = False
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, score_bias: Tensor) -> Tensor:
-        """Attend with query, key, value [B, H, T, E] and score_bias, broadcast to [B, H, T, T]. Return [B, H, T, E]."""
+        """Compute attention for query, key and value of shape [B, H, T, E] and return a tensor of the same shape.
+
+        `score_bias`: bias that is added to the scores, which must be broadcastable to [B, H, T, T].
+        """
         if not self.is_decomposed:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=score_bias)
-        # torch.bmm and not torch.matmul, which expands both sides and costs host time on a tracing device.
+        # Use torch.bmm instead of torch.matmul, which expands both operands and thus takes more host time for tracing.
         batch, heads, tokens, width = query.shape
         query, key, value = (query * width**-0.5).flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
         scores = torch.bmm(query, key.transpose(1, 2)).view(batch, heads, tokens, tokens) + score_bias
@@ -79,7 +83,7 @@ class Attention(nn.Module):
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout that traces nothing if its probability is 0."""
+    """Dropout that doesn't add any operations to the graph if the probability is 0."""
 
     def forward(self, values: Tensor) -> Tensor:
         """Apply dropout to each element."""
@@ -87,12 +91,18 @@ class Dropout(nn.Dropout):
 
 
 def l2_normalize(values: Tensor) -> Tensor:
-    """Scale rows [B, D] to length 1. Unlike this, F.normalize compares with a Python float, which traces to f64."""
+    """Normalize rows of shape [B, D] to unit length.
+
+    Unlike F.normalize, this doesn't compare with a Python float, which would be traced as f64.
+    """
     return values * torch.rsqrt((values * values).sum(dim=1, keepdim=True) + 1e-12)
 
 
 def choose_forms(module: nn.Module, *, traced: bool, sums_by_matmul: bool) -> None:
-    """Choose the implementation of every operator of this file in `module`."""
+    """Select the implementation of all layers in `module` that are defined in this file.
+
+    `traced`: whether the device traces operations. `sums_by_matmul`: whether to use the implementation for XLA:CPU.
+    """
     for child in module.modules():
         if isinstance(child, Linear | LayerNorm | Gelu):
             child.sums_by_matmul = sums_by_matmul
@@ -101,11 +111,11 @@ def choose_forms(module: nn.Module, *, traced: bool, sums_by_matmul: bool) -> No
 
 
 def _column_sums(*values: Tensor) -> list[Tensor]:
-    """Sum each [N, D] over its rows, to [D].
+    """Sum matrices of shape [N, D] over their rows.
 
-    XLA:CPU fuses a product with a vector below 16 KiB and the computation of its matrix (a GELU's derivative) into one
-    scalar loop over columns. A step of 64 pairs of 24 tokens took twice as long as one of 40. Two rows of ones are not
-    a vector and prevent this.
+    If a matrix is multiplied by a vector of less than 16 KiB, XLA:CPU fuses the product and the computation of the
+    matrix (such as the derivative of a GELU) into a single scalar loop over columns. As a result, a step with 64 pairs
+    of 24 tokens took twice as long as one with 40 tokens. Using two rows of ones instead of a vector prevents this.
     """
     first = values[0]
     rows = 1 if first.shape[0] > _FUSED_BELOW else 2
@@ -126,7 +136,10 @@ class _Linear(torch.autograd.Function):
 
 
 class _LayerNorm(torch.autograd.Function):
-    """Layer norm (Ba, Kiros and Hinton 2016). The gradient is (g w - mean(g w) - x^ mean(g w x^)) / std per row."""
+    """Layer norm (Ba, Kiros and Hinton 2016).
+
+    The gradient of each row is (g w - mean(g w) - x^ mean(g w x^)) / std, where x^ is the normalized input.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

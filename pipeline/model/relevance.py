@@ -1,4 +1,7 @@
-"""The relevance model: text encoder, interactions of query, product and features, and relevance head."""
+"""The relevance model.
+
+It consists of a text encoder, interactions between the query, the product and features, and a relevance head.
+"""
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -23,9 +26,10 @@ _ENCODERS: Mapping[str, Callable[[ModelConfig, int, int], TextEncoder]] = {
 
 
 class RelevanceInputs(NamedTuple):
-    """Tensors of one batch: Q queries with S products each (S is 1 for scoring pairs), Tq and Tp tokens.
+    """Model inputs for a batch of Q queries with S products each, where S is 1 when scoring pairs.
 
-    Product q S + s belongs to query q. F numeric and C categorical features describe the pairs.
+    Product q S + s belongs to query q. Queries are padded to Tq tokens and products to Tp tokens. Each pair has F
+    numeric and C categorical features.
     """
 
     query: Tensor  # int32 [Q, Tq]
@@ -35,10 +39,10 @@ class RelevanceInputs(NamedTuple):
 
 
 class GroupInputs(NamedTuple):
-    """Tensors of one training batch: Q queries, each packed with the S products of its group into a row of T tokens.
+    """Model inputs for a training batch, where each query is packed with its group of products into one row.
 
-    Text 1 of a row is the query, text 2 + s is product s of its group (see TextEncoder.rows). Product q S + s belongs
-    to query q. A product without tokens has an embedding of zeros.
+    There are Q rows of T tokens, with S products each. In each row, text 1 is the query and text 2 + s is product s
+    (see TextEncoder.rows). Product q S + s belongs to query q. If a product has no tokens, its embedding is zero.
     """
 
     tokens: Tensor  # int32 [Q, T]
@@ -49,22 +53,23 @@ class GroupInputs(NamedTuple):
 
 
 def inputs_of(batch: Mapping[str, Tensor]) -> "RelevanceInputs | GroupInputs":
-    """Return the model's inputs from the tensors of a batch."""
+    """Convert the tensors of a batch to model inputs."""
     kind = GroupInputs if "segments" in batch else RelevanceInputs
     return kind(*(batch[name] for name in kind._fields))
 
 
 class RelevanceOutputs(NamedTuple):
-    """logits [Q S, K] over relevance classes, embeddings of queries [Q, D] and products [Q S, D]."""
+    """Logits over relevance classes, of shape [Q S, K], and embeddings of queries [Q, D] and products [Q S, D]."""
 
     logits: Tensor
     query: Tensor
     product: Tensor
 
 
-# Interactions of query, product and features: explicit (products, differences, crosses) and implicit (a deep MLP).
+# Interactions between query, product and features. Some are explicit (products, differences and crosses), and others
+# are learned by a deep MLP.
 
-_CONSTANT = 1e-4  # standard deviation below which a feature counts as constant
+_CONSTANT = 1e-4  # features with a lower standard deviation are considered constant
 _CATEGORICAL_SIZE = 16
 """Embedding width of each categorical feature."""
 
@@ -77,7 +82,7 @@ class CrossNetwork(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map [B, W] to [B, W]."""
+        """Apply all cross layers to inputs of shape [B, W]."""
         crossed = inputs
         for layer in self.layers:
             crossed = inputs * layer(crossed) + crossed
@@ -87,8 +92,9 @@ class CrossNetwork(nn.Module):
 class FeatureEncoder(nn.Module):
     """MLP over numeric and categorical features.
 
-    Numeric features are squashed (log(1 + x)), then standardized over the training split by `scale` and `shift` (see
-    `fit`), which are parameters and therefore part of every checkpoint and export.
+    Numeric features are first squashed with log(1 + x) and then standardized with `scale` and `shift`, which are
+    computed from the training split (see `fit`). Both are parameters, so that they are part of every checkpoint and
+    export.
     """
 
     def __init__(self, config: ModelConfig, spec: InputSpec) -> None:
@@ -104,7 +110,7 @@ class FeatureEncoder(nn.Module):
         self.width = widths[-1]
 
     def forward(self, numeric: Tensor, categorical: Tensor) -> Tensor:
-        """Map numeric [B, F] and categorical int [B, C] to [B, width]."""
+        """Encode numeric features of shape [B, F] and categorical ids of shape [B, C] as a [B, width] tensor."""
         parts = [_squash(numeric) * self.scale + self.shift] if self.num_numeric else []
         parts += [table(categorical[:, index]) for index, table in enumerate(self.embeddings)]
         hidden = torch.cat(parts, dim=1) if parts else numeric
@@ -114,7 +120,7 @@ class FeatureEncoder(nn.Module):
 
     @torch.no_grad()
     def fit(self, numeric: Tensor) -> None:
-        """Set scale and shift from rows of the training split, fp32 [N, F]. Constant features are zeroed."""
+        """Set scale and shift from N rows of the training split, of shape [N, F]. Constant features become zero."""
         if not self.num_numeric:
             return
         squashed = _squash(numeric.double())
@@ -130,15 +136,15 @@ def _squash(numeric: Tensor) -> Tensor:
 
 
 _MATCH_SIZE, _MATCH_WEIGHTS = 64, 8
-_FAR = 1e4  # above any cosine, without overflow in bf16
+_FAR = 1e4  # larger than any cosine, but doesn't overflow in bf16
 
 
 class TokenMatch(nn.Module):
-    """Late interaction: features of how well each token of one text matches the other text.
+    """Late interaction module that computes how well the tokens of each text match the other text.
 
-    Each token takes its maximum cosine over the other text's tokens, as in ColBERT (Khattab and Zaharia, SIGIR 2020).
-    The features are the mean, the minimum, and means with learned weights of tokens, because a different number matters
-    more than a different word.
+    For each token, we take the maximum cosine similarity to any token of the other text, as in ColBERT (Khattab and
+    Zaharia, SIGIR 2020). These are then summarized by the mean, the minimum, and several weighted means. The weights of
+    tokens are learned because, for example, a different number matters more than a different word.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -150,9 +156,11 @@ class TokenMatch(nn.Module):
         self.width = _MATCH_SIZE
 
     def forward(self, query: Tensor, is_query: Tensor, product: Tensor, is_product: Tensor) -> Tensor:
-        """Return features [B S, width] of query states [B, Tq, D] and product states [B, Tp, D].
+        """Compute match features of shape [B S, width].
 
-        `is_query` [B, Tq] and `is_product` [B, S, Tp], 1 or 0, mark the tokens of the query and of each product.
+        `query`, `product`: hidden states of shape [B, Tq, D] and [B, Tp, D].
+        `is_query`, `is_product`: masks of shape [B, Tq] and [B, S, Tp], which are 1 for the tokens of the query and of
+        each product, and 0 for all other tokens.
         """
         cosines = torch.matmul(self._directions(query), self._directions(product).transpose(1, 2))[:, None]
         is_query = is_query[:, None]  # [B, 1, Tq]
@@ -166,8 +174,11 @@ class TokenMatch(nn.Module):
         return projected * torch.rsqrt((projected * projected).sum(2, keepdim=True) + 1e-12)
 
     def _summary(self, best: Tensor, is_token: Tensor, states: Tensor) -> list[Tensor]:
-        """Return the weighted means, mean and minimum over tokens [B, S, ...] of the best cosines [B, S or 1, T]."""
-        best = best * is_token  # a text without tokens has zeros
+        """Return the weighted means, mean and minimum of the best cosines over tokens, each of shape [B, S, ...].
+
+        `best`: the maximum cosine of each token, of shape [B, S or 1, T].
+        """
+        best = best * is_token  # all features of a text without tokens are zero
         is_token = is_token.expand_as(best)
         scores = self.weights(states).float()[:, None] - (1.0 - is_token[..., None]) * _FAR  # [B, S, T, W]
         weighted = (torch.softmax(scores, dim=2) * best[..., None]).sum(2)
@@ -177,7 +188,7 @@ class TokenMatch(nn.Module):
 
 
 class Interactions(nn.Module):
-    """Explicit and implicit interactions of both text embeddings and the features, for the relevance head."""
+    """Explicit and implicit interactions between both text embeddings and the features."""
 
     def __init__(self, config: ModelConfig, spec: InputSpec) -> None:
         super().__init__()
@@ -196,7 +207,11 @@ class Interactions(nn.Module):
     def forward(
         self, query: Tensor, product: Tensor, numeric: Tensor, categorical: Tensor, match: Tensor | None = None
     ) -> Tensor:
-        """Map query, product [B, D], numeric [B, F], categorical int [B, C] and match features to [B, width]."""
+        """Compute the inputs of the relevance head, of shape [B, width].
+
+        `query`, `product`: embeddings of shape [B, D]. `numeric`: [B, F]. `categorical`: ids of shape [B, C].
+        `match`: features from TokenMatch.
+        """
         left, right = self.query_projection(query), self.product_projection(product)
         features = self.features(numeric, categorical)
         if match is not None:
@@ -214,10 +229,10 @@ class Interactions(nn.Module):
 
 
 class RelevanceModel(nn.Module):
-    """Model that scores (query, product) pairs and computes their embeddings for retrieval."""
+    """Model that scores (query, product) pairs and computes the embeddings used for retrieval."""
 
     def __init__(self, config: ModelConfig, spec: InputSpec, seed: int = 0) -> None:
-        """Build the modules. `seed` is for a factory, since `build_model` initializes all other weights."""
+        """Build the modules. `seed` is only used for a factory, since `build_model` initializes all other weights."""
         super().__init__()
         sizes = spec.vocab_size, spec.pad_id
         self.encoder: TextEncoder
@@ -229,14 +244,17 @@ class RelevanceModel(nn.Module):
         self.head = nn.Linear(self.interactions.width, spec.num_classes)
 
     def forward(self, inputs: RelevanceInputs | GroupInputs) -> RelevanceOutputs:
-        """Compute embeddings and scores."""
+        """Compute the logits and embeddings of a batch."""
         query, product, match = self._embed(inputs)
         repeated = _repeat(query, product.shape[0])
         mixed = self.interactions(repeated, product, inputs.numeric.to(query.dtype), inputs.categorical, match)
         return RelevanceOutputs(self.head(mixed), query, product)
 
     def _embed(self, inputs: RelevanceInputs | GroupInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return embeddings of queries [Q, D] and products [Q S, D], and match features [Q S, M] with token_match."""
+        """Compute the embeddings of queries, [Q, D], and products, [Q S, D].
+
+        Also returns match features of shape [Q S, M] if token_match is set, and None otherwise.
+        """
         match, matched = self.interactions.match, None
         if isinstance(inputs, GroupInputs):
             tokens, positions, segments = inputs.tokens, inputs.positions, inputs.segments
@@ -249,10 +267,10 @@ class RelevanceModel(nn.Module):
                 numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=tokens.device)
                 members = (segments[:, None, :] == numbers[:, None]).float()  # [Q, 1 + S, T]
                 matched = match(hidden, members[:, 0], hidden, members[:, 1:])
-            vectors = vectors.to(self.head.weight.dtype)  # bf16 if the weights are
+            vectors = vectors.to(self.head.weight.dtype)  # cast back to bf16 if the weights are in bf16
             return vectors[:, 0], vectors[:, 1:].flatten(0, 1), matched
         query, product = inputs.query, inputs.product
-        if query.shape[1] == product.shape[1]:  # a single encoder pass halves the graph
+        if query.shape[1] == product.shape[1]:  # run the encoder only once, which halves the size of the graph
             both = self.encoder.hidden_states(torch.cat([query, product], dim=0))
             states = both[: query.shape[0]], both[query.shape[0] :]
         else:
@@ -266,7 +284,7 @@ class RelevanceModel(nn.Module):
 
 
 def _repeat(values: Tensor, products: int) -> Tensor:
-    """Repeat values of queries [Q, ...] for each of their products, to [Q S, ...]."""
+    """Repeat the values of each query, of shape [Q, ...], once per product to get a tensor of shape [Q S, ...]."""
     slots = products // values.shape[0]
     if slots == 1:
         return values
@@ -274,15 +292,16 @@ def _repeat(values: Tensor, products: int) -> Tensor:
 
 
 def build_model(config: ModelConfig, spec: InputSpec, seed: int) -> RelevanceModel:
-    """Build and initialize a model on the CPU. The same seed gives the same weights on every rank.
+    """Build and initialize a model on the CPU. With the same seed, the weights are the same on every rank.
 
-    Raises ConfigError if the architecture needs another tokenizer.
+    Raises ConfigError if the architecture doesn't support the tokenizer.
     """
     if config.architecture == "mpnet" and spec.pad_id != MPNET_PAD:
         raise ConfigError(
             f"model.architecture mpnet does not support the tokenizer's pad_id {spec.pad_id}",
-            expected=f"pad_id {MPNET_PAD}, from which MPNet counts positions",
-            next_command="--data.tokenizer.path FILE, the tokenizer.json of an MPNet, or another --model.architecture",
+            expected=f"pad_id {MPNET_PAD}, which MPNet uses as the offset of positions",
+            next_command="--data.tokenizer.path FILE with the tokenizer.json of an MPNet model, or change"
+            " --model.architecture",
         )
     model = RelevanceModel(config, spec, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -295,10 +314,11 @@ def build_model(config: ModelConfig, spec: InputSpec, seed: int) -> RelevanceMod
 
 @torch.no_grad()
 def _initialise(module: nn.Module, generator: torch.Generator, std: float | None = None) -> None:
-    """Draw normal weights with `std`, by default 1/sqrt(inputs) for layers and 1 for tables, and zero the biases.
+    """Initialize weights from a normal distribution and set biases to zero.
 
-    After the encoder BERT's 0.02 is too small. With 20 numeric inputs the text side memorizes the training pairs before
-    the features are used (WDC cameras, test F1 of match 0.70).
+    By default, the standard deviation is 1/sqrt(inputs) for layers and 1 for embedding tables. BERT's 0.02 is too small
+    for layers after the encoder. With 20 numeric features, for example, the model memorized the training pairs by their
+    texts before it learned to use the features (WDC cameras, test F1 of match 0.70).
     """
     for child in module.modules():
         if isinstance(child, nn.Embedding):

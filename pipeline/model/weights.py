@@ -1,4 +1,4 @@
-"""Read weights of unknown origin without running any code in them, and build the initial model of a run."""
+"""Load untrusted weights without executing any code that they contain, and build the initial model of a run."""
 
 import hashlib
 import re
@@ -22,17 +22,19 @@ from pipeline.model.relevance import RelevanceModel, build_model
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 ADAPTER = "adapter_config.json"
-_COUNTERS = ("position_ids", "num_batches_tracked")  # integer buffers, which are not weights
-_SHARED = 4  # tied weights are stored once and counted twice: a much higher ratio is an attempt to fill the memory
+_COUNTERS = ("position_ids", "num_batches_tracked")  # integer buffers, as opposed to weights
+# Maximum ratio of tensor sizes to file size. Tied weights are stored once but counted twice, but a much higher ratio
+# may be an attempt to exhaust memory.
+_SHARED = 4
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # 8-bit types would need scales
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # 8-bit types would require scales
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "auto_model.", "0.auto_model.", "0.model.")
 
 
 def find_weights(storage: Storage, folder: str = "") -> str:
     """Return the name of the weights file in a Hugging Face folder.
 
-    Raises ConfigError for an adapter, and CheckpointError if the weights are missing or split into several files.
+    Raises ConfigError if the folder contains an adapter, and CheckpointError if the weights are missing or sharded.
     """
 
     def exists(name: str) -> bool:
@@ -42,26 +44,26 @@ def find_weights(storage: Storage, folder: str = "") -> str:
     if exists(ADAPTER):
         raise ConfigError(
             f"{uri} contains an adapter ({ADAPTER})",
-            expected="the weights of a complete encoder",
-            next_command="merge it before copying: model.merge_and_unload().save_pretrained(DIR)",
+            expected="the weights of a full encoder",
+            next_command="merge it into the base model first: model.merge_and_unload().save_pretrained(DIR)",
         )
     if name := next(filter(exists, WEIGHT_FILES), ""):
         return name
     if index := next((f"{name}.index.json" for name in WEIGHT_FILES if exists(f"{name}.index.json")), ""):
         raise CheckpointError(
-            f"{uri} has its weights in several files ({index})",
+            f"the weights in {uri} are split into several files ({index})",
             expected=" or ".join(WEIGHT_FILES),
-            next_command="save it again in one file: model.save_pretrained(DIR, max_shard_size='30GB')",
+            next_command="save the model again in one file: model.save_pretrained(DIR, max_shard_size='30GB')",
         )
     raise CheckpointError(
-        f"{uri} has no weights: neither {' nor '.join(WEIGHT_FILES)}",
+        f"{uri} has no weights",
         expected=" or ".join(WEIGHT_FILES),
-        next_command="copy the complete folder",
+        next_command="copy the whole folder again",
     )
 
 
 def without_wrappers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefixes that DDP, torch.compile, Lightning or sentence-transformers add to every name."""
+    """Remove any prefixes that DDP, torch.compile, Lightning or sentence-transformers add to all names."""
     unwrapped = dict(weights)
     while unwrapped and (prefix := next((w for w in _WRAPPERS if all(name.startswith(w) for name in unwrapped)), "")):
         unwrapped = {name.removeprefix(prefix): tensor for name, tensor in unwrapped.items()}
@@ -69,15 +71,16 @@ def without_wrappers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_tensors(path: Path, source: str) -> dict[str, Tensor]:
-    """Return tensors by name, in contiguous fp32 copies on the CPU, without counters.
+    """Load weights as contiguous fp32 tensors on the CPU, skipping integer buffers.
 
-    Raises CheckpointError naming the tensor or the code in the file (`source`) that is refused.
+    `source`: description of the file for error messages. Raises CheckpointError if the file is damaged, contains code,
+    or contains a tensor that cannot be a weight.
     """
     return {name: _as_weight(name, tensor, source) for name, tensor in _read_tensors(path, source).items()}
 
 
 def _read_tensors(path: Path, source: str) -> dict[str, Tensor]:
-    """Return tensors by name as they are stored, without counters. Raises CheckpointError if they cannot be read."""
+    """Load tensors without converting them, skipping integer buffers. Raises CheckpointError if they can't be read."""
     with path.open("rb") as file:
         check_downloaded(file.read(HEAD_BYTES), source, CheckpointError)
     if path.suffix == ".safetensors":
@@ -87,7 +90,7 @@ def _read_tensors(path: Path, source: str) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{source} is damaged or not a safetensors file: {error}",
                 expected="a safetensors file",
-                next_command="copy it again, or export it again",
+                next_command="copy or export the file again",
             ) from error
     else:
         tensors = _read_torch_file(path, source)
@@ -100,12 +103,12 @@ def _read_torch_file(path: Path, source: str) -> Mapping[str, Tensor]:
     def refusal(problem: str) -> CheckpointError:
         return CheckpointError(
             f"{source} {problem}",
-            expected="a state dict saved with torch.save, which contains only names and tensors",
+            expected="a state dict saved with torch.save that only contains names and tensors",
             next_command="torch.save(model.state_dict(), FILE) on the training machine, or convert it to safetensors",
         )
 
     if zipfile.is_zipfile(path):
-        # torch.save does not compress entries. A compressed entry may be small on disk and fill the memory.
+        # torch.save never compresses entries. A compressed entry could be small on disk, but exhaust the memory.
         try:
             with zipfile.ZipFile(path) as archive:
                 packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
@@ -115,7 +118,7 @@ def _read_torch_file(path: Path, source: str) -> Mapping[str, Tensor]:
             raise refusal(f"has a compressed entry, {packed[0]}")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged or malicious pickle can make the unpickler raise anything
+    except Exception as error:  # a damaged or malicious pickle can make the unpickler raise any exception
         match = _GLOBAL.search(str(error))
         problem = f"would run {match.group(1)} on loading" if match else f"cannot be read: {type(error).__name__}"
         raise refusal(f"{problem} (no code was run)") from error
@@ -126,12 +129,12 @@ def _read_torch_file(path: Path, source: str) -> Mapping[str, Tensor]:
             raise refusal(f"contains {name!r}, which is a {type(value).__name__}")
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in content.values())
     if size_bytes > _SHARED * path.stat().st_size:
-        raise refusal(f"expands to {format_bytes(size_bytes)} of tensors that share their content")
+        raise refusal(f"expands to {format_bytes(size_bytes)}, because its tensors share the same storage")
     return cast(Mapping[str, Tensor], content)
 
 
 def _as_weight(name: str, tensor: Tensor, source: str) -> Tensor:
-    """Return a tensor in fp32. Raises CheckpointError if it cannot be a weight."""
+    """Convert a tensor to fp32. Raises CheckpointError if it cannot be a weight."""
     problem = ""
     if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_cpu:
         problem = f"{tensor.layout} on {tensor.device.type}{', quantized' if tensor.is_quantized else ''}"
@@ -144,17 +147,20 @@ def _as_weight(name: str, tensor: Tensor, source: str) -> Tensor:
     if problem:
         raise CheckpointError(
             f"{source}: {name}: {problem}",
-            expected="finite values in fp32, fp16 or bf16, all of them stored",
+            expected="a dense tensor of finite values in fp32, fp16 or bf16",
             next_command="save the original model in fp32: model.float().save_pretrained(DIR)",
         )
     return tensor.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
 
 
-# The initial model of a run from scratch: random, or with the encoder of a Hugging Face folder.
+# The initial model of a run from scratch, which is randomly initialized except for an optional pretrained encoder.
 
 
 def digest_of_initial(folder: str, scratch: Path) -> tuple[str, str]:
-    """Return the URI and SHA-256 of the weights of `model.init_from`, after `initial_model` has read them."""
+    """Return the URI and SHA-256 of the weights in `folder` (model.init_from).
+
+    This must be called after `initial_model`, which downloads the weights to `scratch`.
+    """
     storage = open_storage(folder)
     name = find_weights(storage)
     with (storage.local_path(name) or scratch / f"init-{name}").open("rb") as file:
@@ -164,10 +170,11 @@ def digest_of_initial(folder: str, scratch: Path) -> tuple[str, str]:
 def initial_model(
     config: ModelConfig, spec: InputSpec, seed: int, scratch: Path, *, same_vocabulary: bool = False
 ) -> RelevanceModel:
-    """Build a model on the CPU, the same on every rank, with the encoder weights of the folder `config.init_from`.
+    """Build a model on the CPU, loading the encoder weights from the folder `config.init_from` if it is set.
 
-    `same_vocabulary`: whether its tokenizer is that of `spec`. Raises CheckpointError if the weights do not fit, and
-    ConfigError if the architecture is not supported or differs from the settings.
+    The result is the same on every rank.
+    `same_vocabulary`: whether the encoder uses the same tokenizer as the data in `spec`. Raises CheckpointError if the
+    weights don't match the settings, and ConfigError if the architecture is not supported or doesn't match either.
     """
     if config.init_from is None:
         return build_model(config, spec, seed)
@@ -178,12 +185,12 @@ def initial_model(
         local = scratch / f"init-{name}"
         storage.download(name, local)
     model_type: str = config.architecture
-    if config.factory is None and storage.stat(CONFIG) is not None:  # default: the architecture of the settings
+    if config.factory is None and storage.stat(CONFIG) is not None:  # otherwise, use the architecture in the settings
         encoder_json = read_config(storage.read_bytes(CONFIG), storage.uri(CONFIG))
         encoder_json.check(config, source=storage.uri(CONFIG))
         model_type = encoder_json.model_type
     source = storage.uri(name)
-    # A file for a factory may contain masks and other buffers, so only the tensors of its module are checked.
+    # Files for a factory may also contain masks and other buffers, so only check the tensors that the module uses.
     weights = load_tensors(local, source) if config.factory is None else _read_tensors(local, source)
     return with_encoder(weights, source, config, spec, seed, model_type=model_type, same_vocabulary=same_vocabulary)
 
@@ -198,9 +205,10 @@ def with_encoder(
     model_type: str,
     same_vocabulary: bool = False,
 ) -> RelevanceModel:
-    """Build a model with the encoder `weights` of a family or of a factory's module, initializing the rest by `seed`.
+    """Build a model with the given encoder weights and initialize all other weights randomly.
 
-    Raises CheckpointError if the weights do not fit the settings, before memory is allocated.
+    Raises CheckpointError if the weights don't match the settings. Unless a factory is used, this is checked before
+    allocating any memory.
     """
     if config.factory is not None:
         model = build_model(config, spec, seed)
@@ -215,13 +223,13 @@ def with_encoder(
 
 
 def template_of(config: ModelConfig, spec: InputSpec) -> dict[str, Tensor]:
-    """Return a model's state dict on the meta device. Raises CheckpointError if a size is too large for a tensor."""
+    """Return the state dict of a model on the meta device. Raises CheckpointError if a tensor would be too large."""
     try:
         with torch.device("meta"):
             return RelevanceModel(config, spec).state_dict()
-    except RuntimeError as error:  # the number of bytes overflows
+    except RuntimeError as error:  # the size in bytes overflows
         raise CheckpointError(
-            f"a model of width {config.encoder.hidden_size} and {spec.vocab_size} words: {error}",
+            f"a model with hidden size {config.encoder.hidden_size} and {spec.vocab_size} tokens: {error}",
             expected="the sizes of the weights in the same folder",
             next_command="export the model again",
         ) from error

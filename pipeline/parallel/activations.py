@@ -1,8 +1,9 @@
-"""Activation checkpointing of units (layers), with optional offloading of their inputs to host memory.
+"""Activation checkpointing for units (layers), optionally offloading the unit inputs to host memory.
 
-`recompute_units` wraps modules with torch's non-reentrant checkpoint. `checkpointed_call` is for weights that exist in
-the model for one call only, as views of flat vectors. Torch's checkpoint would recompute without them, and on a tracing
-device the compiler would merge both computations, so it is an autograd function of inputs and weights.
+`recompute_units` wraps modules with torch's non-reentrant checkpoint. `checkpointed_call` supports models whose weights
+are views of flat vectors that are only swapped in for the duration of a call. Torch's checkpoint would no longer see
+those weights during recomputation, and on a tracing device the compiler would deduplicate the two forward passes.
+`checkpointed_call` is therefore implemented as an autograd function that takes both the inputs and the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +20,15 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.backends import Backend
 
 _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
-"""Arguments of transformers' layers. Recomputing would write the key/value cache twice (its modeling_layers.py)."""
+"""Arguments that disable the cache of transformers layers, since recomputation would update it twice."""
 
 
 def recompute_units(units: Sequence[nn.Module], *, offload: bool = False, pin_memory: bool = False) -> None:
-    """Keep only the inputs of each unit for backward, in (pinned) host memory with `offload`.
+    """Wrap each unit in place so that only its inputs are saved for backward and the rest is recomputed.
 
-    Changes units in place and must run before fully_shard. Names of parameters and modules do not change. Only
-    `forward` is recomputed, not `__call__`, so the hooks of a unit, such as those that gather its parameters, run once.
+    With `offload`, the inputs are moved to host memory until backward, which is pinned if `pin_memory` is set. This
+    must be called before `fully_shard`. Parameter and module names are preserved. Note that only `forward` is
+    recomputed, not `__call__`, so that hooks on the unit, such as the ones that gather its parameters, run only once.
     """
     for unit in units:
         unit.forward = partial(
@@ -43,9 +45,10 @@ def _checkpointed_forward(forward: Callable[..., Any], saving: Callable[[], Any]
 
 
 def checkpointed_call(backend: Backend, layer: nn.Module, *inputs: Tensor) -> Tensor:
-    """Return layer(*inputs), using its current weights, and recompute it in backward.
+    """Call a layer with its current weights and recompute its activations during backward.
 
-    Weights are saved by reference and must not change before backward. Results are bit-identical to a plain call.
+    The weights are saved by reference, so they must not be modified before backward. Results are bitwise identical to
+    calling the layer directly.
     """
     output: Tensor
     if torch.is_grad_enabled():

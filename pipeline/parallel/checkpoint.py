@@ -1,6 +1,6 @@
-"""Save and load a sharded model and its optimizer as plain files that do not depend on the mesh.
+"""Save and load a sharded model and its optimizer in a format that does not depend on the mesh.
 
-Rank 0 keeps the full state in host memory while saving and loading.
+Note that rank 0 holds the full, unsharded state in host memory while saving and loading.
 """
 
 import json
@@ -37,17 +37,19 @@ from pipeline.parallel.tensors import fused_parts, interleave_rows
 
 KIND = "weights"
 _GROUPS = "optimizer"
-"""Metadata key of the optimizer's file: parameter groups and scalars as JSON."""
+"""Metadata key in the optimizer file that holds the parameter groups and scalar state as JSON."""
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 State = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write model.safetensors, and optimizer.safetensors if given, to a folder or an s3:// URI, atomically.
+    """Atomically save the model, and optionally its optimizer, to a folder or an s3:// URI.
 
-    All ranks must call it. Rank 0 writes. A tied tensor is written once, under its first name. Raises, on every rank,
-    ConfigError if the optimizer has parameters of another model, and TransientError if writing or a collective fails.
+    This must be called on all ranks, but only rank 0 writes. It writes model.safetensors, plus optimizer.safetensors if
+    an optimizer is passed. Tied tensors are written once, under the first of their names. On every rank, raises
+    ConfigError if the optimizer contains parameters that don't belong to the model, and TransientError if the write or
+    a collective fails.
     """
     with raise_on_all_ranks("opening the folder"):
         storage, name = _location(folder)
@@ -64,7 +66,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     def write() -> None:
         target = storage.local_path(name)
         with os_errors("writing", storage.uri(name)):
-            if target is not None:  # stage in the target's folder, so that publishing is a rename
+            if target is not None:  # stage on the target's filesystem, so that the commit is an atomic rename
                 atomic.make_dirs(target.parent)
             temporary = TemporaryDirectory(dir=temporary_folder()) if target is None else atomic.temp_dir(target)
             with temporary as staging:
@@ -78,15 +80,16 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
-    except SafetensorError as error:  # how safetensors reports a full disk
+    except SafetensorError as error:  # safetensors raises this when the disk is full
         raise TransientError(f"{path.name} cannot be written: {error}", expected="free disk space") from error
-    path.chmod(0o644)  # safetensors makes it readable by the owner only
+    path.chmod(0o644)  # safetensors creates files that only the owner can read
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Load a folder that `save` wrote, from any mesh, into a model and its optimizer.
+    """Load a model, and optionally its optimizer, from a folder written by `save` on any mesh.
 
-    Raises CheckpointError, on every rank, if the folder is missing, damaged, or of another model or optimizer.
+    Raises CheckpointError on every rank if the folder is missing or corrupted, or if it doesn't match the model or the
+    optimizer.
     """
     with raise_on_all_ranks("opening the folder"):
         storage, name = _location(folder)
@@ -123,41 +126,44 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
 
 
 def _reorder_fused(model: nn.Module, tensors: Mapping[str, Tensor], *, for_file: bool) -> Tensors:
-    """Reorder the rows of fused parameters and of their moments: consecutive in files, interleaved on ranks."""
+    """Reorder the rows of fused parameters and their moments, which are consecutive in files but interleaved in memory.
+
+    `for_file`: whether to convert from the in-memory order to the file order, instead of the other way round.
+    """
     num_fused, result = fused_parts(model), dict(tensors)
     for name, tensor in tensors.items():
-        parts = num_fused.get(name) or num_fused.get(name.partition(".")[2], 1)  # a moment is named key.name
+        parts = num_fused.get(name) or num_fused.get(name.partition(".")[2], 1)  # moments are named key.name
         if parts > 1 and tensor.ndim:
             result[name] = interleave_rows(tensor, len(tensor) // parts if for_file else parts)
     return result
 
 
 def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the parameter names of each group. Raises ConfigError if a parameter does not belong to the model."""
+    """Return the parameter names in each group. Raises ConfigError if a parameter doesn't belong to the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if unknown := [parameter for parameter in parameters if id(parameter) not in names]:
         raise ConfigError(
             f"the optimizer has {len(unknown)} parameters that do not belong to the model",
             expected="an optimizer of model.parameters() after transform",
-            next_command="call model = transform(model) first, then build the optimizer",
+            next_command="call model = transform(model) before building the optimizer",
         )
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def check_shapes(source: str, expected: Mapping[str, list[int]], shapes: Mapping[str, list[int]]) -> None:
-    """Raise CheckpointError if tensor names or shapes in `source` differ from those of the model."""
+    """Raise CheckpointError if the tensor names or shapes in `source` don't match the model."""
     for name in sorted(expected.keys() | shapes.keys()):
         if expected.get(name) != shapes.get(name):
             raise CheckpointError(
                 f"{source}: the shape of {name!r} is {shapes.get(name, 'missing')}",
                 expected=f"{expected.get(name, 'no such tensor')}, as in the model",
-                next_command="build the model and its optimizer as when they were saved",
+                next_command="build the model and its optimizer the same way as when they were saved",
             )
 
 
 def tensor_shapes(state: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the shape of each tensor by name."""
+    """Return a mapping from tensor names to shapes, ignoring values that are not tensors."""
     return {name: list(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
 
 
@@ -170,14 +176,14 @@ def _location(folder: str | Path) -> tuple[Storage, str]:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each tied tensor, by its other names."""
+    """Return a mapping from every additional name of a tied tensor to its first name."""
     names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {name: first for name, value in state.items() if (first := names.setdefault(id(value), name)) != name}
 
 
 def _as_tensors(state: State) -> tuple[Tensors, dict[str, str]]:
-    """Return an optimizer's state as tensors by `key.name`, and its scalars and options as JSON metadata."""
+    """Split an optimizer's state into tensors named `key.name` and JSON metadata with the scalars and options."""
     values = {f"{key}.{name}": value for name, slots in state.get("state", {}).items() for key, value in slots.items()}
     numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     groups = []

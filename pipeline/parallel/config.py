@@ -1,4 +1,4 @@
-"""Parallelism settings: how a model is sharded over devices."""
+"""Settings that control how a model is sharded over devices."""
 
 import json
 import os
@@ -12,64 +12,69 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.record import Record
 
 PLAN_VARIABLE = "TRNPIPE_PARALLEL"
-"""Environment variable with a plan as JSON, or the path of a JSON file."""
+"""Environment variable that contains a plan as JSON, or the path to a JSON file."""
 
 
 class Spread(Record):
-    """Settings for sharding a model over the ranks of a run."""
+    """Settings for sharding a model across the ranks of a run."""
 
     retired: ClassVar[Mapping[str, Any]] = {"collectives": "default", "offload_horizon": 0}
 
     shard_degree: int = Field(
-        0, ge=0, description="Ranks that one copy is sharded over; 0: all data-parallel ranks, 1: no sharding"
+        0, ge=0, description="Number of ranks to shard each replica over; 0: all data-parallel ranks, 1: no sharding"
     )
     shard: Literal["all", "state"] = Field(
         "all",
         description="all: shard parameters, gradients and optimizer state (FSDP); state: optimizer state only (ZeRO-1)",
     )
-    tensor_degree: int = Field(1, ge=1, description="Tensor parallel degree: ranks that split each layer's matrices")
+    tensor_degree: int = Field(1, ge=1, description="Tensor parallel degree (1 disables tensor parallelism)")
     recompute: Literal["none", "units"] = Field(
-        "none", description="units: activation checkpointing, which keeps only the inputs of each unit (layer)"
+        "none", description="units: use activation checkpointing, saving only the inputs of each unit (layer)"
     )
-    offload: bool = Field(False, description="Keep the inputs of recomputed units in host memory until backward")
+    offload: bool = Field(False, description="Offload the inputs of recomputed units to host memory until backward")
     process_group: str = Field(
         "",
         pattern=r"^$|^[\w.]+:\w+$",
-        description="Backend of the shard groups as MODULE:NAME, registered with torch.distributed by MODULE;"
-        " empty: the device's default",
+        description="Process group backend to use for the shard axis, as MODULE:NAME, where importing MODULE registers"
+        " NAME with torch.distributed; empty: the device's default backend",
     )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.offload and self.recompute == "none":
-            raise ValueError("offload with recompute none: only inputs of recomputed units are offloaded")
+            raise ValueError("offload requires recompute units, since only inputs of recomputed units are offloaded")
         if self.shard == "state" and self.tensor_degree > 1:
-            raise ValueError(f"shard state with tensor_degree {self.tensor_degree}, expected shard all")
+            raise ValueError(f"shard state does not support tensor_degree {self.tensor_degree}, expected shard all")
         return self
 
     @property
     def shards_parameters(self) -> bool:
-        """Return whether FSDP shards the parameters."""
+        """Return whether the parameters are sharded with FSDP."""
         return self.shard == "all" and self.shard_degree != 1
 
     def as_plan(self, precision: Literal["fp32", "bf16"] = "fp32") -> "Plan":
-        """Return these settings as a plan with the given precision."""
+        """Convert these settings to a plan with the given precision."""
         return Plan(**self.model_dump(), precision=precision)
 
 
 class Plan(Spread):
-    """Parallelism settings of a user's script, including the precision and seed that `trnpipe train` sets elsewhere."""
+    """Parallelism settings for a user script, which adds the precision and seed that `trnpipe train` sets elsewhere."""
 
     precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Precision of the computation in units; weights and their gradients are kept in fp32"
+        "fp32", description="Compute precision within units; weights and gradients are always kept in fp32"
     )
     seed: int | None = Field(
-        None, ge=0, description="Seed of torch: initial weights are equal on all ranks, dropout differs by data rank"
+        None,
+        ge=0,
+        description="Seed for torch's random number generators; each data rank uses different dropout masks",
     )
 
     @staticmethod
     def read(source: "Plan | Mapping[str, Any] | str | Path | None", env: Mapping[str, str] = os.environ) -> "Plan":
-        """Read a plan, mapping, JSON or JSON file's path, by default PLAN_VARIABLE. Raises ConfigError if invalid."""
+        """Parse a plan from a mapping, a JSON string, or the path to a JSON file. Raises ConfigError if it is invalid.
+
+        If `source` is None, falls back to the environment variable PLAN_VARIABLE, and then to the default plan.
+        """
         if isinstance(source, Plan):
             return source
         origin = "the plan"
@@ -89,5 +94,5 @@ class Plan(Spread):
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{origin} cannot be read: {error}",
-                expected='JSON such as {"shard_degree": 8}, or a path of a JSON file',
+                expected='JSON such as {"shard_degree": 8}, or the path to a JSON file',
             ) from error

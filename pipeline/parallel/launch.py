@@ -1,7 +1,8 @@
-"""Start the ranks of this node with torchrun and combine their exit codes into one.
+"""Launch the ranks on this node with torchrun and combine their exit codes into one.
 
-`launch` runs `python -m pipeline.parallel.launch torchrun ...`, whose ranks are `python -m pipeline ...` or, for a
-user's script, `python -m pipeline.parallel.launch rank script.py ...`. The launcher itself does not import torch.
+`launch` runs `python -m pipeline.parallel.launch torchrun ...`, which in turn starts each rank as
+`python -m pipeline ...` or, for a user script, as `python -m pipeline.parallel.launch rank script.py ...`. The launcher
+process itself never imports torch.
 """
 
 import atexit
@@ -39,30 +40,30 @@ from pipeline.parallel.world import NUM_NODES, is_lost_rank, torchrun_arguments
 from pipeline.proc.children import RANK_S
 from pipeline.proc.signals import enable_stack_dumps, limit_shutdown_time
 
-EXIT_DIR_VARIABLE = "TRN_EXIT_DIR"  # not TRNPIPE_: those are settings
+EXIT_DIR_VARIABLE = "TRN_EXIT_DIR"  # the prefix TRNPIPE_ is reserved for settings
 MODULE = "pipeline.parallel.launch"
 OWN_PACKAGES = ("pipeline", "jobs", "trnpipe")
 _STANDARD_OUTPUT = 1
 _LINE_BUFFERED = 1  # stdio.h: _IOLBF
-_LINE_BUFFER = ctypes.create_string_buffer(4096)  # used by the C library until the process exits
-_OUTPUT_S = 5.0  # wait for the last lines: an orphaned child of a rank may keep the pipe open forever
+_LINE_BUFFER = ctypes.create_string_buffer(4096)  # the C library uses this buffer until the process exits
+_OUTPUT_S = 5.0  # don't wait longer for the last lines, since an orphaned child of a rank may keep the pipe open
 _GLOO = b"[Gloo] Rank "
-"""Prefix of the line that gloo prints for each new process group (torch 2.9)."""
+"""Prefix of the line that gloo prints whenever a process group is created (torch 2.9)."""
 
 
 def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
-    """Return whether ranks must be started: more than one process or node is configured and torchrun is not running."""
+    """Return whether this process, which torchrun didn't start, has to launch ranks on multiple processes or nodes."""
     return "WORLD_SIZE" not in env and (processes > 1 or NUM_NODES in env)
 
 
 def launch(arguments: Sequence[str], processes: int, stop: StopSignal, *, module: str = "pipeline") -> int:
-    """Run `python -m <module> <arguments>` in `processes` ranks on this node and return one exit code for all."""
+    """Run `python -m <module> <arguments>` on `processes` ranks on this node and return their combined exit code."""
     with tempfile.TemporaryDirectory(prefix="trnpipe-exit-", dir=temporary_folder()) as folder:
         command = [*OWN_MODULE, MODULE, "torchrun", *torchrun_arguments(processes, os.environ), "--no-python"]
         command += [*OWN_MODULE, module, *arguments]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         env = {"OMP_NUM_THREADS": threads, **os.environ, EXIT_DIR_VARIABLE: folder}
-        # A new session: Ctrl-C reaches only this process, which forwards it once.
+        # Start a new session so that Ctrl-C is only delivered to this process, which forwards it once.
         readable, writable = os.pipe()
         torchrun = subprocess.Popen(command, env=env, start_new_session=True, stdout=writable)  # noqa: S603 - no shell
         os.close(writable)
@@ -75,20 +76,20 @@ def launch(arguments: Sequence[str], processes: int, stop: StopSignal, *, module
         code = torchrun.wait()
         output.join(_OUTPUT_S)
         if code == EXIT_OK:
-            return EXIT_OK  # also for ranks that ended by os._exit and recorded no code
+            return EXIT_OK  # a rank that called os._exit(0) has not recorded a code
         codes = [_exit_code(Path(folder), rank) for rank in range(processes)]
     return ranks_exit_code(codes, stopped=stop.is_set())
 
 
 def launch_script(arguments: Sequence[str], processes: int, stop: StopSignal) -> int:
-    """Run `script.py ...` or `-m module ...` in ranks and return one exit code, as `launch` does."""
+    """Run `script.py ...` or `-m module ...` on `processes` ranks and return their combined exit code."""
     return launch(["rank", *arguments], processes, stop, module=MODULE)
 
 
 def forward_output(source: int, target: int) -> None:
-    """Copy the output of ranks from one file descriptor to another until its end, dropping gloo's lines."""
-    pending = b""  # the beginning of a line that may be gloo's
-    with suppress(BrokenPipeError):  # the reader is gone: closing the source lets the ranks see that too
+    """Copy the output of the ranks from one file descriptor to another until EOF, dropping the lines from gloo."""
+    pending = b""  # an incomplete line that may turn out to be from gloo
+    with suppress(BrokenPipeError):  # the reader is gone, and closing the source propagates that to the ranks
         while chunk := os.read(source, 2**16):
             *lines, pending = (pending + chunk).split(b"\n")
             output = b"".join(line + b"\n" for line in lines if not line.startswith(_GLOO))
@@ -100,14 +101,17 @@ def forward_output(source: int, target: int) -> None:
 
 
 def record_exit_code(code: int, env: Mapping[str, str] = os.environ, *, name: str = "") -> None:
-    """Write this rank's exit code to a file for the launcher, because torchrun itself exits with 1."""
+    """Write this rank's exit code to a file for the launcher, because torchrun always exits with 1 on failure."""
     folder = env.get(EXIT_DIR_VARIABLE)
     if folder and Path(folder).is_dir():
         (Path(folder) / (name or f"local-rank-{env.get('LOCAL_RANK', '0')}")).write_text(str(code))
 
 
 def _exit_code(folder: Path, local_rank: int) -> int | None:
-    """Return the code that the rank recorded, else the one torchrun saw: minus the signal if it was killed."""
+    """Return the exit code recorded by the rank, or else the one observed by torchrun, which is negative for a signal.
+
+    Returns None if no exit code was recorded.
+    """
     for name in (f"local-rank-{local_rank}", f"local-rank-{local_rank}.ended"):
         with suppress(OSError, ValueError):
             return int((folder / name).read_text())
@@ -115,11 +119,12 @@ def _exit_code(folder: Path, local_rank: int) -> int | None:
 
 
 def ranks_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
-    """Return one exit code for all ranks.
+    """Combine the exit codes of all ranks into one.
 
-    A code is None if the rank died without one, negative for a signal, and at least 128 for a signal seen by a shell.
-    Codes that must not be retried take precedence, then bugs and other codes, then (unless all ranks were stopped)
-    transient failures, which include lost connections. After SIGKILL of one rank, bugs of the others are ignored.
+    A code is None if the rank died without recording one, negative if it was killed by a signal, and 128 or higher if a
+    shell reported the signal. Non-retryable codes take precedence, followed by bugs and unknown codes, and finally
+    transient failures, which include lost connections. If the ranks were stopped, the last category is reported as a
+    preemption instead. If any rank received SIGKILL, bugs in the other ranks are ignored.
     """
     if all(code == EXIT_OK for code in codes):
         return EXIT_OK
@@ -133,9 +138,9 @@ def ranks_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
 
 
 def run_torchrun(arguments: Sequence[str]) -> int:
-    """Run torchrun and return 0 if all ranks of this node exited with 0.
+    """Run torchrun in this process and return an exit code, which is 0 if all ranks on this node succeeded.
 
-    Prints one line for each failed rank in place of torchrun's tracebacks. Set LOGLEVEL to see torchrun's own messages.
+    Prints one line per failed rank instead of torchrun's tracebacks. Set LOGLEVEL to see torchrun's own log messages.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -147,7 +152,7 @@ def run_torchrun(arguments: Sequence[str]) -> int:
         run(parse_args(list(arguments)))  # type: ignore[no-untyped-call]
     except SignalException:
         return Preempted.exit_code
-    except ChildFailedError as error:  # only the ranks that failed first: torchrun stopped the others
+    except ChildFailedError as error:  # only includes the ranks that failed first, since torchrun stops the others
         for rank, failure in sorted(error.failures.items()):
             record_exit_code(failure.exitcode, name=f"local-rank-{failure.local_rank}.ended")
             ended = f"exited with {failure.exitcode}"
@@ -158,12 +163,13 @@ def run_torchrun(arguments: Sequence[str]) -> int:
     return EXIT_OK
 
 
-# One rank of a script. The script runs as under `python script.py`, its exit code is recorded for the launcher, and an
-# error of trnpipe is printed without a traceback. With several ranks, each line begins with the rank.
+# Running a user script on one rank. The script behaves as if it was started with `python script.py`, except that its
+# exit code is recorded for the launcher and trnpipe errors are printed without a traceback. If there are multiple
+# ranks, each line of output is prefixed with the rank.
 
 
 def line_buffer_c_stdout(env: Mapping[str, str] = os.environ) -> None:
-    """Line-buffer C's standard output, which PYTHONUNBUFFERED turns off, so that gloo's lines of ranks do not mix."""
+    """Re-enable line buffering of C's stdout, which torchrun disables, so that gloo's output isn't interleaved."""
     if sys.platform == "linux" and "LOCAL_RANK" in env:
         libc = ctypes.CDLL(None)
         stdout = ctypes.c_void_p.in_dll(libc, "stdout")
@@ -171,35 +177,36 @@ def line_buffer_c_stdout(env: Mapping[str, str] = os.environ) -> None:
 
 
 def run_rank(arguments: Sequence[str]) -> None:
-    """Run the script to its end. Raises SystemExit if its exit code is not 0."""
+    """Run the script to completion. Raises SystemExit if the script fails."""
     line_buffer_c_stdout()
     enable_stack_dumps()
     limit_shutdown_time()
-    # torchrun starts Python unbuffered, which would mix fragments of one line with those of other ranks.
+    # torchrun starts Python in unbuffered mode, in which fragments of lines from different ranks can be interleaved.
     prefix = f"[{os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     for name in ("stdout", "stderr"):
         stream = RankLines(getattr(sys, name), prefix)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     codes = [EXIT_OK]
-    atexit.register(lambda: record_exit_code(codes[0]))  # registered first, so called last
+    atexit.register(lambda: record_exit_code(codes[0]))  # handlers run in reverse order, so this one runs last
     try:
         run_script(arguments)
     except SystemExit as ended:
-        code = ended.code  # like the interpreter: None is 0, text (which it prints) is 1
+        code = ended.code  # the interpreter exits with 0 for None, and with 1 for a string, which it prints
         codes[0] = EXIT_OK if code is None else code & 0xFF if isinstance(code, int) else EXIT_BUG
         raise
     except BaseException as error:
         codes[0] = exit_code(error)
         _print_error(error)
         record_exit_code(codes[0])
-        # Threads that wait for other ranks must not keep a failed rank alive. faulthandler's thread needs no GIL.
+        # Threads that are waiting for other ranks must not keep a failed rank alive. faulthandler uses a thread that
+        # doesn't need the GIL.
         faulthandler.dump_traceback_later(RANK_S, exit=True)
         sys.exit(codes[0])
 
 
 class RankLines(io.TextIOWrapper):
-    """A line-buffered text stream that replaces `stream` and begins each line with `prefix`."""
+    """A line-buffered text stream that takes over the buffer of `stream` and adds `prefix` to each line."""
 
     def __init__(self, stream: io.TextIOWrapper, prefix: str) -> None:
         encoding, errors = stream.encoding, stream.errors
@@ -207,24 +214,27 @@ class RankLines(io.TextIOWrapper):
         self._prefix, self._begins_line = prefix, True
 
     def write(self, text: str) -> int:
-        """Write the text. A carriage return begins a new line too, as in progress bars."""
+        """Write the text. A carriage return, as used by progress bars, also starts a new line."""
         marked = re.sub(r"(?<=[\r\n])(?=[^\r\n])", lambda _: self._prefix, text)
         if self._begins_line and text[:1] not in ("", "\r", "\n"):
             marked = self._prefix + marked
         if text:
             self._begins_line = text[-1] in "\r\n"
         lines, newline, rest = marked.rpartition("\n")
-        for part in (lines + newline, rest):  # the complete lines are flushed, the rest is buffered
+        for part in (lines + newline, rest):  # complete lines are flushed, while the rest stays in the buffer
             super().write(part)
         return len(text)
 
 
 def run_script(arguments: Sequence[str]) -> None:
-    """Run a script as __main__, with sys.argv and sys.path of `python script.py ...` or `python -m module ...`."""
+    """Run a script as __main__, setting sys.argv and sys.path the same way as `python script.py` or `python -m module`.
+
+    `arguments`: the script or `-m` and the module, followed by the script's own arguments.
+    """
     folder = str(Path.cwd() if arguments[0] == "-m" else Path(arguments[0]).resolve().parent)
-    if "PYTHONSAFEPATH" not in os.environ:  # it forbids imports from the script's folder
+    if "PYTHONSAFEPATH" not in os.environ:  # if set, Python doesn't import from the script's folder
         sys.path.insert(0, folder)
-        if any(_is_other_module(name, folder) for name in OWN_PACKAGES):  # the script's package has one of our names
+        if any(_is_other_module(name, folder) for name in OWN_PACKAGES):  # a user's package has the same name
             for name in [module for module in sys.modules if module.partition(".")[0] in OWN_PACKAGES]:
                 del sys.modules[name]
     if arguments[0] == "-m":
@@ -233,27 +243,31 @@ def run_script(arguments: Sequence[str]) -> None:
         return
     path = Path(arguments[0])
     sys.argv = list(arguments)
-    # Not runpy.run_path, whose module is gone before threads and exit handlers end and has no absolute __file__.
+    # Don't use runpy.run_path, which doesn't make __file__ absolute and discards the module's globals before threads
+    # and exit handlers have finished.
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__file__ = str(path.absolute())
     exec(compile(path.read_bytes(), module.__file__, "exec", dont_inherit=True), module.__dict__)  # noqa: S102
 
 
 def _is_other_module(name: str, folder: str) -> bool:
-    """Return whether a folder has a module or package of that name other than the imported one."""
+    """Return whether the folder contains a module or package with this name that is not the imported one."""
     spec, imported = PathFinder.find_spec(name, [folder]), sys.modules.get(name)
     return spec is not None and spec.origin not in (None, imported and imported.__file__)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a script that raised `error`. A lost rank is a transient failure."""
+    """Return the exit code for a script that raised `error`, treating a lost rank as a transient failure."""
     if isinstance(error, TrnpipeError) or not isinstance(error, RuntimeError):
         return exit_code_of(error)
     return TransientError.exit_code if is_lost_rank(error) else EXIT_BUG
 
 
 def _print_error(error: BaseException) -> None:
-    """Print an error in one write, so that ranks do not mix. Tracebacks begin in the script."""
+    """Print an error with a single write, so that output from different ranks isn't interleaved.
+
+    Frames of the launcher are removed from the traceback.
+    """
     if isinstance(error, TrnpipeError):
         sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}\n")
         return

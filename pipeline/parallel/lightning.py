@@ -1,8 +1,9 @@
-"""PyTorch Lightning integration: `Trainer(strategy=Strategy(plan))` and a cluster environment for launched ranks.
+"""PyTorch Lightning integration, which provides a `Strategy` and a cluster environment.
 
-The only importer of lightning, which is optional: without it, importing this module raises ModuleNotFoundError. A
-LightningModule is sharded as by `transform`. Its checkpoints are those of a plain Trainer (plain tensors under plain
-names), and a plain Trainer or this strategy can continue from them.
+Lightning is an optional dependency and is only imported here, so importing this module raises ModuleNotFoundError if it
+is not installed. A LightningModule is sharded the same way as by `transform`. Checkpoints have the same format as those
+of a regular Trainer, with full tensors under their original names, so training can be resumed with or without this
+strategy.
 """
 
 import os
@@ -35,7 +36,7 @@ _UNSUPPORTED_CALLBACKS = (callbacks.StochasticWeightAveraging, callbacks.WeightA
 
 
 class Environment(TorchElasticEnvironment):
-    """The ranks started by torchrun or `trnpipe launch` on one or more nodes, or a single rank without a launcher."""
+    """Cluster environment for ranks started by torchrun or `trnpipe launch`, or for a single rank without either."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,32 +55,35 @@ class Environment(TorchElasticEnvironment):
         return self._world.node_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise ConfigError if the Trainer counts ranks differently."""
+        """Raise ConfigError if the Trainer's devices and nodes don't match the ranks that were launched."""
         local_size, size = self._world.local_world_size, self._world.world_size
         if (num_devices, num_nodes * num_devices) != (local_size, size):
             trainer = f"Trainer(devices={local_size}, num_nodes={size // local_size})"
             launch = f"trnpipe launch --launch.processes {num_devices} -- your_script.py"
             raise ConfigError(
                 f"Trainer(devices={num_devices}, num_nodes={num_nodes}) for {size} ranks, {local_size} per node",
-                expected="as many devices as ranks per node",
+                expected="the number of devices to equal the number of ranks per node",
                 next_command=trainer if size > 1 else launch,
             )
 
 
 class ClippedPrecision(Precision):
-    """fp32 precision plugin (the plan sets lower precision) that clips gradients by their norm over all ranks."""
+    """fp32 precision plugin that clips gradients by their global norm. Lower precision is configured by the plan."""
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_norm(self.main_params(optimizer), float(clip_val))
 
 
 class Strategy(ModelParallelStrategy):
-    """Strategy that shards a LightningModule by a plan: `Trainer(strategy=trnpipe.Strategy({"shard_degree": 8}))`.
+    """Lightning strategy that shards a LightningModule according to a plan.
 
-    `plan`: see `init`, default: the plan of `init` if it was called. `units`, `tensor_plan`: see `transform`. A module
-    written for one process needs no change: configure_model is not required, and configure_optimizers is called with
-    sharded parameters. Raises ConfigError for an invalid plan, and on Neuron devices, for which Lightning has no
-    accelerator (Lightning-AI/pytorch-lightning issue 15172).
+    For example: `Trainer(strategy=trnpipe.Strategy({"shard_degree": 8}))`. A module that was written for a single
+    process can be used without changes, since configure_model is not required and configure_optimizers is called after
+    the parameters have been sharded.
+
+    `plan`: see `init`. Defaults to the plan that was passed to `init`, if any. `units`, `tensor_plan`: see `transform`.
+    Raises ConfigError if the plan is invalid, and on Neuron devices, because Lightning doesn't have an accelerator for
+    them (Lightning-AI/pytorch-lightning issue 15172).
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class Strategy(ModelParallelStrategy):
         if on_neuron("auto", os.environ):
             raise ConfigError(
                 "Lightning has no accelerator for Neuron devices and would train on the host",
-                expected="GPUs, or PJRT_DEVICE=CPU to train on the host deliberately",
+                expected="GPUs, or PJRT_DEVICE=CPU to explicitly train on the host",
                 next_command="trnpipe train, which runs on Neuron devices",
             )
         self._environment = self.cluster_environment = Environment()
@@ -121,11 +125,11 @@ class Strategy(ModelParallelStrategy):
 
     @property
     def _module(self) -> Any:
-        """The LightningModule. Sharding makes the same object an FSDPModule too."""
+        """The LightningModule, which is converted to an FSDPModule in place by sharding it."""
         return self.lightning_module
 
     def setup_environment(self) -> None:
-        """Join the other ranks. Raises ConfigError if the Trainer has other ranks or an unsupported callback."""
+        """Join the other ranks. Raises ConfigError if a callback isn't supported or the Trainer's ranks don't match."""
         trainer = self._module.trainer
         for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else ():
             if isinstance(callback, _UNSUPPORTED_CALLBACKS):
@@ -155,7 +159,7 @@ class Strategy(ModelParallelStrategy):
         self.setup_precision_plugin()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint. Raises CheckpointError if shapes differ from the module's, which torch would truncate."""
+        """Load a checkpoint. Raises CheckpointError if shapes don't match, since torch would silently truncate them."""
         content = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
         saved, expected = tensor_shapes(content["state_dict"]), tensor_shapes(self._module.state_dict())
         common = saved.keys() & expected.keys()
@@ -165,7 +169,7 @@ class Strategy(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Skip the gradient reduction inside the block, for all but the last micro-step of an accumulated batch."""
+        """Disable gradient reduction inside the block. Used for all but the last micro-step of an accumulated batch."""
         self._module.set_requires_gradient_sync(False)
         try:
             yield
@@ -173,7 +177,7 @@ class Strategy(ModelParallelStrategy):
             self._module.set_requires_gradient_sync(True)
 
     def _call_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a step through the module's forward, in which FSDP gathers the parameters outside of units."""
+        """Call a step method through the module's forward, where FSDP gathers the parameters that belong to no unit."""
         return self._forward_redirection(self._module, self._module, name, *args, **kwargs)
 
     training_step = partialmethod(_call_step, "training_step")

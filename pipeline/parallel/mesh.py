@@ -1,4 +1,4 @@
-"""The device mesh of a run: replicate x shard x tensor, whose process groups have the run's timeout."""
+"""The device mesh of a run, with a replicate, a shard and a tensor axis."""
 
 import os
 import time
@@ -39,26 +39,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The device mesh a model is sharded over, with its plan."""
+    """The device mesh that a model is sharded over, together with the plan it was built from."""
 
     plan: Plan
     layout: Layout
     backend: Backend
     devices: DeviceMesh
-    """Always three axes, some of which may have size 1."""
+    """Always has all three axes, some of which may have size 1."""
 
     @property
     def data_axes(self) -> DeviceMesh:
-        """The mesh for fully_shard: the shard axis, or replicate x shard (HSDP)."""
+        """The mesh to pass to `fully_shard`, which includes the replicate axis only for HSDP."""
         return self.devices[REPLICATE, SHARD] if self.layout.replicate_size > 1 else self.devices[SHARD]
 
     def ranks(self, axis: Axis) -> RankGroup:
-        """Return the group of ranks along an axis that this rank belongs to."""
+        """Return this rank's group along the given axis."""
         return RankGroup(self.layout.rank, self.layout.groups(axis), self.devices.get_group(axis))
 
 
 def check_plan(plan: Spread, backend: Backend) -> None:
-    """Raise ConfigError if this device cannot run the plan. Call it before anything is traced or allocated."""
+    """Raise ConfigError if the plan uses a feature that this device doesn't support.
+
+    This should be called before anything is traced or allocated.
+    """
     requested = {
         "parameters": plan.shards_parameters or (backend.compiles_steps and plan.shard_degree != 1),
         "tensor": plan.tensor_degree > 1,
@@ -68,9 +71,9 @@ def check_plan(plan: Spread, backend: Backend) -> None:
     for feature, description in _FEATURES.items():
         if requested[feature] and feature not in backend.parallelism:
             raise ConfigError(
-                f"the plan requires {description}, which {backend.device_name()} does not support here",
-                expected=f"only features of this device: {', '.join(sorted(backend.parallelism)) or 'shard state'}",
-                next_command="docs/parallel.md, What each device allows",
+                f"the plan requires {description}, which is not supported on {backend.device_name()}",
+                expected=f"a plan that only uses {', '.join(sorted(backend.parallelism)) or 'shard state'}",
+                next_command="see docs/parallel.md, What each device allows",
             )
 
 
@@ -80,17 +83,17 @@ _FEATURES = {
     "offload": "activation offloading to the host",
     "process_group": "a custom process group",
 }
-"""Descriptions of the features in Backend.parallelism."""
+"""Descriptions of the features in Backend.parallelism, for error messages."""
 
 
 def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
-    """Build the mesh of all ranks, creating a process group of one rank if none is initialized.
+    """Build the device mesh over all ranks, initializing a single-rank process group if there is none yet.
 
-    Raises ConfigError, the same on every rank, if the plan does not fit the number of ranks or the device.
+    Raises the same ConfigError on every rank if the plan is not compatible with the number of ranks or the device.
     """
     if not dist.is_initialized():
-        # fully_shard also reduces over groups of one rank (torch 2.9), and gloo would move gradients of a GPU through
-        # the host. Devices that compile their steps run no collectives on a single rank.
+        # fully_shard runs its reductions even if the group has a single rank (torch 2.9), and gloo would stage GPU
+        # gradients through host memory. Devices that compile their steps don't run collectives on a single rank.
         is_eager = not (backend.is_lazy or backend.compiles_steps)
         kind = (process_group(backend.name) if is_eager else None) or "gloo"
         dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -99,7 +102,7 @@ def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
         dist.get_rank(), dist.get_world_size(), shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree
     )
     sizes = (layout.replicate_size, layout.shard_size, layout.tensor_size)
-    # Collectives of lazy devices outside of graphs run on the host.
+    # On lazy devices, collectives outside of a graph run on the host.
     device_type = "cpu" if backend.is_lazy else backend.device.type
     override: dict[int | str, Any] = {SHARD: _import_process_group(plan.process_group)} if plan.process_group else {}
     with collective_errors("creating the process groups of the plan"):
@@ -110,7 +113,7 @@ def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
 
 
 def _import_process_group(text: str) -> str:
-    """Import MODULE of MODULE:NAME and return NAME. Raises ConfigError if MODULE does not register NAME."""
+    """Import the module in MODULE:NAME and return NAME. Raises ConfigError if NAME isn't a registered backend."""
     module, _, name = text.partition(":")
     try:
         import_module(module)
@@ -118,15 +121,18 @@ def _import_process_group(text: str) -> str:
         raise ConfigError(f"process_group {text}: {error}", expected="an importable module") from error
     if name not in dist.Backend.backend_list:
         raise ConfigError(
-            f"process_group {text}: module {module} does not register {name!r}",
-            expected="a call of torch.distributed.Backend.register_backend, as in examples/process_group.py",
+            f"process_group {text}: module {module} does not register a backend named {name!r}",
+            expected="the module to call torch.distributed.Backend.register_backend, as in examples/process_group.py",
         )
     return name
 
 
 def set_timeouts(mesh: DeviceMesh, timeout_s: float) -> None:
-    """Set the timeout of every group of a mesh, because torch gives sub-groups 30 minutes regardless of the world's."""
-    # Public since torch 2.14. tests/parallel/test_mesh.py fails if neither name exists.
+    """Set the timeout of every process group in a mesh.
+
+    By default, torch uses 30 minutes for subgroups, regardless of the timeout of the default process group.
+    """
+    # This is a public function as of torch 2.14. tests/parallel/test_mesh.py fails if neither name exists.
     set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in mesh.get_all_groups():
         set_timeout(timedelta(seconds=timeout_s), group)
@@ -134,7 +140,11 @@ def set_timeouts(mesh: DeviceMesh, timeout_s: float) -> None:
 
 @contextmanager
 def raise_on_all_ranks(doing: str) -> Iterator[None]:
-    """Raise the first rank's error on all ranks if the block, which must not use collectives, fails on any rank."""
+    """Raise an error on all ranks if the block raises a TrnpipeError on any of them.
+
+    This ensures that no rank is left waiting in a later collective. The error is that of the lowest failing rank. The
+    block itself must not use collectives.
+    """
     local_error: TrnpipeError | None = None
     try:
         yield
@@ -150,7 +160,10 @@ def raise_on_all_ranks(doing: str) -> Iterator[None]:
 
 
 def run_without_timeout(work: Callable[[], T], doing: str) -> T:
-    """Run `work` on each rank, polling with short collectives because it may take longer than their timeout."""
+    """Run `work` on each rank and wait until all ranks are done.
+
+    The work may take longer than the timeout of a collective, so ranks poll each other with short collectives.
+    """
     pause_s = 0.001
     with ThreadPoolExecutor(1) as thread:
         future = thread.submit(work)
@@ -162,7 +175,7 @@ def run_without_timeout(work: Callable[[], T], doing: str) -> T:
 
 
 def check_same(value: object, what: str) -> None:
-    """Raise ConfigError, the same on every rank, if ranks have different values. `what` names the value."""
+    """Raise the same ConfigError on every rank if the value differs between ranks. `what` describes the value."""
     values = all_gather_objects(value, f"comparing the {what}s of all ranks")
     for rank, value in enumerate(values):
         if value != values[0]:
@@ -171,7 +184,7 @@ def check_same(value: object, what: str) -> None:
             )
 
 
-# The mesh of a user's script, one per process.
+# The mesh for user scripts. There is one per process.
 
 _mesh: Mesh | None = None
 
@@ -179,11 +192,16 @@ _mesh: Mesh | None = None
 def init(
     plan: Plan | Mapping[str, Any] | str | Path | None = None, *, device: str = "auto", timeout_s: float = TIMEOUT_S
 ) -> Layout:
-    """Join the ranks started by torchrun or `trnpipe launch`, if any, and build the mesh of `plan`.
+    """Initialize distributed training and build the device mesh for `plan`.
 
-    `plan`: a Plan, a mapping, JSON, or the path of a JSON file; None: TRNPIPE_PARALLEL if set, else full sharding.
-    `device`: "auto" (a GPU if available, else the host), or the name of a backend. `timeout_s`: timeout of collectives.
-    An initialized process group is used as it is. Raises ConfigError, on every rank, for an invalid plan.
+    This joins the ranks that were started by torchrun or `trnpipe launch`, unless a process group has already been
+    initialized, in which case that one is used.
+
+    `plan`: a Plan, a mapping, a JSON string, or the path to a JSON file. If None, it is read from TRNPIPE_PARALLEL,
+    which defaults to sharding over all ranks.
+    `device`: the name of a backend, or "auto" to use a GPU if one is available and the host otherwise.
+    `timeout_s`: timeout for collectives.
+    Raises ConfigError on every rank if the plan is invalid.
     """
     global _mesh
     if _mesh is not None:
@@ -206,32 +224,38 @@ def init(
 
 
 def current_mesh() -> Mesh:
-    """Return the mesh of `init`. Raises ConfigError if `init` was not called."""
+    """Return the mesh that was built by `init`. Raises ConfigError if `init` has not been called."""
     if _mesh is None:
-        raise ConfigError("no plan is set", expected="a call of trnpipe.init(...) before this one")
+        raise ConfigError("no plan is set", expected="trnpipe.init(...) to be called first")
     return _mesh
 
 
 def mesh_of(plan: Plan | Mapping[str, Any] | str | Path | None, *, device: str, timeout_s: float) -> Mesh:
-    """Return the mesh of `init`, calling it if necessary. Raises ConfigError if it had another plan or device."""
+    """Return the mesh that was built by `init`, calling `init` if necessary.
+
+    Raises ConfigError if `init` was called with a different plan or device.
+    """
     if _mesh is None:
         init(plan, device=device, timeout_s=timeout_s)
     mesh = current_mesh()
     requested = mesh.plan if plan is None else Plan.read(plan)
     if (requested, device) != (mesh.plan, mesh.backend.name):
         raise ConfigError(
-            f"plan {requested.model_dump_json(exclude_defaults=True)} on {device} differs from that of init,"
-            f" {mesh.plan.model_dump_json(exclude_defaults=True)} on {mesh.backend.name}",
+            f"plan {requested.model_dump_json(exclude_defaults=True)} on {device} differs from the plan passed to"
+            f" init, {mesh.plan.model_dump_json(exclude_defaults=True)} on {mesh.backend.name}",
             expected="one plan per process",
         )
     return mesh
 
 
 def has_mesh() -> bool:
-    """Return whether `init` was called."""
+    """Return whether `init` has been called."""
     return _mesh is not None
 
 
 def layout() -> Layout:
-    """Return this rank's layout, with data_rank and data_size for a sampler. Raises ConfigError before `init`."""
+    """Return the position of this rank in the mesh. Raises ConfigError if `init` has not been called.
+
+    A distributed sampler should use its `data_rank` and `data_size`.
+    """
     return current_mesh().layout

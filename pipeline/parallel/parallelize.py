@@ -1,6 +1,7 @@
-"""Apply tensor parallelism, activation checkpointing and FSDP to a model, in place and in this order.
+"""Apply tensor parallelism, activation checkpointing and FSDP to a model in place.
 
-The order is torchtitan's (torchtitan/models/llama3/infra/parallelize.py). A degree of 1 is not a special case.
+They are applied in this order, which is also used by torchtitan (torchtitan/models/llama3/infra/parallelize.py).
+Degrees of 1 don't need special handling.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,15 +26,20 @@ from pipeline.parallel.tensors import TensorPlan, fused_parts, load_shard, split
 
 Model = TypeVar("Model", bound=nn.Module)
 Unit = tuple[str, nn.Module]
-"""The name and module of an FSDP unit, whose parameters are gathered and activations recomputed together: a layer."""
+"""The name and module of an FSDP unit, which is usually a layer.
+
+The parameters of a unit are gathered together, and its activations are recomputed together.
+"""
 UnitRule = Callable[[nn.Module], Sequence[Unit]]
 _DROPOUT, _INITIAL_VALUES = 1, 2  # purposes of random streams
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """Return the members of each ModuleList or Sequential that has two or more with parameters, all of one class.
+    """Find the repeated layers of a model, which are used as FSDP units by default.
 
-    Of nested lists only the outermost counts. All other parameters belong to the root module.
+    These are the members of each ModuleList or Sequential that contains at least two modules with parameters, if all of
+    these are instances of the same class. Lists nested within another such list are ignored. Any other parameters
+    belong to the root module.
     """
     return list(_units(model, ""))
 
@@ -42,7 +48,7 @@ def _units(module: nn.Module, prefix: str) -> Iterator[Unit]:
     members = [(f"{prefix}{name}", child) for name, child in module.named_children()]
     if isinstance(module, nn.ModuleList | nn.Sequential):
         layers = [(name, child) for name, child in members if next(child.parameters(), None) is not None]
-        # A list of lists is never called itself, only the members of its members are.
+        # A list of lists is never called. Only the modules in the inner lists are.
         is_called = not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for _, child in layers)
         if len(layers) > 1 and len({type(child) for _, child in layers}) == 1 and is_called:
             yield from layers
@@ -58,16 +64,21 @@ def transform(
     tensor_plan: TensorPlan | None = None,
     weights: str | Path | None = None,
 ) -> Model:
-    """Shard a model in place by the plan of `init`. Build the optimizer from its parameters afterwards.
+    """Shard a model in place according to the plan passed to `init`.
 
-    If `init` was not called, the plan is that of TRNPIPE_PARALLEL, else full sharding, on the parameters' device.
-    `units`: function that returns the FSDP units, by default the members of the model's lists of layers.
-    `tensor_plan`: styles of layers for tensor_degree above 1, by default those of a Hugging Face model's configuration.
-    `weights`: a folder that `save` wrote, for a model built under `delayed_init`. All ranks get the weights of rank 0,
-    and gradients are averaged over data-parallel ranks. With gradient accumulation, call
-    `model.set_requires_gradient_sync(is_last)` before each forward pass to save traffic. `shard` "state" shards
-    gradients too, but keeps a unit's parameters gathered from its forward to the end of its backward pass.
-    Raises ConfigError, on every rank, if the plan cannot be applied to the model.
+    The optimizer must be created afterwards, since this replaces the parameters. If `init` has not been called, it is
+    called with the default plan (TRNPIPE_PARALLEL, or sharding over all ranks) and the device of the parameters.
+
+    All ranks start from the weights of rank 0, and gradients are averaged over data-parallel ranks. When using gradient
+    accumulation, call `model.set_requires_gradient_sync(is_last)` before each forward pass to avoid unnecessary
+    communication. Note that `shard` "state" also shards gradients, but keeps the parameters of a unit gathered from its
+    forward pass until the end of its backward pass.
+
+    `units`: function that returns the FSDP units of a model, see `find_units`.
+    `tensor_plan`: parallel styles of layers, which are required if tensor_degree is above 1. Defaults to the tensor
+    parallel plan in the configuration of a Hugging Face model.
+    `weights`: folder written by `save` to load the weights from, for a model that was built under `delayed_init`.
+    Raises ConfigError on every rank if the plan cannot be applied to the model.
     """
     if not has_mesh():
         kinds = {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}
@@ -83,7 +94,7 @@ def parallelize(
     tensor_plan: TensorPlan | None = None,
     weights: str | Path | None = None,
 ) -> Model:
-    """Shard a model over a mesh in place, as `transform` does, and return it. Parameters become DTensors."""
+    """Shard a model over the given mesh in place, as `transform` does. Parameters are replaced with DTensors."""
     plan, layout = mesh.plan, mesh.layout
     fsdp_units: list[Unit] = []
     delayed: list[tuple[str, nn.Module]] = []
@@ -91,7 +102,7 @@ def parallelize(
         if mesh.backend.is_lazy:
             raise ConfigError(
                 f"transform does not support {mesh.backend.device_name()}, which traces operations",
-                expected="a device that runs operations eagerly: cpu, cuda",
+                expected="a device that executes operations eagerly, such as cpu or cuda",
                 next_command="init(..., device='cpu'), or trnpipe train, which supports this device",
             )
         fsdp_units = list(units(model))
@@ -99,7 +110,7 @@ def parallelize(
         if plan.recompute == "units" and not fsdp_units:
             raise ConfigError(
                 f"recompute units is set, but {type(model).__name__} has no units",
-                expected="a ModuleList or Sequential of layers of one class",
+                expected="a ModuleList or Sequential whose layers have the same class",
                 next_command="transform(..., units=...), or recompute none",
             )
         delayed = _delayed_modules(model, is_loaded=weights is not None)
@@ -110,7 +121,7 @@ def parallelize(
         if layout.world_size > 1:
             _broadcast_from_rank_0(model, mesh.backend.device)
         apply_plan(model, [unit for _, unit in fsdp_units], styles, mesh)
-        if delayed:  # like to_empty, which would discard the values of buffers as well
+        if delayed:  # unlike to_empty, this preserves the values of buffers
             device = mesh.backend.device
             model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
         if weights is not None:
@@ -124,7 +135,10 @@ def parallelize(
 
 
 def apply_plan(model: nn.Module, units: list[nn.Module], styles: list[tuple[str, ParallelStyle]], mesh: Mesh) -> None:
-    """Apply tensor parallelism, recomputation and FSDP in place. bench/scaling calls it with a fake process group."""
+    """Apply tensor parallelism, activation checkpointing and FSDP to a model in place.
+
+    This is also called by bench/scaling, which uses a fake process group.
+    """
     split(model, styles, mesh.devices[TENSOR])
     if mesh.plan.recompute == "units":
         recompute_units(units, offload=mesh.plan.offload, pin_memory=not mesh.backend.shares_host_memory)
@@ -135,11 +149,14 @@ def apply_plan(model: nn.Module, units: list[nn.Module], styles: list[tuple[str,
         _move(unit, mesh.backend.device)
         fully_shard(unit, mesh=mesh.data_axes, reshard_after_forward=mesh.plan.shard != "state", mp_policy=policy)
     _move(model, mesh.backend.device)
-    fully_shard(model, mesh=mesh.data_axes, mp_policy=root_policy)  # root parameters stay gathered after forward
+    fully_shard(model, mesh=mesh.data_axes, mp_policy=root_policy)  # FSDP keeps root parameters gathered after forward
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Move a module in place, keeping tied tensors tied. fully_shard would set `.data`, which some devices reject."""
+    """Move a module to a device in place while preserving tied tensors.
+
+    Otherwise, `fully_shard` would move it by assigning to `.data`, which is not supported on some devices.
+    """
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type not in ("meta", device.type):
             moved = tensor.detach().to(device)
@@ -149,7 +166,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def _broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Broadcast every parameter and buffer, because ranks may have been seeded differently."""
+    """Broadcast all parameters and buffers, since the ranks may have used different seeds to initialize them."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and tensor.numel():
             full: Tensor = tensor.detach().to(device).contiguous()
@@ -162,19 +179,23 @@ def _broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
 
 
 _BROADCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
-"""Types that every collective library supports (AWS tests broadcast with these only). Hosts send others as bytes."""
+"""Data types that all collective libraries support, which are the ones that AWS tests broadcast with.
+
+Tensors with other data types are broadcast as bytes between the hosts.
+"""
 
 
-# Delayed initialization: a model is built without memory for its parameters, and initialized after sharding.
+# Delayed initialization, where a model is built without allocating its parameters and is initialized after sharding.
 
 
 @contextmanager
 def delayed_init() -> Iterator[None]:
-    """Build modules with parameters on the meta device, so that `transform` can initialize each rank's shards later.
+    """Create parameters on the meta device within the block, so that `transform` only allocates each rank's shards.
 
-    Values are read from `transform(..., weights=FOLDER)`, else drawn by `reset_parameters` of each module that has
-    parameters, with the seed of the plan or of rank 0. They differ from those without delay but are the same on any
-    mesh. Buffers are created at once, since most are computed in the constructor.
+    `transform` then loads the weights from the folder passed as `weights`. If there is none, it calls
+    `reset_parameters` on each module with parameters, using the seed of the plan or, by default, of rank 0. The initial
+    values are different from those without delayed initialization, but do not depend on the mesh. Buffers are still
+    created immediately, since most are computed in the constructor.
     """
     register = nn.Module.register_parameter
 
@@ -191,7 +212,10 @@ def delayed_init() -> Iterator[None]:
 
 
 def _delayed_modules(model: nn.Module, *, is_loaded: bool) -> list[tuple[str, nn.Module]]:
-    """Return modules with parameters on meta, by name. Raises ConfigError if one cannot be initialized."""
+    """Return the modules (with their names) whose own parameters are on the meta device.
+
+    Raises ConfigError if one of them cannot be initialized.
+    """
     delayed = []
     for name, module in model.named_modules():
         own = [key for key, parameter in module.named_parameters(recurse=False) if parameter.is_meta]
@@ -199,7 +223,7 @@ def _delayed_modules(model: nn.Module, *, is_loaded: bool) -> list[tuple[str, nn
             raise ConfigError(
                 f"delayed_init: {name + '.' if name else ''}{own[0]} cannot be initialized because"
                 f" {type(module).__name__} has no reset_parameters",
-                expected="a method reset_parameters that sets all parameters of the module itself",
+                expected="a method reset_parameters that initializes all parameters that the module itself owns",
                 next_command="transform(..., weights=FOLDER), or build the module outside of delayed_init",
             )
         delayed += [(name, module)] if own else []
@@ -207,7 +231,10 @@ def _delayed_modules(model: nn.Module, *, is_loaded: bool) -> list[tuple[str, nn
 
 
 def _initialize(model: nn.Module, modules: Sequence[tuple[str, nn.Module]], seed: int) -> None:
-    """Initialize this rank's shards, drawing one full module at a time in host memory, the same on every rank."""
+    """Initialize the shards on this rank.
+
+    Every rank initializes one full module at a time in host memory, using the same seed, and copies its own shard.
+    """
     parts = fused_parts(model)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -222,11 +249,14 @@ def _initialize(model: nn.Module, modules: Sequence[tuple[str, nn.Module]], seed
                 setattr(module, key, parameter)
 
 
-# Checks before the first collective.
+# Checks that run before the first collective.
 
 
 def _description(model: nn.Module) -> str:
-    """Return a description of the model, which must be the same on all ranks for their collectives to match."""
+    """Describe a model by its class, size and a fingerprint of its tensors.
+
+    If the description is different on any rank, the collectives would not match.
+    """
     entries = [*model.named_parameters(), *model.named_buffers()]
     tensors: list[Json] = [
         [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in entries
@@ -236,15 +266,15 @@ def _description(model: nn.Module) -> str:
 
 
 def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise ConfigError for tied parameters that sharding would silently untie."""
+    """Raise ConfigError if sharding would silently untie any tied parameters."""
     owners: dict[int, tuple[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = max((f"unit {unit!r}" for unit, _ in units if name.startswith(f"{unit}.")), key=len, default="no unit")
         first_name, first_owner = owners.setdefault(id(parameter), (name, owner))
         if first_owner != owner:
             raise ConfigError(
-                f"{first_name!r} (in {first_owner}) and {name!r} (in {owner}) are one tied parameter, which sharding"
-                " would split into two with different gradients",
-                expected="parameters tied only within one unit, or outside of all units",
-                next_command="transform(..., units=...) with one unit that contains both, or without these units",
+                f"{first_name!r} (in {first_owner}) and {name!r} (in {owner}) are tied, but sharding would turn them"
+                " into two parameters with different gradients",
+                expected="parameters to be tied only within the same unit, or outside of all units",
+                next_command="transform(..., units=...) with a single unit that contains both, or without these units",
             )

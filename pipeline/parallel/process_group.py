@@ -1,6 +1,6 @@
-"""Host-side collectives between ranks: stop flags, gathered values, barriers, with gloo over CPU tensors.
+"""Host-side collectives, which use gloo to exchange stop flags, CPU tensors and Python objects between ranks.
 
-A device's process group may reject CPU tensors, as Neuron's does, so none of these collectives uses it.
+They never use the process group of the device, which may not support CPU tensors (Neuron's doesn't).
 """
 
 import os
@@ -21,14 +21,14 @@ from pipeline.parallel.world import World, check_world, is_lost_rank
 
 
 class ProcessGroup:
-    """The ranks of one run. With one rank, every call returns immediately."""
+    """The group of all ranks in a run. If there is only one rank, every method returns immediately."""
 
     def __init__(
         self, world: World, *, timeout_s: float, device_backend: str | None = None, layout: Layout | None = None
     ) -> None:
-        """Join the other ranks. `device_backend`: see open_world_group.
+        """Join the other ranks. For `device_backend`, see `open_world_group`.
 
-        `layout`: this rank's position in a plan's mesh, by default pure data parallelism.
+        `layout`: the position of this rank in the device mesh. Defaults to pure data parallelism.
         """
         self.world, self.layout = world, layout or Layout(world.rank, world.world_size)
         self._pending: tuple[Tensor, Any] | None = None
@@ -38,7 +38,8 @@ class ProcessGroup:
     def agree(self, flag: bool) -> bool:
         """Return, on every rank, whether any rank had set the flag in the previous call.
 
-        The all-reduce is asynchronous and overlaps the step. Each call starts one and returns the previous result.
+        Each call starts an asynchronous all-reduce and returns the result of the previous one, so that communication
+        overlaps with the training step.
         """
         if self.world.world_size == 1:
             return flag
@@ -49,11 +50,11 @@ class ProcessGroup:
         return result
 
     def agree_now(self, flag: bool) -> bool:
-        """Return, on every rank, whether any rank has set the flag, without affecting the pending one of `agree`."""
+        """Return, on every rank, whether any rank has set the flag, without affecting a pending call to `agree`."""
         return any(all_gather_objects(flag, "agreeing to stop")) if self.world.world_size > 1 else flag
 
     def mean(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Average CPU tensors over ranks, in place."""
+        """Average CPU tensors over all ranks in place."""
         if self.world.world_size > 1:
             with collective_errors("reducing gradients"):
                 for tensor in tensors:
@@ -62,7 +63,10 @@ class ProcessGroup:
         return tensors
 
     def gather_rows(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Gather CPU tensors, of equal shapes on all ranks, along their first dimension in rank order."""
+        """Gather CPU tensors from all ranks and concatenate them along the first dimension in rank order.
+
+        The tensors must have the same shapes on all ranks.
+        """
         if self.world.world_size == 1:
             return tensors
         result = []
@@ -74,7 +78,7 @@ class ProcessGroup:
         return result
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value (plain Python or numpy), in rank order, on every rank."""
+        """Gather a picklable value from every rank and return the list, in rank order, on all ranks."""
         return all_gather_objects(value, "gathering results") if self.world.world_size > 1 else [value]
 
     def barrier(self) -> None:
@@ -83,7 +87,7 @@ class ProcessGroup:
                 dist.barrier(group=host_group())
 
     def close(self) -> None:
-        """Leave the group, after finishing the pending all-reduce so that no other rank is left waiting."""
+        """Leave the group, waiting for the pending all-reduce first so that no other rank is left hanging."""
         if self.world.world_size > 1:
             with collective_errors("leaving"):
                 self._finish()
@@ -100,9 +104,10 @@ class ProcessGroup:
 
 @contextmanager
 def collective_errors(doing: str, *, mixed: bool = False) -> Iterator[None]:
-    """Convert a RuntimeError of a collective into a TransientError that names the operation, `doing`.
+    """Convert a RuntimeError raised by a collective to a TransientError.
 
-    `mixed`: the block also does rank-local work, whose errors are not converted.
+    `doing`: description of the operation for the error message. `mixed`: set this if the block also does rank-local
+    work, in which case only errors that indicate a lost rank are converted.
     """
     try:
         yield
@@ -117,15 +122,16 @@ def collective_errors(doing: str, *, mixed: bool = False) -> Iterator[None]:
 
 
 def open_world_group(device_backend: str | None, timeout_s: float) -> None:
-    """Initialize the process group of all ranks from torchrun's variables, and its gloo group for the host.
+    """Initialize the default process group from torchrun's environment variables, and the gloo group for the host.
 
-    `device_backend`: see backends.process_group, None: gloo. Raises ConfigError if a variable is missing.
+    `device_backend`: backend of the default process group, see `backends.process_group`. None means gloo.
+    Raises ConfigError if one of the environment variables is missing.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"{', '.join(missing)} not set: cannot find the other ranks",
-            expected="the environment variables of a launcher",
+            f"cannot join the other ranks because {', '.join(missing)} is not set",
+            expected="the environment variables set by a launcher",
             next_command="trnpipe launch -- script.py, or torchrun",
         )
     with collective_errors("joining the other ranks"):
@@ -134,14 +140,14 @@ def open_world_group(device_backend: str | None, timeout_s: float) -> None:
 
 
 _host_groups: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
-"""Gloo groups by the process group of all ranks, which may be destroyed and created again."""
+"""The gloo group for each default process group, since that one may be destroyed and initialized again."""
 
 
 def host_group(timeout_s: float | None = None) -> dist.ProcessGroup:
-    """Return the gloo group of all ranks for CPU tensors and objects.
+    """Return the gloo group over all ranks, which is used for CPU tensors and Python objects.
 
-    This is the default process group if that is gloo. Otherwise the first call, which all ranks must make together,
-    creates a second group. `timeout_s`: the timeout of its collectives.
+    If the default process group uses gloo, it is returned. Otherwise, the first call creates a new group with the
+    timeout `timeout_s`, so it must be made on all ranks.
     """
     world = dist.group.WORLD
     if world is None:
@@ -155,7 +161,7 @@ def host_group(timeout_s: float | None = None) -> dist.ProcessGroup:
 
 
 def all_gather_objects(value: Any, doing: str) -> list[Any]:
-    """Return the value of each rank in rank order, on every rank, or [value] without a process group."""
+    """Gather a value from every rank in rank order. Returns [value] if no process group is initialized."""
     values = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:
         values = [None] * dist.get_world_size()
@@ -164,13 +170,16 @@ def all_gather_objects(value: Any, doing: str) -> list[Any]:
     return values
 
 
-# Setup of a rank, in the order that all devices require: process group, then device.
+# Setting up a rank. All devices require the process group to be initialized before the device is opened.
 
 
 def join_ranks(
     name: str, world: World, *, timeout_s: float, layout: Layout | None = None
 ) -> AbstractContextManager[ProcessGroup]:
-    """Join the ranks of a run on devices of backend `name`, and leave at exit. Raises TransientError if one fails."""
+    """Join the other ranks of a run that uses backend `name`, and leave them on exit.
+
+    Raises TransientError if a rank fails.
+    """
     return closing(ProcessGroup(world, timeout_s=timeout_s, device_backend=process_group(name), layout=layout))
 
 
@@ -178,16 +187,20 @@ def join_ranks(
 def open_ranks(
     name: str, world: World, *, timeout_s: float, layout: Layout | None = None
 ) -> Iterator[tuple[ProcessGroup, Backend]]:
-    """Join the other ranks, open backend `name` (see open_backend), and leave the ranks at exit.
+    """Join the other ranks and open backend `name` (see `open_backend`). The process group is destroyed on exit.
 
-    Raises ConfigError if torchrun and the device runtime count ranks differently, TransientError if a rank fails.
+    Raises ConfigError if torchrun and the device runtime disagree about the number of ranks, and TransientError if a
+    rank fails.
     """
     with join_ranks(name, world, timeout_s=timeout_s, layout=layout) as process_group:
         yield process_group, open_device(name, world)
 
 
 def open_device(name: str, world: World) -> Backend:
-    """Open backend `name` after the process group, if any, is initialized. Raises ConfigError as open_ranks does."""
+    """Open backend `name` and verify that torchrun and the device runtime agree about the number of ranks.
+
+    With multiple ranks, the process group must be initialized first. Raises ConfigError, as `open_ranks` does.
+    """
     if world.world_size > 1 and not dist.is_initialized():
         raise RuntimeError("the device must be opened after this rank has joined the process group")
     backend = open_backend(

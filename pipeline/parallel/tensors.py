@@ -1,4 +1,8 @@
-"""Sharded tensors: tensor-parallel styles, conversion from and to full tensors, gradient norms, checks of misuse."""
+"""Utilities for sharded tensors.
+
+These include the tensor parallel styles, conversion between shards and full tensors, gradient clipping, and checks that
+detect incorrect uses of DTensors in user scripts.
+"""
 
 import copyreg
 import re
@@ -31,20 +35,24 @@ from pipeline.model.encoder import BertEncoder
 from pipeline.model.relevance import RelevanceModel
 
 Style = str | ParallelStyle
-"""A ParallelStyle of torch.distributed.tensor.parallel, or its name in Hugging Face's plans."""
+"""A ParallelStyle from torch.distributed.tensor.parallel, or its name in Hugging Face's tensor parallel plans."""
 TensorPlan = Mapping[str, Style]
-"""Styles by module name, where `*` is one name component: {"layers.*.up": "colwise", "layers.*.down": "rowwise"}."""
+"""Parallel styles keyed by module name, where `*` matches one component of the name.
+
+For example: `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`.
+"""
 
 FUSED_PARTS = "fused_parts"
-"""Attribute of a module whose rows are interleaved: row n of part p is row n * parts + p."""
+"""Attribute that marks modules with interleaved rows, where row n of part p is stored at n * parts + p."""
 _FUSED_NAMES = re.compile(r"qkv|query_key_value|c_attn|in_proj|gate_up|up_gate", re.IGNORECASE)
 
 
 class FusedColwise(ColwiseParallel):
-    """Column-wise style of a linear layer that fuses equal matrices and has its output split by `chunk(parts, -1)`.
+    """Column-wise style for a linear layer that fuses several matrices of the same size, such as q, k and v.
 
-    Rows are interleaved, so that each rank has its slice of every part. Files keep the original order. With `parts` 1,
-    for layers whose rows are already grouped by head (as in GPT-NeoX), no row is moved.
+    The output of the layer must be split by `chunk(parts, -1)`. The rows of the weight are interleaved, so that each
+    rank gets a slice of every matrix, but are saved in their original order. Set `parts` to 1 for layers whose rows are
+    already grouped by head (as in GPT-NeoX), in which case no rows are reordered.
     """
 
     def __init__(self, parts: int) -> None:
@@ -57,7 +65,8 @@ class FusedColwise(ColwiseParallel):
                 parameter.data = interleave_rows(parameter.data, self.parts)
         setattr(module, FUSED_PARTS, self.parts)
         parallel: nn.Module = super()._apply(module, device_mesh)
-        # Runs after the hook of ColwiseParallel, on this rank's columns: [..., N * parts] to [..., parts * N].
+        # This hook runs after that of ColwiseParallel, so it reorders the columns of this rank from [..., N * parts] to
+        # [..., parts * N].
         parallel.register_forward_hook(
             lambda _module, _inputs, columns: columns.unflatten(-1, (-1, self.parts)).transpose(-1, -2).flatten(-2)
         )
@@ -65,7 +74,7 @@ class FusedColwise(ColwiseParallel):
 
 
 def fused_parts(model: nn.Module) -> dict[str, int]:
-    """Return the number of interleaved parts of each parameter with interleaved rows, by name."""
+    """Return a mapping from the names of all parameters with interleaved rows to their number of parts."""
     modules = [(name, module, getattr(module, FUSED_PARTS, 1)) for name, module in model.named_modules()]
     return {
         f"{name}.{key}": parts for name, module, parts in modules if parts > 1 for key, _ in module.named_parameters()
@@ -73,14 +82,15 @@ def fused_parts(model: nn.Module) -> dict[str, int]:
 
 
 def interleave_rows(rows: Tensor, parts: int) -> Tensor:
-    """Reorder rows from [parts * N, ...], one part after the other, to [N * parts, ...]."""
+    """Reorder rows from [parts * N, ...], where parts are consecutive, to [N * parts, ...]."""
     return rows.reshape(parts, rows.shape[0] // parts, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    # Norms of heads, [B, T, H, E]: each rank has only its own heads, so gradients are summed.
+    # Used for norms that are applied to each head, with shape [B, T, H, E]. Gradients need to be summed, because each
+    # rank only has some of the heads.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 _RELEVANCE_PLAN: TensorPlan = {
@@ -92,9 +102,9 @@ _RELEVANCE_PLAN: TensorPlan = {
 
 
 def tensor_styles(model: nn.Module, plan: TensorPlan | None, layout: Layout) -> list[tuple[str, ParallelStyle]]:
-    """Return (module name, style) pairs for `plan`, by default the model's own plan.
+    """Resolve a tensor parallel plan, which defaults to the model's own plan, to (module name, style) pairs.
 
-    Raises ConfigError if there is no plan, a name or style is unknown, or a size is not divisible by the degrees.
+    Raises ConfigError if there is no plan, if a name or style is unknown, or if a layer can't be divided evenly.
     """
     styles = []
     for pattern, style in (plan or _default_plan(model, layout.tensor_size)).items():
@@ -102,7 +112,7 @@ def tensor_styles(model: nn.Module, plan: TensorPlan | None, layout: Layout) -> 
         if not matches:
             raise ConfigError(
                 f"tensor plan: no module of {type(model).__name__} matches {pattern!r}",
-                expected="names as in model.named_modules(), * for one name component",
+                expected="names as in model.named_modules(), where * matches one component of a name",
             )
         parallel_style = _style(pattern, style)
         for name in matches:
@@ -112,23 +122,29 @@ def tensor_styles(model: nn.Module, plan: TensorPlan | None, layout: Layout) -> 
 
 
 def split(model: nn.Module, styles: list[tuple[str, ParallelStyle]], mesh: DeviceMesh) -> None:
-    """Split modules over a tensor-parallel mesh in place. Every rank has the full weights, or all have them on meta."""
+    """Split modules over a tensor parallel mesh in place.
+
+    Every rank must have the full weights, unless the weights are on the meta device.
+    """
     for name, style in styles:
         module = model.get_submodule(name)
         requires_grad = {key: parameter.requires_grad for key, parameter in module.named_parameters()}
         parallelize_module(module, mesh, style, src_data_rank=None)
         for key, parameter in module.named_parameters():
-            parameter.requires_grad_(requires_grad[key])  # styles create new parameters that all require gradients
+            parameter.requires_grad_(requires_grad[key])  # styles create new parameters, which always require gradients
 
 
 def _default_plan(model: nn.Module, degree: int) -> TensorPlan:
-    """Return the plan of a RelevanceModel or of a Hugging Face configuration, with whole heads on each rank."""
+    """Return the tensor parallel plan of a RelevanceModel or a Hugging Face model.
+
+    Raises ConfigError if the model has no plan, or if attention heads can't be divided evenly between ranks.
+    """
     config: Any = getattr(model, "config", None)
     if isinstance(model, RelevanceModel):
         if not isinstance(model.encoder, BertEncoder):
             raise ConfigError(
                 f"{type(model.encoder).__name__} does not support tensor_degree above 1",
-                expected="model.architecture bert, the only one that supports tensor parallelism",
+                expected="model.architecture bert, which is the only one that supports tensor parallelism",
                 next_command="--train.parallel.tensor-degree 1",
             )
         plan = _RELEVANCE_PLAN
@@ -140,7 +156,7 @@ def _default_plan(model: nn.Module, degree: int) -> TensorPlan:
         heads = [getattr(config, name, 0) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
     else:
         raise ConfigError(
-            f"tensor_degree above 1 needs a tensor plan, but {type(model).__name__} has none",
+            f"tensor_degree above 1 requires a tensor plan, but {type(model).__name__} doesn't have one",
             expected="a model whose configuration has base_model_tp_plan, or the argument tensor_plan",
             next_command='transform(..., tensor_plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})',
         )
@@ -164,16 +180,16 @@ def _style(pattern: str, style: Style) -> ParallelStyle:
         style = _STYLES[style]()
     if type(style) is ColwiseParallel and _FUSED_NAMES.search(pattern.rsplit(".", 1)[-1]):
         raise ConfigError(
-            f"tensor plan: {pattern!r} is colwise, but its name suggests several fused matrices, of which the first"
-            " ranks would get the first one only",
-            expected="FusedColwise(parts) if its output is split by chunk(parts, -1), with parts 1 if split by head",
+            f"tensor plan: {pattern!r} is colwise, but its name suggests that it fuses several matrices, which would"
+            " then be assigned to different ranks",
+            expected="FusedColwise(parts) if the output is split by chunk(parts, -1), or with parts 1 if split by head",
             next_command="from pipeline.parallel.tensors import FusedColwise",
         )
     return style
 
 
 def _check_split(model: nn.Module, name: str, style: ParallelStyle, layout: Layout) -> None:
-    """Raise ConfigError if a module shares a parameter with another or its size is not divisible by the degrees."""
+    """Raise ConfigError if a module has tied parameters or its size is not divisible by the parallel degrees."""
     module = model.get_submodule(name)
     names = Counter(map(id, dict(model.named_parameters(remove_duplicate=False)).values()))
     if any(names[id(parameter)] > 1 for parameter in module.parameters()):
@@ -191,7 +207,7 @@ def _check_split(model: nn.Module, name: str, style: ParallelStyle, layout: Layo
         outputs = module.out_features // (style.parts if isinstance(style, FusedColwise) else 1)
         if outputs % layout.tensor_size:
             raise _indivisible(degree, f"{outputs} outputs of {name!r}")
-        # torch gathers rows that are sharded twice, and unevenly, in the wrong order (2.9).
+        # If rows are sharded twice and unevenly, torch gathers them in the wrong order (2.9).
         if module.out_features % (layout.tensor_size * layout.shard_size):
             raise _indivisible(
                 f"shard_degree {layout.shard_size} by {degree}", f"{module.out_features} outputs of {name!r}"
@@ -199,10 +215,12 @@ def _check_split(model: nn.Module, name: str, style: ParallelStyle, layout: Layo
 
 
 def _indivisible(degree: str, size: str) -> ConfigError:
-    return ConfigError(f"{degree} does not divide {size}", expected="a divisor of it", next_command="another degree")
+    return ConfigError(
+        f"{degree} does not divide {size}", expected="a degree that divides it", next_command="change the degree"
+    )
 
 
-# Conversion between shards and full tensors, and the gradient norm over all shards.
+# Conversion between shards and full tensors, and gradient clipping.
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -211,22 +229,24 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the process groups of two or more ranks over which a tensor is sharded, not replicated."""
+    """Return the process groups that a tensor is sharded (not replicated) over, if they have more than one rank."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
-    # The placement of a dimension that is sharded twice is not a Shard (torch 2.14), so test for Replicate.
+    # Don't check for Shard, since torch 2.14 uses a different placement for a dimension that is sharded twice.
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
 
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale all gradients in place so that their norm is at most `max_norm`. Return the previous norm as fp32.
+    """Clip the gradients in place so that their global norm is at most `max_norm`.
 
-    `model`: a module, or the parameters to include. Call it on every rank after the last backward pass of a step. It
-    does not synchronize with the device. torch.nn.utils.clip_grad_norm_ fails if only some parameters are tensor
-    parallel (pytorch issue 180346).
+    This must be called on every rank after the last backward pass of a step. It doesn't synchronize with the device.
+    Use this instead of `torch.nn.utils.clip_grad_norm_`, which fails if only some of the parameters are tensor parallel
+    (pytorch issue 180346).
+
+    `model`: a module, or the parameters whose gradients to clip. Returns the norm before clipping as an fp32 scalar.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     parameters = [*(model.parameters() if isinstance(model, nn.Module) else model)]
@@ -250,23 +270,23 @@ def clip_grad_norm(model: nn.Module | Iterable[Tensor], max_norm: float) -> Tens
 
 @torch.no_grad()
 def full_cpu_tensor(tensor: Tensor, parts: int = 1) -> Tensor:
-    """Return the full tensor in host memory, on every rank, with the `parts` of fused matrices one after the other."""
+    """Gather a tensor in host memory on every rank, restoring the original row order if it has `parts` fused parts."""
     full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
     return interleave_rows(full, full.shape[0] // parts) if parts > 1 else full
 
 
 @torch.no_grad()
 def load_shard(tensor: Tensor, full: Tensor, parts: int = 1) -> None:
-    """Copy this rank's shard of `full` into `tensor`. Only this shard of a memory-mapped `full` is read.
+    """Copy this rank's shard of `full` into `tensor`. If `full` is memory-mapped, only this shard is read.
 
-    `parts`: the number of fused matrices, whose rows are interleaved in `tensor` and one after the other in `full`.
+    `parts`: number of fused matrices. Their rows are interleaved in `tensor`, but not in `full`.
     """
     target = local_shard(tensor)
     if not target.numel():
         return
     shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
-        # Private, but the only function that handles the order of shards over two axes (torch 2.9 to 2.14).
+        # This is a private function, but no public one handles the order of shards over two axes (torch 2.9 to 2.14).
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     rows, *others = [slice(start, start + size) for start, size in zip(offset, shape, strict=True)] or [slice(None)]
     if parts > 1:
@@ -276,24 +296,24 @@ def load_shard(tensor: Tensor, full: Tensor, parts: int = 1) -> None:
         target.copy_(full[(rows, *others)] if tensor.ndim else full)
 
 
-# Incorrect uses of sharded tensors in scripts are refused or warned about. A sharded tensor, or a norm of one, is a
-# DTensor, and torch silently lets a script read its local value as if it were the full one.
+# Detection of incorrect uses of sharded tensors in user scripts. A sharded tensor, or the norm of one, is a DTensor,
+# and torch silently allows scripts to read its local value as if it were the full value.
 
 LIMITS = "docs/parallel.md, Limits"
 _TORCH = str(Path(torch.__file__).parent)
 _UNSUPPORTED_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Rprop)
-"""They compute wrong values or fail with DTensor parameters, even over a group of one (torch 2.9 to 2.14)."""
+"""Optimizers that fail or compute wrong values for DTensors, even if the group has one rank (torch 2.9 to 2.14)."""
 _stepping: list[str] = []
-"""Class name of the optimizer that is in its step, if any."""
+"""Class name of the optimizer that is currently running a step, if any."""
 _warned: set[str] = set()
 _is_watching = False
 
 
 def watch_tensors() -> None:
-    """Install the checks of DTensors and optimizers in this process, once."""
+    """Install the checks for DTensors and optimizers in this process, if they are not installed yet."""
     global _is_watching
     if not _is_watching:
-        # Every item(), float() and bool() of a DTensor passes through here, and there is no public hook.
+        # All calls of item(), float() and bool() on a DTensor are dispatched here. There is no public hook.
         DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _read_scalar
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(lambda *_: _stepping.clear())
@@ -302,14 +322,19 @@ def watch_tensors() -> None:
 
 
 def _read_scalar(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """Read the local value as torch does, and warn if it is sharded. Raises ConfigError in an optimizer's step."""
+    """Read the local value of a DTensor as torch does, but print a warning if the tensor is sharded.
+
+    Raises ConfigError if this happens in an optimizer step.
+    """
     tensor: Any = args[0]
     if shard_groups(tensor):
         if _stepping:
-            raise _optimizer_error(_stepping.pop(), "reads values of local shards, so ranks would update differently")
+            raise _optimizer_error(
+                _stepping.pop(), "reads values from local shards, so the updates would differ by rank"
+            )
         _warn_once(
-            "a value was read from a sharded tensor, and it is that of this rank's shard only",
-            "tensor.full_tensor().item() on all ranks, and trn.clip_grad_norm for the norm of gradients",
+            "a value was read from a sharded tensor, but it only reflects this rank's shard",
+            "call tensor.full_tensor().item() on all ranks, or trn.clip_grad_norm for the gradient norm",
         )
     with torch.no_grad():
         return op_call(tensor.to_local())
@@ -318,14 +343,14 @@ def _read_scalar(op_call: Any, args: tuple[object, ...], kwargs: dict[str, objec
 def _pickle_with_warning(tensor: DTensor) -> Any:
     if shard_groups(tensor):
         _warn_once(
-            "a sharded tensor was pickled, and the file contains this rank's shard only",
-            "trn.save(folder, model, optimizer) on all ranks, which writes full tensors",
+            "a sharded tensor was pickled, but the file only contains this rank's shard",
+            "call trn.save(folder, model, optimizer) on all ranks, which writes full tensors",
         )
     return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
 
 
 def _warn_once(message: str, next_command: str) -> None:
-    """Print a warning on rank 0, with the line of the script."""
+    """Print a warning with the current line of the user script, but only on rank 0 and only once per message."""
     if message in _warned or dist.get_rank() > 0:
         return
     _warned.add(message)
@@ -336,7 +361,7 @@ def _warn_once(message: str, next_command: str) -> None:
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     name = type(optimizer).__name__
-    _stepping[:] = [name]  # replaces the name of an optimizer whose step raised
+    _stepping[:] = [name]  # also replaces the name of an optimizer whose last step raised an error
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if isinstance(optimizer, _UNSUPPORTED_OPTIMIZERS) and any(isinstance(tensor, DTensor) for tensor in parameters):
         raise _optimizer_error(name, "requires unsharded parameters")
@@ -344,7 +369,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 def _optimizer_error(name: str, why: str) -> ConfigError:
     return ConfigError(
-        f"optimizer {name} does not support a model sharded by trn.transform: it {why}",
-        expected="an optimizer that updates elements independently, such as AdamW or SGD",
-        next_command=f"use another optimizer, or DistributedDataParallel instead of transform; {LIMITS}",
+        f"optimizer {name} cannot be used with a model that was sharded by trn.transform, because it {why}",
+        expected="an optimizer that updates each element independently, such as AdamW or SGD",
+        next_command=f"use a different optimizer, or DistributedDataParallel instead of transform; see {LIMITS}",
     )

@@ -1,1 +1,1 @@
-"""Start, mark, monitor and stop child processes."""
+"""Start, monitor and stop child processes."""

@@ -1,8 +1,11 @@
-"""Run tasks from an iterator in worker processes (`python -m pipeline.proc.pool PID`), each fed by a thread.
+"""Run tasks from an iterator in a pool of worker processes.
 
-Workers are plain child processes: those of multiprocessing import the parent's main module (and torch), and those of
-loky outlive a killed parent. Frames are pickles. The first is (function, context), then one for each task. The response
-to a task is ("done", result) or ("error", ...).
+We start the workers as plain child processes (`python -m pipeline.proc.pool PID`), each of which is controlled by a
+thread. multiprocessing would import the main module of the parent (and therefore torch) in each worker, and the workers
+of loky keep running if the parent is killed.
+
+The parent sends pickled messages to a worker. The first message is (function, context), and every message after that is
+a task. The worker responds to each task with ("done", result), ("error", ...) or ("bug", traceback).
 """
 
 import os
@@ -44,17 +47,23 @@ def run_tasks(
     in_order: bool = False,
     waiting: Callable[[], object] = lambda: None,
 ) -> Generator[Result, None, None]:
-    """Yield the results of `function(context, task)` as they finish. Closing the generator ends the workers.
+    """Call `function(context, task)` for each task and yield the results as they become available.
+
+    Closing the generator stops the workers.
 
     Args:
-        function: a module-level function. Context, tasks and results must be picklable.
-        num_workers: 0 means one per core. A process starts when there is a task for it. Up to `num_workers` + 1 tasks
-            are taken from the iterator ahead of their results, 2 * `num_workers` if `in_order`.
+        function: the function to call. It must be defined at the top level of a module.
+        context: the first argument of every call. The context, tasks and results must be picklable.
+        tasks: an iterator of tasks, which is consumed lazily. At most `num_workers + 1` tasks are pending at a time, or
+            `2 * num_workers` if `in_order` is set.
+        num_workers: number of workers, or 0 for one per core. A worker only starts once there is a task for it.
+        stop: the stop signal.
         doing: describes the work in the message of Preempted.
-        in_order: yield results in the order of the tasks.
-        waiting: called a few times a second while workers work.
+        in_order: whether to yield the results in the order of the tasks.
+        waiting: called several times per second while the workers are busy.
 
-    Raises the error of the function (RuntimeError for a bug), TransientError if a worker dies, Preempted if stopped.
+    Raises the same error as the function if it is a TrnpipeError, and RuntimeError for any other exception. Raises
+    TransientError if a worker dies, and Preempted if `stop` is set.
     """
     first_frame = pickle.dumps((function, context), protocol=5)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -89,8 +98,8 @@ def run_tasks(
         ended.set()
         threads.shutdown(wait=False, cancel_futures=True)
         for process in processes:
-            with suppress(BrokenPipeError), process:  # the rest of a frame cannot be sent to a killed worker
-                process.kill()  # its writes are atomic
+            with suppress(BrokenPipeError), process:  # closing stdin fails if a message has been sent only partially
+                process.kill()  # this is safe, because workers write files atomically
         threads.shutdown()
 
 
@@ -120,8 +129,8 @@ def _call(process: subprocess.Popen[bytes], frames: bytes) -> object:
         status = process.wait()
         raise TransientError(
             f"a worker process died ({f'signal {-status}' if status < 0 else f'exit {status}'})",
-            expected="workers that run until their input ends (signal 9 usually means that memory ran out)",
-            next_command="run the command again; after signal 9, lower --data.rows-per-chunk or --data.num-workers",
+            expected="workers that run until all tasks are finished (signal 9 usually means that memory ran out)",
+            next_command="run the command again; for signal 9, decrease --data.rows-per-chunk or --data.num-workers",
         ) from error
     if kind == "error":
         error_class, seen, expected, next_command = response
@@ -132,13 +141,13 @@ def _call(process: subprocess.Popen[bytes], frames: bytes) -> object:
 
 
 def main() -> None:
-    """Run tasks from standard input until it ends or the parent dies."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group, and handled by the parent
+    """Run tasks from standard input until it is closed or the parent dies."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the whole process group gets these, but the parent handles them
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(int(sys.argv[1]),), daemon=True).start()
     tasks, responses = open(0, "rb"), os.fdopen(os.dup(1), "wb")  # noqa: SIM115
-    os.dup2(2, 1)  # output of libraries must not mix with the responses
-    function, context = pickle.load(tasks)  # noqa: S301  (the parent wrote it)
+    os.dup2(2, 1)  # redirect stdout to stderr, so that the output of libraries can't corrupt the responses
+    function, context = pickle.load(tasks)  # noqa: S301  (written by the parent)
     while tasks.peek(1):
         task = pickle.load(tasks)  # noqa: S301
         response: tuple[str, object]
@@ -147,13 +156,13 @@ def main() -> None:
         except TrnpipeError as error:
             response = ("error", (type(error), error.seen, error.expected, error.next_command))
         except Exception:
-            response = ("bug", traceback.format_exc())  # raised again by the parent
+            response = ("bug", traceback.format_exc())  # the parent raises it
         pickle.dump(response, responses)
         responses.flush()
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Exit when this process gets another parent, which also happens after a SIGKILL of the first one."""
+    """Exit once the parent of this process changes, because this means that the original parent has died."""
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_S)
     os._exit(1)

@@ -1,8 +1,9 @@
-"""Turn SIGTERM and SIGINT into the stop signal, and exit in time even if the stop signal is not polled.
+"""Set the stop signal on SIGTERM and SIGINT, and ensure that the process exits in time even if nothing polls it.
 
-Python runs signal handlers only between bytecodes of the main thread, so a handler does not run while that thread is
-inside a long C++ call such as a compile. The C-level handler does write the signal number to the wake-up descriptor at
-once (signal.set_wakeup_fd), and a monitor thread reads it there. It needs the GIL, which such a call must release.
+Python only runs signal handlers between bytecode instructions of the main thread. This means that a handler doesn't run
+while the main thread is inside a long C++ call, such as a compilation. However, the C-level handler immediately
+writes the signal number to a file descriptor (see signal.set_wakeup_fd), and a monitor thread reads it from there. Note
+that the monitor needs the GIL, so this only works if the C++ call releases it.
 """
 
 import faulthandler
@@ -23,23 +24,24 @@ from pipeline.core.stop import StopSignal
 from pipeline.proc.children import LAST_HOOK_S, RANK_S
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-STACKS_VARIABLE = "TRN_STACKS_DIR"  # without the prefix TRNPIPE_ of settings
+STACKS_VARIABLE = "TRN_STACKS_DIR"  # doesn't start with TRNPIPE_, because it is not a setting
 _CLOSE = 0  # not a signal number
-STOPPING = "stopping: saving state (press Ctrl-C again to stop at once)"
+STOPPING = "stopping: saving state (press Ctrl-C again to exit immediately)"
 
 LastHook = Callable[[str], None]
 
 
 @contextmanager
 def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: LastHook | None = None) -> Iterator[None]:
-    """Set `stop` on SIGTERM and SIGINT inside the context. For the main thread only.
+    """Set `stop` on SIGTERM and SIGINT inside the context. This only works in the main thread.
 
-    The first SIGINT prints a line to standard error at once, unless `stop.has_live_display`. If the process still runs
-    `grace_s` after the first signal, `last_hook(reason)` gets at most 3 s and the process exits with 143. A second
-    SIGINT ends it at once.
-    After a signal the monitor keeps running, because shutdown may hang too. Forked workers close the shared wake-up
-    descriptor, so that a signal to one of them does not stop this process. They ignore SIGINT, which a terminal sends
-    to the whole process group and this process handles.
+    The first SIGINT immediately prints a message to standard error, unless `stop.has_live_display` is set, and a second
+    one ends the process. If the process is still running `grace_s` seconds after the first signal, `last_hook` is
+    called with the reason and the process exits with code 143. The hook may take up to 3 seconds.
+
+    After a signal, the monitor keeps running even outside the context, because the shutdown may hang as well. Forked
+    workers close the wake-up descriptor that they share with this process, so that a signal to a worker doesn't stop
+    this process. They also ignore SIGINT, because the terminal sends it to the whole process group.
     """
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
@@ -60,37 +62,41 @@ def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: Las
 
 
 def limit_shutdown_time(grace_s: float = RANK_S) -> None:
-    """Exit with 143 if this process still runs `grace_s` after SIGTERM or SIGINT. Cannot be undone.
+    """Exit with code 143 if this process is still running `grace_s` seconds after SIGTERM or SIGINT.
 
-    No handler is installed. Without a handler in the program, the signal ends the process at once.
+    This can't be undone. It doesn't install a signal handler, so unless the program installs one itself, the signal
+    still ends the process immediately.
     """
     _guard_forks(lambda: True, resets=False)
     _start_monitor(StopSignal(), grace_s, None, "")
 
 
 def enable_stack_dumps(env: Mapping[str, str] = os.environ) -> None:
-    """Make SIGUSR1 write the stacks of all threads to `<folder>/<process id>`, if TRN_STACKS_DIR names a folder.
+    """Install a handler for SIGUSR1 that writes the stacks of all threads to `$TRN_STACKS_DIR/<process id>`.
 
-    The handler is C code, so it also works while the main thread hangs in a collective.
+    This does nothing unless TRN_STACKS_DIR is an existing folder. The handler is implemented in C, so it also works
+    while the main thread hangs in a collective.
     """
     folder = Path(env.get(STACKS_VARIABLE, ""))
     if not env.get(STACKS_VARIABLE) or not folder.is_dir():
         return
     path = folder / f".{os.getpid()}"
     faulthandler.register(signal.SIGUSR1, path.open("w"), all_threads=True)  # keeps the file open
-    path.rename(folder / str(os.getpid()))  # shows that the handler is installed
+    path.rename(folder / str(os.getpid()))  # signals that the handler is installed, see `has_stack_dumps`
 
 
 def has_stack_dumps(pid: int, folder: Path) -> bool:
-    """Return whether SIGUSR1 makes a process dump its stacks. It ends any other process."""
+    """Return whether a process handles SIGUSR1 by dumping its stacks. Otherwise, the signal would end the process."""
     return (folder / str(pid)).exists()
 
 
 def _guard_forks(is_active: Callable[[], bool], *, resets: bool = True) -> None:
-    """Remove the wake-up descriptor in forked children and, with `resets`, default SIGTERM and ignore SIGINT.
+    """Prevent forked child processes from forwarding their signals to this process.
 
-    Signals are blocked during a fork, because the child would pass one to the parent before the descriptor is removed.
-    Fork hooks cannot be unregistered, so they call `is_active` each time.
+    The child removes the wake-up descriptor that it shares with this process. With `resets`, it also restores the
+    default behavior of SIGTERM and ignores SIGINT. Signals are blocked during the fork, because otherwise the child
+    could forward a signal before it has removed the descriptor. Python can't unregister fork hooks, so each hook calls
+    `is_active` to check whether it still applies.
     """
     saved = threading.local()
 
@@ -115,7 +121,7 @@ def _guard_forks(is_active: Callable[[], bool], *, resets: bool = True) -> None:
 def _start_monitor(
     stop: StopSignal, grace_s: float, last_hook: LastHook | None, notice: str
 ) -> tuple[socket.socket, int, threading.Thread]:
-    """Start the monitor. Return its wake-up socket, the earlier wake-up descriptor, and its thread."""
+    """Start the monitor thread. Return its wake-up socket, the previous wake-up descriptor and the thread."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     earlier = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -133,7 +139,10 @@ def _monitor(
     last_hook: LastHook | None,
     notice: str,
 ) -> None:
-    """Read signal numbers: count down from the first, print `notice` at the first SIGINT. Owns the sockets."""
+    """Wait for signals and end the process if it doesn't exit within `grace_s` seconds after the first one.
+
+    `notice` is printed on the first SIGINT. The monitor closes both sockets of `pair` when it returns.
+    """
     reader, writer = pair
     deadline: float | None = None
     num_interrupts = 0
@@ -153,14 +162,17 @@ def _monitor(
                 deadline = deadline or time.monotonic() + grace_s
                 num_interrupts += signum == signal.SIGINT
                 if notice and num_interrupts == 1 and signum == signal.SIGINT and not stop.has_live_display:
-                    with suppress(OSError):  # standard error is closed
+                    with suppress(OSError):  # standard error may be closed
                         os.write(2, f"{notice}\n".encode())
             if num_interrupts > 1:
                 _end("a second SIGINT", None)
 
 
 def _end(reason: str, last_hook: LastHook | None) -> None:
-    """Print the reason, run the hook, kill the children and exit without atexit handlers, which may be hanging."""
+    """Print the reason, run the hook, kill all child processes and exit.
+
+    This skips atexit handlers, because they may be the reason why the process hangs.
+    """
     try:
         os.write(2, f"trnpipe: {reason}; exit {Preempted.exit_code}\n".encode())
         if last_hook is not None:

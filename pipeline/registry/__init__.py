@@ -1,1 +1,1 @@
-"""The registry of models: the checkpoint in production, its history and lineage, and the deployed pair."""
+"""The model registry, which keeps track of the production checkpoint, its history, and the deployed pair."""

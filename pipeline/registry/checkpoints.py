@@ -1,4 +1,4 @@
-"""Locate checkpoints by name, and read their state and lineage, without importing torch."""
+"""Locate checkpoints by name, and read their state and lineage. This module does not import torch."""
 
 import json
 import re
@@ -29,13 +29,14 @@ from pipeline.settings import Settings
 CHECKPOINTS = "checkpoints/"
 _CYCLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
-# Names of checkpoints: a prefix in the workspace, a path or URI, or the model in production.
+# Resolving checkpoint names. A name can be a prefix in the workspace, a path, or a URI.
 
 
 def locate(name: str, settings: Settings, workspace: Storage) -> tuple[Storage, str]:
-    """Return the storage and prefix of a checkpoint, given as `checkpoints/<cycle>/step-<n>`, path or URI.
+    """Return the storage and the prefix of a checkpoint, given as `checkpoints/<cycle>/step-<n>`, a path, or a URI.
 
-    The storage is `workspace` itself if the checkpoint is in the workspace. Raises ConfigError for an invalid name.
+    If the checkpoint is in the workspace, `workspace` itself is returned as the storage. Raises ConfigError if the name
+    is invalid.
     """
     key = key_in(workspace, name)
     if key is not None:
@@ -44,19 +45,19 @@ def locate(name: str, settings: Settings, workspace: Storage) -> tuple[Storage, 
 
 
 def prefix_in(workspace: Storage, name: str) -> str:
-    """Return the prefix of a checkpoint in the workspace. Raises ConfigError if it is outside the workspace."""
+    """Return the prefix of a checkpoint in the workspace. Raises ConfigError if it is not in the workspace."""
     key = key_in(workspace, name)
     if key is None and "://" in name:
         raise ConfigError(
             f"{one_line(name)} is not in the workspace {workspace.root}",
-            expected="a checkpoint of this workspace, as checkpoints/<cycle>/step-<n>",
+            expected="a checkpoint in this workspace, such as checkpoints/<cycle>/step-<n>",
             next_command="set --workspace",
         )
     return check_prefix(name.rstrip("/") if key is None else key)
 
 
 def key_in(workspace: Storage, name: str) -> str | None:
-    """Return the key of a prefix, path or URI in the workspace, or None if it is outside the workspace."""
+    """Convert a prefix, path or URI to a key in the workspace. Returns None if it is outside the workspace."""
     name, folder = name.rstrip("/"), workspace.local_path("")
     if name.startswith(CHECKPOINTS):
         return name
@@ -68,8 +69,11 @@ def key_in(workspace: Storage, name: str) -> str | None:
 
 
 def production_prefix(workspace: Storage, model_name: str) -> str | None:
-    """Return the prefix of the checkpoint in production, or None. Raises CheckpointError if the pointer is damaged."""
-    # Read only this field, so that an older version does not fail on new fields of a newer version.
+    """Return the prefix of the production checkpoint, or None if no checkpoint is in production.
+
+    Raises CheckpointError if the pointer is damaged.
+    """
+    # Only read this field, so that older versions do not fail if newer versions add fields.
     key = pointer_key(model_name)
     try:
         pointer = workspace.read_bytes(key)
@@ -86,7 +90,10 @@ def production_prefix(workspace: Storage, model_name: str) -> str | None:
 
 
 def locate_start(start: str, settings: Settings, workspace: Storage) -> tuple[Storage, str] | None:
-    """Return the storage and prefix of `train.start`. None for `scratch`, and for `incumbent` without production."""
+    """Return the storage and prefix of the checkpoint that `train.start` refers to.
+
+    Returns None for `scratch`, and also for `incumbent` if no checkpoint is in production.
+    """
     if start == "scratch":
         return None
     if start == "incumbent":
@@ -96,7 +103,10 @@ def locate_start(start: str, settings: Settings, workspace: Storage) -> tuple[St
 
 
 def parent_tokenizer(settings: Settings, workspace: Storage) -> bytes | None:
-    """Return the parent's tokenizer.json, which new data must use, or None. Raises CheckpointError if it is missing."""
+    """Read the tokenizer.json of the parent, which new data must be tokenised with.
+
+    Returns None if there is no parent. Raises CheckpointError if the parent does not have a tokenizer.
+    """
     location = locate_start(settings.train.start, settings, workspace)
     if location is None:
         return None
@@ -107,16 +117,16 @@ def parent_tokenizer(settings: Settings, workspace: Storage) -> bytes | None:
         raise CheckpointError(
             f"the parent {storage.uri(prefix)} has no {TOKENIZER}",
             expected="a committed checkpoint (train.start)",
-            next_command="choose another checkpoint with --train.start, or --train.start scratch",
+            next_command="choose a different checkpoint with --train.start, or --train.start scratch",
         ) from error
 
 
-# Reading a checkpoint of this workspace.
+# Reading and verifying checkpoints in this workspace.
 
 
 @dataclass(frozen=True)
 class CommittedCheckpoint:
-    """A committed checkpoint of this workspace, with the digest of its manifest."""
+    """A committed checkpoint in this workspace, with the digest of its manifest."""
 
     prefix: str
     digest: str
@@ -128,13 +138,13 @@ class CommittedCheckpoint:
 
 
 def read_checkpoint(workspace: Storage, prefix: str, *, every_byte: bool = False) -> CommittedCheckpoint:
-    """Read the manifest and state of a checkpoint. With `every_byte`, verify all other files too.
+    """Read the manifest and the state of a checkpoint. If `every_byte` is set, all other files are verified as well.
 
-    Raises CheckpointError if the checkpoint is missing or damaged, ConfigError for an invalid prefix.
+    Raises CheckpointError if the checkpoint is missing or damaged, and ConfigError if the prefix is invalid.
     """
     uri = workspace.uri(check_prefix(prefix))
     try:
-        next_command = "choose a checkpoint of this workspace, as checkpoints/<cycle>/step-<n>"
+        next_command = "choose a checkpoint in this workspace, such as checkpoints/<cycle>/step-<n>"
         manifest = checkpoint_manifest(workspace, prefix, next_command=next_command)
         if missing := sorted({WEIGHTS, STATE, TOKENIZER} - manifest.files.keys()):
             raise DataError(f"its manifest has no {missing[0]}")
@@ -149,7 +159,10 @@ def read_checkpoint(workspace: Storage, prefix: str, *, every_byte: bool = False
 
 
 def check_present(workspace: Storage, prefix: str) -> None:
-    """Check by one listing that all files exist in full size. Raises CheckpointError otherwise."""
+    """Verify that all files of a checkpoint exist and have the right size. Raises CheckpointError otherwise.
+
+    This only needs to list the files, without reading them.
+    """
     try:
         verify_dir(workspace, prefix, deep=False)
     except DataError as error:
@@ -160,21 +173,25 @@ def _bad(uri: str, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{uri}: {first_line(error)}",
         expected=f"a complete checkpoint of schema {SCHEMA_VERSION}",
-        next_command="choose another checkpoint (trnpipe registry show lists those that were in production)",
+        next_command="choose a different checkpoint (trnpipe registry show lists those that were in production)",
     )
 
 
-# Lineage: the parents of a checkpoint, back to the root.
+# The lineage of a checkpoint consists of its parent, the parent of its parent, and so on.
 
 
 @dataclass(frozen=True)
 class Ancestor:
-    """One checkpoint of a lineage.
+    """A checkpoint in a lineage.
 
-    `checkpoint`: prefix in the workspace, or the URI recorded by its child if it is not in the workspace. `partitions`:
-    fingerprints of the partitions that its parent was not trained on (all if the parent is missing). `figures`: known
-    metrics. For the last checkpoint, `published`: the published weights from which training started, and `note`: why
-    the lineage ends before the root.
+    Args:
+        checkpoint: Prefix in the workspace. If the checkpoint is in a different workspace, this is the URI that its
+            child has recorded.
+        partitions: Fingerprints of the partitions that its parent was not trained on. If the parent is missing, this
+            includes all partitions.
+        figures: Metrics of the checkpoint, as far as they are known.
+        published: For the last checkpoint, the published weights that training started from.
+        note: For the last checkpoint, the reason why the lineage ends here although it is not the root.
     """
 
     checkpoint: str
@@ -191,10 +208,11 @@ class Ancestor:
 
 
 def lineage(workspace: Storage, prefix: str) -> tuple[Ancestor, ...]:
-    """Return the checkpoint at `prefix`, its parent, and so on. The last one is the root, or has a note.
+    """Return the lineage of a checkpoint, starting with the checkpoint itself.
 
-    A parent is followed only if its digest is the one recorded by its child. It may have moved with the whole
-    workspace. Raises CheckpointError if `prefix` has no valid checkpoint, ConfigError for an invalid prefix.
+    The last checkpoint is the root, unless it has a note that explains why its parent is missing. A parent is only
+    included if its digest matches the digest recorded by its child. Parents are also found if the whole workspace has
+    been moved. Raises CheckpointError if `prefix` is not a valid checkpoint, and ConfigError if the prefix is invalid.
     """
     child = read_checkpoint(workspace, prefix)
     ancestors: list[Ancestor] = []
@@ -214,14 +232,14 @@ def lineage(workspace: Storage, prefix: str) -> tuple[Ancestor, ...]:
 
 
 def _find_parent(workspace: Storage, link: Parent) -> tuple[CommittedCheckpoint | None, str]:
-    """Return the parent in this workspace, or None and the reason."""
-    # Look at its URI, and at the same path below checkpoints/, in case the workspace was moved.
+    """Return the parent if it exists in this workspace, otherwise None and the reason."""
+    # Try the URI of the parent first, and then the same path below checkpoints/ in case the workspace was moved.
     moved = CHECKPOINTS + link.uri.rpartition(f"/{CHECKPOINTS}")[2] if f"/{CHECKPOINTS}" in link.uri else None
     notes = []
     for prefix in dict.fromkeys(prefix for prefix in (key_in(workspace, link.uri), moved) if prefix):
         try:
             checkpoint = read_checkpoint(workspace, prefix)
-        except ConfigError:  # not a valid prefix in this workspace
+        except ConfigError:  # the prefix is not valid in this workspace
             continue
         except CheckpointError as error:
             notes.append(f"it cannot be read: {error.seen}")
@@ -230,7 +248,7 @@ def _find_parent(workspace: Storage, link: Parent) -> tuple[CommittedCheckpoint 
             return checkpoint, ""
         notes.append(f"{prefix} has changed: digest {checkpoint.digest[:12]} instead of {link.digest[:12]}")
     is_local = link.uri.startswith(f"{workspace.root}/")
-    return None, notes[0] if is_local and notes else "it is in another workspace"
+    return None, notes[0] if is_local and notes else "it is in a different workspace"
 
 
 def _ancestor(workspace: Storage, checkpoint: CommittedCheckpoint, parent_partitions: Mapping[str, str]) -> Ancestor:
@@ -239,8 +257,8 @@ def _ancestor(workspace: Storage, checkpoint: CommittedCheckpoint, parent_partit
     figures: dict[str, float | None] = {}
     if state.best is not None and state.best.step == state.step:
         figures[f"valid_{state.best.metric}"] = state.best.value
-    if _CYCLE.fullmatch(state.cycle):  # a valid name of a folder
-        with suppress(DataError):  # a damaged verdict is reported by the commands that depend on it
+    if _CYCLE.fullmatch(state.cycle):  # the name of the cycle is a valid folder name
+        with suppress(DataError):  # commands that depend on the verdict report it if it is damaged
             verdict = load_verdict(workspace, state.cycle)
             if verdict is not None and verdict.candidate.digest == checkpoint.digest:
                 figures |= verdict.figures

@@ -1,12 +1,13 @@
-"""The registry of one model: the production checkpoint, the deployed pair, and operations that change them.
+"""Deploy pairs of a model and its catalogue vectors, roll them back, and query the registry of a model.
 
-The deployed pair is a model and the catalogue vectors made with it:
+The deployed pair is stored in the following files:
 
-registry/<model>/serving.json    the pair that search uses, replaced by one conditional write after verify
-registry/<model>/pairs/<n>.json  every version of serving.json by its generation, never changed
+registry/<model>/serving.json    the pair that search should use, which is replaced atomically once it is verified
+registry/<model>/pairs/<n>.json  all versions of serving.json by their generation, which are never modified
 
-production.json is replaced when a model has passed the gate, hours before its vectors exist. A search that followed it
-would mix two vector spaces, so serving.json names a checkpoint and the vectors made with it in one object.
+Note that search must not use production.json. A model is put into production as soon as it has passed the gate, which
+is hours before its catalogue vectors exist, so a search would mix two vector spaces in the meantime. For this reason,
+serving.json contains both a checkpoint and the vectors that were computed with it.
 """
 
 from collections.abc import Iterable
@@ -45,11 +46,11 @@ from pipeline.telemetry.events import code_version
 
 
 class Vectors(Record):
-    """The committed vectors of one cycle."""
+    """The committed catalogue vectors of a cycle."""
 
     cycle: str
-    digest: Digest = Field(description="Digest of their manifest, every byte verified")
-    generation: int = Field(description="Increases with every newer set of vectors")
+    digest: Digest = Field(description="Digest of the manifest, whose files have been verified")
+    generation: int = Field(description="Number that increases with every newer set of vectors")
     rows: int
     dim: int
 
@@ -58,26 +59,26 @@ class Vectors(Record):
         return f"embeddings/{self.cycle}"
 
     def is_newer_than(self, other: "Vectors") -> bool:
-        """Compare generations. Cycles planned at the same time have the same generation and are compared by name."""
+        """Return whether these vectors are newer. Cycles planned at the same time are compared by their names."""
         return (self.generation, natural_key(self.cycle)) > (other.generation, natural_key(other.cycle))
 
 
 class DeployedPair(ModelRecord):
-    """The content of serving.json: a checkpoint and vectors made with it."""
+    """The content of serving.json: a checkpoint and the vectors that were computed with it."""
 
     schema_version: Literal[1] = 1
-    id: str = Field("", description="Hash of all other fields (empty in files of earlier versions)")
+    id: str = Field("", description="Hash of all other fields (empty in files from earlier versions)")
     checkpoint: str = Field(description="Prefix in the workspace, or the URI of a checkpoint elsewhere")
-    digest: Digest = Field(description="Digest of its manifest")
+    digest: Digest = Field(description="Digest of the manifest of the checkpoint")
     vectors: Vectors
-    generation: int = Field(0, ge=0, description="Number of changes of this file, including this one")
+    generation: int = Field(0, ge=0, description="Number of changes to this file, including this one")
     action: Literal["verified", "promoted", "rolled_back"] = Field(
         "verified", description="promoted is only written by earlier versions"
     )
     reason: str = ""
-    replaced: Digest | None = Field(None, description="Digest of the vectors that were served before")
+    replaced: Digest | None = Field(None, description="Digest of the vectors that were previously served")
     production_follows: int | None = Field(
-        None, description="Generation of production that this rollback replaces next by the checkpoint of this pair"
+        None, description="For a rollback, the generation of production that will be replaced by this checkpoint next"
     )
     author: Author
 
@@ -89,22 +90,25 @@ class DeployedPair(ModelRecord):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all fields except `id`, without defaults, so that new fields do not change that of older files."""
+        """Hash of all fields except `id`. Defaults are excluded so that adding fields does not invalidate old files."""
         return fingerprint(self.model_dump(mode="json", exclude={"id"}, exclude_defaults=True))
 
     @property
     def digests(self) -> tuple[str, str]:
-        """Digests of the checkpoint and of the vectors."""
+        """The digests of the checkpoint and of the vectors."""
         return self.digest, self.vectors.digest
 
 
 def pair_key(model: str) -> str:
-    """Return the key of serving.json. Raises ConfigError for an invalid name."""
+    """Return the key of serving.json. Raises ConfigError if the name of the model is invalid."""
     return f"{FOLDER}/{check_model(model)}/serving.json"
 
 
 def read_pair(workspace: Storage, model: str) -> tuple[DeployedPair, str] | None:
-    """Return the deployed pair and its etag, or None. Raises CheckpointError if serving.json is damaged."""
+    """Read the deployed pair and its etag. Returns None if no pair is deployed.
+
+    Raises CheckpointError if serving.json is damaged.
+    """
     return _read(workspace, pair_key(model), model)
 
 
@@ -114,7 +118,7 @@ def _read(workspace: Storage, key: str, model: str) -> tuple[DeployedPair, str] 
 
 
 def past_pairs(workspace: Storage, model: str) -> tuple[DeployedPair, ...]:
-    """Return every pair that was ever deployed, oldest first, including the current one."""
+    """Return all pairs that have ever been deployed, including the current one, from oldest to newest."""
     stored = [_read(workspace, key, model) for key in (*_past_keys(workspace, model), pair_key(model))]
     by_generation = {item[0].generation: item[0] for item in stored if item is not None}
     return tuple(by_generation[generation] for generation in sorted(by_generation))
@@ -125,22 +129,23 @@ def _past_keys(workspace: Storage, model: str) -> list[str]:
 
 
 def serve_verified_pair(workspace: Storage, pair: DeployedPair) -> str:
-    """Deploy verified vectors if their model is in production. Return a status message.
+    """Deploy verified vectors if their model is in production. Returns a status message.
 
-    serving.json is not changed if it names newer vectors of the model, or was rolled back from these vectors. Raises
-    TransientError if another process changes it concurrently, CheckpointError if the vectors have been deleted.
+    The deployed pair is not changed if it already has newer vectors of the same model, or if it was rolled back from
+    these vectors. Raises TransientError if another process changes serving.json concurrently, and CheckpointError if
+    the vectors have been deleted.
     """
     stored, pointer = read_pair(workspace, pair.model), read_pointer(workspace, pair.model)
     current = stored[0] if stored else None
     if current is not None and current.digests == pair.digests:
-        return f"serving.json already names these vectors (generation {current.generation})"
+        return f"serving.json already refers to these vectors (generation {current.generation})"
     if pointer is None or pointer[0].digest != pair.digest:
         production = pointer[0].checkpoint if pointer else "nothing"
-        return f"serving.json unchanged: {production} is in production, but the vectors are of {pair.checkpoint}"
+        return f"serving.json unchanged: the vectors belong to {pair.checkpoint}, but {production} is in production"
     if current is not None and current.production_follows == pointer[0].generation:
-        return "serving.json unchanged: a rollback is not finished, repeat its command"
+        return "serving.json unchanged: a rollback was interrupted, run the same rollback command again to complete it"
     if current is not None and current.digest == pair.digest and current.vectors.is_newer_than(pair.vectors):
-        return f"serving.json unchanged: it names newer vectors of this model (cycle {current.vectors.cycle})"
+        return f"serving.json unchanged: it refers to newer vectors of this model (cycle {current.vectors.cycle})"
     if pair.vectors.digest in _rolled_back_vectors(past_pairs(workspace, pair.model)):
         command = f"trnpipe serving rollback {pair.vectors.cycle} --reason TEXT"
         return f"serving.json unchanged: it was rolled back from these vectors (to serve them anyway: {command})"
@@ -153,19 +158,22 @@ def serve_verified_pair(workspace: Storage, pair: DeployedPair) -> str:
 def roll_back_model(
     workspace: Storage, model: str, to: str, *, reason: str, author: Author, without_vectors: bool = False
 ) -> Pointer:
-    """Restore an earlier production checkpoint and deploy it with its vectors: both or neither.
+    """Put an earlier checkpoint back into production and deploy it together with its vectors.
 
-    Restores the checkpoint at prefix `to`, or the previous one if `to` is empty. If no pair is deployed, or
-    `without_vectors` is set, only production changes. serving.json is written first. After an interruption between both
-    writes, the same command completes the rollback, and a rollback to the checkpoint still in production undoes it.
-    Raises ConfigError if no vectors of that checkpoint were ever deployed, CheckpointError if it is damaged.
+    The checkpoint is that at the prefix `to`, or the previous production checkpoint if `to` is empty. If no pair is
+    deployed or `without_vectors` is set, only the production checkpoint is changed.
+
+    serving.json is written first. If the rollback is interrupted before production is changed as well, running the same
+    command again completes it, whereas a rollback to the checkpoint that is still in production undoes it.
+
+    Raises ConfigError if no vectors of the checkpoint have ever been deployed, and CheckpointError if it is damaged.
     """
     reason = _check_reason(reason, "trnpipe registry rollback --reason TEXT")
     served, stored = read_pair(workspace, model), read_pointer(workspace, model)
     if stored is None:
         raise ConfigError(f"no checkpoint of {model} is in production", expected="a checkpoint to roll back from")
     current = stored[0]
-    past = append(workspace, model, current)  # its writer may have died before this
+    past = append(workspace, model, current)  # in case the process that wrote the pointer died before appending it
     target = rollback_target(current, past, to)
     if served is None or without_vectors:
         return restore_production(workspace, stored, past, target, reason, author)
@@ -175,7 +183,7 @@ def roll_back_model(
     usable = [pair for pair in pairs if pair.digest == restored.digest and _has_vectors(workspace, pair)]
     if not usable:
         raise ConfigError(
-            f"no vectors made with {restored.checkpoint} were deployed, or they no longer exist",
+            f"no vectors of {restored.checkpoint} were ever deployed, or they no longer exist",
             expected="a pair in the history of serving.json, because model and vectors are rolled back together",
             next_command="trnpipe registry rollback --without-vectors --reason TEXT, then embed in a new cycle",
         )
@@ -185,8 +193,8 @@ def roll_back_model(
     if target is not None:
         verify_target(workspace, target)
         follows = current.generation
-    # Write the pair even if it is already deployed, so that a concurrent verify that read production before this
-    # rollback fails.
+    # Write the pair even if it is already deployed. This ensures that a concurrent verify fails if it has read the
+    # production checkpoint before this rollback.
     if target is None or served[0].digests != pair.digests or served[0].production_follows != follows:
         changes = {"reason": reason, "author": author, "production_follows": follows}
         _replace_pair(workspace, pair, served, action="rolled_back", **changes)
@@ -194,10 +202,11 @@ def roll_back_model(
 
 
 def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> DeployedPair:
-    """Deploy earlier vectors of the deployed model: those of `cycle`, or the newest earlier ones if it is empty.
+    """Deploy earlier vectors of the deployed model.
 
-    Production does not change. Raises ConfigError if no such vectors were deployed, CheckpointError if they have been
-    deleted, TransientError if another process changes serving.json concurrently.
+    These are the vectors of `cycle`, or the most recent earlier ones if `cycle` is empty. The production checkpoint is
+    not changed. Raises ConfigError if no such vectors have been deployed, CheckpointError if they have been deleted,
+    and TransientError if another process changes serving.json concurrently.
     """
     reason = _check_reason(reason, "trnpipe serving rollback [CYCLE] --reason TEXT")
     served = read_pair(workspace, model)
@@ -218,11 +227,11 @@ def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str
     if not candidates:
         cycle_text = f"cycle {cycle}" if cycle else "an earlier cycle"
         raise ConfigError(
-            f"no vectors of {cycle_text} made with {current.checkpoint} were deployed",
+            f"no vectors of {current.checkpoint} from {cycle_text} were ever deployed",
             expected=f"one of {', '.join(sorted({p.vectors.cycle for p in pairs if p.digest == current.digest}))}",
             next_command="trnpipe registry rollback --reason TEXT, which also rolls back the model",
         )
-    # If a cycle was embedded several times, choose the vectors that still exist.
+    # If a cycle has been embedded several times, prefer vectors that still exist.
     pair = max(candidates, key=lambda pair: (_has_vectors(workspace, pair), pair.generation))
     _check_vectors(workspace, pair)
     follows = {"production_follows": current.production_follows}
@@ -230,7 +239,7 @@ def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str
 
 
 def _check_reason(reason: str, command: str) -> str:
-    """Return the reason on one line. Raises ConfigError if it is empty."""
+    """Return the reason as a single line. Raises ConfigError if it is empty."""
     if not one_line(reason):
         raise ConfigError("no reason is given", expected="a short reason", next_command=command)
     return one_line(reason)
@@ -239,12 +248,12 @@ def _check_reason(reason: str, command: str) -> str:
 def _replace_pair(
     workspace: Storage, pair: DeployedPair, stored: tuple[DeployedPair, str] | None, **changes: object
 ) -> DeployedPair:
-    """Replace the `stored` pair (and etag) by `pair` with `changes` in its fields, and add it to the history.
+    """Write `pair`, with `changes` applied to its fields, to serving.json, and add it to the history.
 
-    Raises TransientError if another process has changed serving.json.
+    Raises TransientError if serving.json is no longer the `stored` pair because another process has changed it.
     """
     current, etag = stored or (None, "")
-    # Take the history into account in case serving.json was lost or restored, so that no generation is used twice.
+    # Also look at the history, to avoid reusing a generation in case serving.json was lost or restored.
     last = [_read(workspace, key, pair.model) for key in _past_keys(workspace, pair.model)[-1:]]
     existing = [item[0] for item in (stored, *last) if item is not None]
     fields = {
@@ -255,7 +264,7 @@ def _replace_pair(
     unnamed = pair.model_copy(update=fields | changes)
     written = unnamed.model_copy(update={"id": unnamed.fingerprint})
     if current is not None:
-        _add_to_history(workspace, current)  # its writer may have died before adding it
+        _add_to_history(workspace, current)  # in case the process that wrote it died before adding it
     key, data = pair_key(pair.model), _to_json(written)
     if not (workspace.write_if_match(key, data, etag) if current else workspace.write_if_absent(key, data)):
         raise TransientError(
@@ -276,7 +285,7 @@ def _to_json(pair: DeployedPair) -> bytes:
 
 
 def _rolled_back_vectors(pairs: Iterable[DeployedPair]) -> frozenset[str]:
-    """Return the digests of vectors that were rolled back from and not deployed again since."""
+    """Return the digests of all vectors that were rolled back from and have not been deployed again since."""
     rolled_back: set[str] = set()
     for pair in pairs:
         if pair.action == "rolled_back" and pair.replaced is not None:
@@ -286,7 +295,7 @@ def _rolled_back_vectors(pairs: Iterable[DeployedPair]) -> frozenset[str]:
 
 
 def _has_vectors(workspace: Storage, pair: DeployedPair) -> bool:
-    """Return whether the verified vectors exist, with every file in full size."""
+    """Return whether the verified vectors still exist and all files have the right size."""
     try:
         return verify_dir(workspace, pair.vectors.prefix, deep=False).digest == pair.vectors.digest
     except DataError:
@@ -297,16 +306,20 @@ def _check_vectors(workspace: Storage, pair: DeployedPair) -> None:
     if not _has_vectors(workspace, pair):
         raise CheckpointError(
             f"{workspace.uri(pair.vectors.prefix)} does not contain the verified vectors",
-            expected=f"vectors with the digest {pair.vectors.digest}, every file in full size",
-            next_command="trnpipe serving show, to choose another cycle",
+            expected=f"vectors with the digest {pair.vectors.digest}, and no missing or truncated files",
+            next_command="trnpipe serving show, to choose a different cycle",
         )
 
 
 class Registry:
-    """The registry of one model in a workspace. Every call reads the current state.
+    """The registry of a model. Nothing is cached, so every call returns the current state.
 
-    `workspace`: folder, URI or open storage. `model`: name of the model (default: the only model in the workspace).
-    Raises ConfigError if the workspace cannot be opened, or if no name is given and it has no model or several models.
+    Args:
+        workspace: The workspace, as a folder, URI or open storage.
+        model: Name of the model. It can be omitted if the workspace has only one model.
+        author: Author to record for changes (default: the current user).
+
+    Raises ConfigError if the workspace cannot be opened, or if the model is not unique and no name is given.
     """
 
     def __init__(self, workspace: str | Storage, model: str = "", *, author: Author | None = None) -> None:
@@ -315,32 +328,41 @@ class Registry:
         self._author = author
 
     def production(self) -> Pointer | None:
-        """Return the entry of the checkpoint in production, or None. Raises CheckpointError if it is damaged."""
+        """Return the history entry of the production checkpoint, or None if no checkpoint is in production.
+
+        Raises CheckpointError if the entry is damaged.
+        """
         stored = read_pointer(self.workspace, self.model)
         return stored[0] if stored else None
 
     def history(self) -> tuple[HistoryEntry, ...]:
-        """Return every promotion, refusal and rollback, oldest first."""
+        """Return all promotions, refusals and rollbacks, from oldest to newest."""
         return read_history(self.workspace, self.model)
 
     def lineage(self, checkpoint: str = "") -> tuple[Ancestor, ...]:
-        """Return a checkpoint (default: in production), its parent, and so on. Raises as checkpoints.lineage()."""
+        """Return the lineage of a checkpoint (default: the production checkpoint).
+
+        See `pipeline.registry.checkpoints.lineage` for details.
+        """
         if checkpoint:
             return lineage(self.workspace, prefix_in(self.workspace, checkpoint))
         pointer = self.production()
         return lineage(self.workspace, pointer.checkpoint) if pointer else ()
 
     def serving(self) -> DeployedPair | None:
-        """Return the deployed pair of model and vectors, or None if no pair has been verified."""
+        """Return the deployed pair of model and vectors, or None if no pair has been verified yet."""
         stored = read_pair(self.workspace, self.model)
         return stored[0] if stored else None
 
     def pairs(self) -> tuple[DeployedPair, ...]:
-        """Return every pair that was ever deployed, oldest first."""
+        """Return all pairs that have ever been deployed, from oldest to newest."""
         return past_pairs(self.workspace, self.model)
 
     def vectors_uri(self, pair: DeployedPair | None = None) -> str:
-        """Return the URI of the vectors of a pair (default: the deployed pair), for `trnpipe.open_vectors`."""
+        """Return the URI of the vectors in a pair (default: the deployed pair).
+
+        The vectors can be opened with `trnpipe.open_vectors`.
+        """
         pair = pair or self.serving()
         if pair is None:
             raise ConfigError(
@@ -351,10 +373,15 @@ class Registry:
         return self.workspace.uri(pair.vectors.prefix)
 
     def promote(self, checkpoint: str, *, cycle: str = "", force: str = "") -> Pointer:
-        """Put a checkpoint into production that passed the gate, or that is forced with a reason.
+        """Put a checkpoint into production.
 
-        `cycle`: a cycle that evaluated it, other than the one that trained it. Raises GateRefused if no passing verdict
-        exists and `force` is empty, and otherwise as promote().
+        Args:
+            checkpoint: Prefix, path or URI of the checkpoint.
+            cycle: The cycle that evaluated the checkpoint, if this is not the cycle that trained it.
+            force: Reason to promote the checkpoint although it has not passed the gate.
+
+        Raises GateRefused if the checkpoint has not passed the gate and `force` is empty. See `promote.promote` for
+        other errors.
         """
         prefix, production = prefix_in(self.workspace, checkpoint), self.production()
         candidate = read_checkpoint(self.workspace, prefix)
@@ -365,18 +392,21 @@ class Registry:
         return promote(self.workspace, self.model, prefix, expected=production, decision=decision, author=self.author())
 
     def rollback(self, checkpoint: str = "", *, reason: str, without_vectors: bool = False) -> Pointer:
-        """Restore an earlier checkpoint (default: the previous one) and its vectors. Raises as roll_back_model()."""
+        """Put an earlier checkpoint (default: the previous one) back into production, together with its vectors.
+
+        See `roll_back_model` for details.
+        """
         to = prefix_in(self.workspace, checkpoint) if checkpoint else ""
         return roll_back_model(
             self.workspace, self.model, to, reason=reason, author=self.author(), without_vectors=without_vectors
         )
 
     def rollback_vectors(self, cycle: str = "", *, reason: str) -> DeployedPair:
-        """Deploy earlier vectors of the deployed model: those of `cycle`, or the newest earlier ones."""
+        """Deploy earlier vectors of the deployed model (default: the most recent ones). See `roll_back_vectors`."""
         return roll_back_vectors(self.workspace, self.model, cycle, reason=reason, author=self.author())
 
     def author(self) -> Author:
-        """Return the author to record for a change."""
+        """Return the author that is recorded for changes."""
         return self._author or Author(by=current_user(), code_version=code_version())
 
     def _only_model(self) -> str:
@@ -391,7 +421,10 @@ class Registry:
 
 
 def resolve_model_name(settings: Settings, workspace: Storage) -> str:
-    """Return the configured model name, or the only model if the default does not exist. Raises ConfigError if none."""
+    """Return the configured model name, or the only existing model if no name is configured.
+
+    Raises ConfigError if the configured model does not exist although there are other models.
+    """
     models = list_models(workspace)
     if settings.model_name in models or not models:
         return settings.model_name

@@ -1,8 +1,9 @@
-"""Promote a checkpoint, roll back to an earlier one, or record a refusal.
+"""Promote a checkpoint, roll back to an earlier one, or record that a promotion was refused.
 
-Every change writes in the same order: verify the checkpoint, append the entry of the current pointer to the history,
-replace the pointer if it is still the same, append the new entry. After an interruption at any point the pointer is the
-old or the new one, and the history (see records.py) contains every value that the pointer has had.
+Every change of the production checkpoint consists of the same steps. The new checkpoint is verified, the entry of the
+current pointer is appended to the history if it is missing, the pointer is replaced unless it has changed, and finally
+the new entry is appended. This ensures that an interruption at any point leaves either the old or the new pointer, and
+that no value of the pointer is missing from the history (see records.py).
 """
 
 from collections.abc import Iterable
@@ -29,19 +30,20 @@ from pipeline.registry.records import (
 def promote(
     workspace: Storage, model: str, prefix: str, *, expected: Pointer | None, decision: Decision, author: Author
 ) -> Pointer:
-    """Replace the production checkpoint `expected` of `model` by the checkpoint at `prefix`.
+    """Put the checkpoint at `prefix` into production, after verifying every byte of it.
 
-    `expected`: the pointer that the decision was made against (None: nothing was in production). Every byte of the
-    checkpoint is verified first. A checkpoint that is already in production is returned unchanged.
+    `expected` is the pointer at the time of the decision (None if nothing was in production), which must still be the
+    current pointer. If the checkpoint is already in production, nothing is changed.
 
-    Raises GateRefused, after recording the refusal, if the decision neither passed nor is forced, if it is about other
-    content, or if production was rolled back from this checkpoint. Raises CheckpointError if the checkpoint is damaged,
-    and TransientError if production is no longer `expected`.
+    Raises GateRefused if the gate did not pass and the promotion is not forced, if the decision is about a checkpoint
+    with different content, or if production was rolled back from this checkpoint. In each of these cases, the refusal
+    is recorded in the history. Raises CheckpointError if the checkpoint is damaged, and TransientError if the current
+    pointer is not the expected one.
     """
     stored = read_pointer(workspace, model)
     current, etag = stored or (None, "")
     candidate = read_checkpoint(workspace, prefix, every_byte=True)
-    past = append(workspace, model, current)  # the writer of the pointer may have died before appending its entry
+    past = append(workspace, model, current)  # in case the process that wrote the pointer died before appending it
     if current is not None and candidate.ref == current.ref:
         return current
     if current != expected:
@@ -49,10 +51,10 @@ def promote(
     if refusal := _refusal(decision, candidate, past):
         record_refusal(workspace, model, prefix, decision.model_copy(update={"reasons": refusal}), author)
         option = f"--cycle {candidate.state.cycle}"
-        if candidate.state.origin is not None:  # an imported checkpoint belongs to no cycle
+        if candidate.state.origin is not None:  # imported checkpoints do not belong to a cycle
             option = f"--evaluate.candidate {prefix}"
-        requirement = "a passing verdict of exactly this checkpoint against the one in production"
-        evaluate = f"trnpipe evaluate {option}, or to overrule the gate on record: "
+        requirement = "a passing verdict that compares exactly this checkpoint with the one in production"
+        evaluate = f"trnpipe evaluate {option}, or, to override the gate: "
         if refusal == _ROLLED_BACK:
             requirement, evaluate = "a checkpoint that was not rolled back from, or a reason to promote it again", ""
         raise GateRefused(
@@ -74,9 +76,10 @@ def promote(
 
 
 def rollback_target(current: Pointer, past: Iterable[HistoryEntry], to: str) -> Production | None:
-    """Return the earlier production checkpoint at prefix `to`, or the previous one if `to` is empty.
+    """Return the checkpoint that a rollback should restore.
 
-    Returns None if `to` is already in production. Raises ConfigError if there is no such checkpoint.
+    This is the earlier production checkpoint at the prefix `to`, or the previous one if `to` is empty. Returns None if
+    `to` is already in production. Raises ConfigError if there is no such checkpoint.
     """
     if to and check_prefix(to) == current.checkpoint:
         return None
@@ -108,10 +111,11 @@ def restore_production(
     reason: str,
     author: Author,
 ) -> Pointer:
-    """Replace the `stored` pointer (and etag) by the target of a rollback. Do nothing if the target is None.
+    """Put the target of a rollback back into production. If the target is None, nothing is changed.
 
-    Afterwards the checkpoint that was rolled back from can only be promoted by force. Raises CheckpointError if the
-    target is damaged or has changed since it was in production, TransientError if production changes concurrently.
+    `stored` is the current pointer with its etag. After the rollback, the checkpoint that was rolled back from can only
+    be promoted by force. Raises CheckpointError if the target is damaged or has changed since it was in production, and
+    TransientError if another process changes the production checkpoint concurrently.
     """
     current, etag = stored
     if target is None:
@@ -131,19 +135,25 @@ def restore_production(
 
 
 def verify_target(workspace: Storage, target: Production) -> CommittedCheckpoint:
-    """Verify every byte of an earlier production checkpoint. Raises CheckpointError if it is damaged or has changed."""
+    """Verify every byte of an earlier production checkpoint.
+
+    Raises CheckpointError if it is damaged, or if it has changed since it was in production.
+    """
     checkpoint = read_checkpoint(workspace, target.checkpoint, every_byte=True)
     if checkpoint.digest != target.digest:
         raise CheckpointError(
             f"{workspace.uri(target.checkpoint)} has the digest {checkpoint.digest}",
-            expected=f"{target.digest}, as when it was in production",
-            next_command="trnpipe registry rollback TO --reason TEXT, with another TO listed by trnpipe registry show",
+            expected=f"{target.digest}, the digest that it had when it was in production",
+            next_command="trnpipe registry rollback TO --reason TEXT, with a different TO (see trnpipe registry show)",
         )
     return checkpoint
 
 
 def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decision, author: Author) -> HistoryEntry:
-    """Append a refusal to the history, unless it is already recorded. Raises CheckpointError if a record is damaged."""
+    """Append a refusal to the history unless it has already been recorded.
+
+    Raises CheckpointError if the checkpoint or the pointer is damaged.
+    """
     stored = read_pointer(workspace, model)
     current = stored[0] if stored else None
     candidate = read_checkpoint(workspace, prefix)
@@ -163,7 +173,7 @@ def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decisi
 def _checkpoint_fields(
     model: str, checkpoint: CommittedCheckpoint, current: Pointer | None, author: Author
 ) -> dict[str, Any]:
-    """Return the fields of a history entry that are common to all actions."""
+    """Return the fields that history entries of all actions have in common."""
     return {
         "model": model,
         "checkpoint": checkpoint.prefix,
@@ -176,7 +186,7 @@ def _checkpoint_fields(
 
 
 def rolled_back_digests(entries: Iterable[HistoryEntry]) -> frozenset[str]:
-    """Return the digests that production was rolled back from and that were not promoted again since."""
+    """Return the digests of all checkpoints that were rolled back from and have not been promoted again since."""
     rolled_back: set[str] = set()
     for change in production_changes(entries):
         if change.action == "rolled_back" and change.replaced is not None:
@@ -189,7 +199,7 @@ _ROLLED_BACK = ("production was rolled back from it",)
 
 
 def _refusal(decision: Decision, candidate: CommittedCheckpoint, past: Iterable[HistoryEntry]) -> tuple[str, ...]:
-    """Return the reasons why the decision does not promote the candidate, or an empty tuple if it does."""
+    """Return the reasons why the candidate must not be promoted, or an empty tuple if it can be promoted."""
     forced = bool(one_line(decision.forced))
     if not decision.passed and not forced:
         return decision.reasons or ("the gate did not pass",)
@@ -201,13 +211,13 @@ def _refusal(decision: Decision, candidate: CommittedCheckpoint, past: Iterable[
 
 
 def _generation(current: Pointer | None, past: Iterable[HistoryEntry]) -> int:
-    """Return the generation of the last change, from the history if the pointer was removed by hand."""
+    """Return the generation of the last change. The history is used in case the pointer was deleted manually."""
     return max([current.generation if current else 0, *(entry.generation for entry in past)])
 
 
 def _replace_pointer(workspace: Storage, current: Pointer | None, etag: str, entry: Pointer) -> Pointer:
-    """Replace the pointer, whose entry is already in the history, and append the new entry."""
-    # While the checkpoint was being verified, a training run may have deleted it.
+    """Replace the current pointer, whose entry must already be in the history, and append the new entry."""
+    # A training run may have deleted the checkpoint while it was being verified.
     check_present(workspace, entry.checkpoint)
     key, data = pointer_key(entry.model), entry.line()
     written = workspace.write_if_match(key, data, etag) if current else workspace.write_if_absent(key, data)

@@ -1,12 +1,13 @@
-"""Search by words with BM25.
+"""Keyword search with BM25.
 
-Scores are computed by bm25s in Lucene's variant (Kamphuis et al. 2020, "Which BM25 do you mean?"): idf = ln(1 + (N - n
-+ 0.5) / (n + 0.5)), which is never negative, without the factor k1 + 1, and with k1 and b as in Anserini. Words are
-those of data/lexical.py, without stemming or stop words. The best items are selected here, because bm25s breaks ties
-arbitrarily.
+Scores are computed with the bm25s library. It implements the variant of BM25 that Lucene uses (Kamphuis et al. 2020,
+"Which BM25 do you mean?"), in which idf = ln(1 + (N - n + 0.5) / (n + 0.5)) is never negative and the factor k1 + 1 is
+omitted. The values of k1 and b are the defaults of Anserini. Texts are split into words as described in
+data/lexical.py, without stemming or stop words. The top items are selected here instead of by bm25s, because bm25s
+breaks ties arbitrarily.
 
-Memory: about 60 bytes for each distinct word of an item (200 while the index is built), and 8 bytes per item for the
-current query.
+The index needs about 60 bytes of memory for each distinct word of an item (200 bytes while it is being built). A search
+needs 8 bytes per item.
 """
 
 import logging
@@ -19,8 +20,8 @@ import numpy as np
 from pipeline.core.arrays import Float64s, Int64s
 from pipeline.data.lexical import split_words
 
-# bm25s calls JAX on import if it is installed, and JAX allocates three quarters of a GPU's memory at its first call, in
-# every process. Only the NumPy backend is used here, so hide JAX during the import.
+# If JAX is installed, bm25s calls it on import, and JAX allocates three quarters of the GPU memory on its first call in
+# every process. Since only the NumPy backend is used here, hide JAX during the import.
 _uses_jax = "jax" in sys.modules
 if not _uses_jax:
     sys.modules["jax"] = None  # type: ignore[assignment]
@@ -29,20 +30,21 @@ import bm25s  # noqa: E402
 if not _uses_jax:
     del sys.modules["jax"]
 
-logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import sets DEBUG
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # bm25s sets its log level to DEBUG on import
 
 K1, B = 0.9, 0.4
-WORDS_VERSION = 2  # version 1 was `\w+`, which split off vowel signs and took a Japanese title for one word
+WORDS_VERSION = 2  # version 1 used `\w+`, which split off vowel signs and treated a Japanese title as a single word
 _COUNT, _PARAMETERS = "items", "params.index.json"
-"""Files of a saved index: the number of items, and a file of bm25s, which is missing if no item has a word."""
-MAX_UNMATCHED = 0.5  # search by words is no fair baseline if it finds nothing for a larger share of queries
+"""Files of a saved index. The former contains the number of items. The latter is written by bm25s, and is missing if
+none of the items contains a word."""
+MAX_UNMATCHED = 0.5  # BM25 is not a fair baseline if it does not match anything for a larger fraction of the queries
 
 
 class Bm25:
-    """An index of N item texts, numbered in their order."""
+    """A BM25 index of texts, in which each text is identified by its position."""
 
     def __init__(self, texts: Iterable[str] = (), *, saved: Path | None = None) -> None:
-        """Index texts, or open a memory-mapped index written by `save`."""
+        """Index texts, or memory-map an index that was written by `save`."""
         self._words: dict[str, int] = {}
         self._index = bm25s.BM25(k1=K1, b=B, method="lucene", dtype="float64", backend="numpy")
         if saved is not None:
@@ -67,10 +69,11 @@ class Bm25:
     def search(
         self, queries: Sequence[str], k: int, each: Callable[[int, Float64s], None] = lambda row, scores: None
     ) -> tuple[Float64s, Int64s]:
-        """Return scores and item numbers [Q, k] of the best items of each query, best first, ties by number.
+        """Return the scores [Q, k] and the numbers [Q, k] of the top items for each query, best first.
 
-        An item matches if it shares a word with the query. Lists are padded with score 0 and item -1. `each` is called
-        with the index of every query and its scores for all items [N].
+        An item matches if it has a word in common with the query. If fewer than k items match, the lists are padded
+        with score 0 and item -1. Ties are broken by item number. `each` is called for every query, with its index and
+        its scores for all items.
         """
         scores, items = np.zeros((len(queries), k)), np.full((len(queries), k), -1, dtype=np.int64)
         for row, query in enumerate(queries):
@@ -87,7 +90,7 @@ class Bm25:
 
 
 def unmatched_warning(unmatched: int, queries: int, item: str) -> str:
-    """Return a warning if more than half of the queries share no word with any item, else an empty string."""
+    """Return a warning if most queries do not have any word in common with any item, otherwise an empty string."""
     if unmatched <= MAX_UNMATCHED * queries:
         return ""
-    return f"{unmatched:,} of {queries:,} queries share no word with any {item}"
+    return f"{unmatched:,} of {queries:,} queries have no word in common with any {item}"

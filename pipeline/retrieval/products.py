@@ -1,6 +1,7 @@
-"""The distinct products of prepared data, identified by their tokens: a catalogue without a catalogue file.
+"""Collect the distinct products in prepared data, so that they can be searched without a separate catalogue file.
 
-Memory: 20 bytes for each row of the data while reading, then 32 for each distinct product.
+Products are considered equal if they have the same tokens. Collecting them needs 20 bytes of memory for each row of the
+data, and the result takes 32 bytes for each distinct product.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +20,13 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.tokenizer import Tokens, take
 
-# Texts as token ids: hashes that do not depend on padding, and conversion to strings.
+# Helpers for texts that are represented by token ids.
 
 _POSITION_SHIFT = np.uint64(32)
 
 
 def text_hashes(padded: npt.NDArray[np.integer], pad_id: int) -> UInt64s:
-    """Return the hashes [N] of token ids [N, T] padded on the right, which do not depend on T."""
+    """Hash N texts, given as padded token ids [N, T]. The hash of a text does not depend on the amount of padding."""
     tokens = padded.astype(np.uint64)
     positions = np.arange(padded.shape[1], dtype=np.uint64) << _POSITION_SHIFT
     terms = np.where(padded == pad_id, np.uint64(0), mix64(tokens | positions))
@@ -33,14 +34,14 @@ def text_hashes(padded: npt.NDArray[np.integer], pad_id: int) -> UInt64s:
 
 
 def to_tokens(padded: npt.NDArray[np.integer], pad_id: int) -> Tokens:
-    """Remove the padding of token ids [N, T]."""
+    """Convert padded token ids [N, T] to `Tokens`, which removes the padding."""
     is_token = padded != pad_id
     offsets = np.concatenate([[0], np.cumsum(is_token.sum(axis=1))]).astype(np.int64)
     return Tokens(padded[is_token].astype(np.int32), offsets)
 
 
 def join_tokens(parts: Sequence[Tokens], order: Int64s | None = None) -> Tokens:
-    """Concatenate the texts of all parts. `order` [M]: numbers of the texts to return (default: all)."""
+    """Concatenate texts. If `order` is given, only return the texts with these indices, in this order."""
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *(part.lengths for part in parts)])
     ids = np.concatenate([np.zeros(0, dtype=np.int32), *(part.ids for part in parts)])
     joined = Tokens(ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
@@ -48,25 +49,31 @@ def join_tokens(parts: Sequence[Tokens], order: Int64s | None = None) -> Tokens:
 
 
 def decode_tokens(tokens: Tokens, tokenizer: bytes) -> list[str]:
-    """Convert token ids to texts [N] with a tokenizer.json.
+    """Convert token ids back to texts, using a tokenizer.json.
 
-    Truncated text, characters outside the vocabulary, and everything removed by the normaliser (such as case) is lost.
+    Note that the original text cannot be fully restored. Truncated text, characters that are not in the vocabulary, and
+    everything that the normaliser removes (such as case) is lost.
     """
     ids = tokens.ids.tolist()
     lists = [ids[start:end] for start, end in pairwise(tokens.offsets.tolist())]
     return _tokenizer(tokenizer).decode_batch(lists, skip_special_tokens=True)
 
 
-@lru_cache(maxsize=1)  # reading a vocabulary takes as long as decoding thousands of texts
+@lru_cache(maxsize=1)  # loading a vocabulary takes as long as decoding thousands of texts
 def _tokenizer(text: bytes) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(text.decode())
 
 
 @dataclass(frozen=True)
 class Products:
-    """N items, numbered by their first occurrence. `num_distinct`: number of distinct products before the limit.
+    """N distinct products, which are called items and are numbered in the order of their first occurrence.
 
-    `location` [N, 3]: source, bucket and row of each item. `hashes` [N]: ascending text hashes of the `items` [N].
+    Args:
+        sources: The rows that contain the products.
+        location: The source, bucket and row [N, 3] of each item.
+        hashes: The text hashes [N] of all items, sorted.
+        items: The item number [N] that belongs to each hash.
+        num_distinct: Number of distinct products before the number of items was limited.
     """
 
     sources: Sequence[TokenRows]
@@ -79,14 +86,17 @@ class Products:
         return len(self.location)
 
     def item_numbers(self, hashes: UInt64s) -> Int64s:
-        """Return the item numbers [M] of text hashes [M], -1 for unknown texts."""
+        """Look up the item numbers of text hashes. The number of an unknown text is -1."""
         if not len(self.hashes):
             return np.full(len(hashes), -1, dtype=np.int64)
         indices = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
         return np.where(self.hashes[indices] == hashes, self.items[indices], -1)
 
     def windows(self, rows: int, select: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
-        """Yield (number of the first item, tokens) for the windows of `rows` items whose index `select` accepts."""
+        """Iterate over windows of `rows` items, yielding the number of the first item and the tokens of the window.
+
+        Windows are skipped unless `select` returns True for the index of the window.
+        """
         for number, first in enumerate(range(0, len(self), rows)):
             if select(number):
                 yield first, self.tokens(first, first + rows)
@@ -103,7 +113,10 @@ class Products:
 
 
 def distinct_products(sources: Sequence[TokenRows], required: UInt64s, max_items: int, stop: StopSignal) -> Products:
-    """Collect the distinct products of all rows. Above `max_items`, keep the `required` ones and an even sample."""
+    """Collect the distinct products of all rows.
+
+    If there are more than `max_items` products, only the `required` ones and a random sample of the others are kept.
+    """
     block_hashes: list[UInt64s] = [np.zeros(0, dtype=np.uint64)]
     block_locations: list[Int64s] = [np.zeros((0, 3), dtype=np.int64)]
     total = sum(sum(rows.sizes) for rows in sources)
@@ -118,7 +131,7 @@ def distinct_products(sources: Sequence[TokenRows], required: UInt64s, max_items
                 location[:, 2] = numbers[first]
                 block_locations.append(location)
                 advance(len(numbers))
-    # Blocks are in row order, so the first index of a hash is its first occurrence.
+    # The blocks are in row order, so the first index of a hash corresponds to its first occurrence.
     hashes, first = np.unique(np.concatenate(block_hashes), return_index=True)
     locations = np.concatenate(block_locations)[first]
     num_distinct = len(hashes)

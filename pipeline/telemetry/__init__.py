@@ -1,1 +1,1 @@
-"""Console output and event log of a run."""
+"""The console output and the event log of a run."""

@@ -1,4 +1,4 @@
-"""Console output of a run (log lines, and progress bars on a terminal) and TensorBoard curves."""
+"""Print log lines and progress to the console, and write scalars for TensorBoard."""
 
 import sys
 import threading
@@ -17,12 +17,15 @@ from pipeline.core.optional import missing_package
 from pipeline.core.progress import Advance
 
 SECONDS_BETWEEN_LINES = 5.0
-"""Progress is shown after this time and then at this interval, as a bar on a terminal, else as lines."""
+"""Progress is first displayed after this time. It is a bar on a terminal and otherwise a log line at this interval."""
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Values of one console line: means over the steps since the last line. None if unknown."""
+    """The values in one log line of training, averaged over the steps since the previous line.
+
+    Values are None if they are unknown.
+    """
 
     step: int
     max_steps: int
@@ -36,7 +39,7 @@ class StepFigures:
 
 
 def step_text(figures: StepFigures) -> str:
-    """Return `step   120/2000 | loss 0.6931 | grad 1.23 | lr 2.0e-04 | 812 samples/s | 26.1k tokens/s | ...`."""
+    """Format a log line such as `step   120/2000 | loss 0.6931 | grad 1.23 | lr 2.0e-04 | 812 samples/s | ...`."""
     width = max(5, len(str(figures.max_steps)))
     grad = "-" if figures.grad_norm is None else f"{figures.grad_norm:.2f}"
     eta = () if figures.eta_s is None else (f"eta {format_duration(figures.eta_s)}",)
@@ -56,7 +59,7 @@ def step_text(figures: StepFigures) -> str:
 
 @dataclass
 class _ProgressState:
-    """Progress of one operation. The rate counts only the work since the start."""
+    """The progress of an operation. The rate is averaged over the time since its start."""
 
     name: str
     total: int | None
@@ -65,7 +68,10 @@ class _ProgressState:
     done: int = 0
 
     def figures(self, now: float) -> str:
-        """Return `1.20k/12.0k rows | 41.2 rows/s | eta 4m22s`. Without a total the elapsed time replaces the ETA."""
+        """Format the progress as `1.20k/12.0k rows | 41.2 rows/s | eta 4m22s`.
+
+        If the total is unknown, this contains the elapsed time instead of the ETA.
+        """
         seconds = max(1e-9, now - self.started)
         rate = self.done / seconds
         of_total = "" if self.total is None else f"/{self._amount(self.total)}"
@@ -77,7 +83,7 @@ class _ProgressState:
         return f"{done} | {self._amount(rate)}{'' if self.unit == 'bytes' else f' {self.unit}'}/s | {end}"
 
     def summary(self, now: float) -> str:
-        """Return `12.0k rows in 5m02s`."""
+        """Format the result of a finished operation, such as `12.0k rows in 5m02s`."""
         unit = "" if self.unit == "bytes" else f" {self.unit}"
         return f"{self._amount(self.done)}{unit} in {format_duration(now - self.started)}"
 
@@ -86,7 +92,13 @@ class _ProgressState:
 
 
 class Console:
-    """Log lines, warnings and progress on `stream` (default: stdout). `quiet`: for ranks other than 0."""
+    """The console of a command, which displays log lines, warnings and progress.
+
+    Args:
+        quiet: whether to print nothing, for all ranks except rank 0.
+        stream: where to print (default: stdout).
+        clock: returns the time in seconds.
+    """
 
     def __init__(
         self, *, quiet: bool = False, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -104,7 +116,10 @@ class Console:
         self._line(f"warning: {text}", style="yellow")
 
     def step_line(self, figures: StepFigures) -> None:
-        """Print the values of a step. On a terminal the next step overwrites the line, unless other lines follow."""
+        """Print the values of a training step.
+
+        On a terminal, this overwrites the line of the previous step, unless something else was printed in between.
+        """
         if self._rich is None or self._quiet or self._bars is not None:
             self._line(step_text(figures))
             return
@@ -113,7 +128,7 @@ class Console:
         self._live_line = True
 
     def end_line(self) -> None:
-        """Keep the current step line and continue below it."""
+        """Finish the current step line, so that it isn't overwritten."""
         if self._live_line:
             self._live_line = False
             self._stream.write("\n")
@@ -121,7 +136,10 @@ class Console:
 
     @contextmanager
     def progress(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """Show the progress of an operation after a few seconds, and its duration. Any thread may call advance(n)."""
+        """Display the progress of an operation if it takes more than a few seconds, and print its duration at the end.
+
+        It is safe to call the returned function from any thread.
+        """
         state = _ProgressState(name, total, unit, self._clock())
         last_shown, lock = state.started, threading.Lock()
         task = None
@@ -137,7 +155,7 @@ class Console:
                     self._line(f"{name}: {state.figures(now)}")
                     last_shown = now
                     return
-                if self._bars is None:  # one display for all bars, because operations may be nested
+                if self._bars is None:  # operations may be nested, so all bars share one display
                     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
                     self._bars = Progress(*columns, console=self._rich, transient=True)
                     self.end_line()
@@ -168,7 +186,7 @@ class Console:
 
 
 class TensorBoardSink:
-    """Writer of scalars to a local folder for `tensorboard --logdir`. Raises ConfigError if it is not installed."""
+    """A logger that writes scalars for TensorBoard. Raises ConfigError if TensorBoard isn't installed."""
 
     def __init__(self, log_dir: Path) -> None:
         try:

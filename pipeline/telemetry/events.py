@@ -1,13 +1,14 @@
-"""The event log of a cycle: one JSON line per event, readable after kill -9 at any byte.
+"""The event log of a cycle, which contains one line of JSON per event.
 
-On file:// all writers append to one file. S3 cannot append, so every writer there (an attempt of a stage) has its own
-objects: `cycles/c/events.jsonl` becomes `cycles/c/events/<start>-<stage>-<attempt>-<random>-<n>.jsonl`. Readers read
-both the file and the objects, so that a workspace copied from S3 to a disk keeps its log.
+The log remains readable if a writer is killed at any time. On file://, all writers append to a single file. S3 doesn't
+support appending, so there every writer (an attempt of a stage) has its own objects. Instead of a single
+`cycles/c/events.jsonl`, the log consists of `cycles/c/events/<start>-<stage>-<attempt>-<random>-<n>.jsonl`. Readers
+support a mix of both, so that a workspace keeps its log if it is copied from S3 to disk.
 
-Requests: a put writes the current object, at most 64 KiB and the lines since the last put, at most every 30 s and for
-every durable flush. An object that has reached 64 KiB is followed by a new one. So n puts of b bytes of lines write at
-most n * 64 KiB + b bytes, into at most b / 64 KiB + 1 objects. Reading takes one HEAD, one LIST for each 1,000 objects,
-and one GET for each object, with 8 GETs in parallel.
+To limit the number and the size of S3 requests, a writer collects lines and rewrites its current object at most every
+30 s, and additionally for every durable flush. Once the object has reached 64 KiB, the writer starts a new one. As a
+result, n requests for b bytes of lines write at most n * 64 KiB + b bytes in total, to at most b / 64 KiB + 1 objects.
+Reading the log takes one HEAD request, one LIST request per 1,000 objects, and one GET request per object.
 """
 
 import contextlib
@@ -37,11 +38,11 @@ RESERVED = frozenset({"time", "event"})
 PUT_INTERVAL_S = 30.0
 SEGMENT_BYTES = 64 * 1024
 NUM_READ_THREADS = 8
-MAX_LAST_SEGMENTS = 16  # to read the end of a log
+MAX_LAST_SEGMENTS = 16  # maximum number of objects to read for the end of a log
 
 
 class EventName(StrEnum):
-    """The events of a cycle. Readers rely on these names, so additions need a review."""
+    """The names of all events. Dashboards and other readers rely on these, so don't change existing names."""
 
     STAGE_STARTED = "stage_started"
     STAGE_SKIPPED = "stage_skipped"
@@ -70,11 +71,18 @@ class EventName(StrEnum):
 
 
 class EventLog:
-    """The log under `key` of a storage, opened to append events. Thread-safe. Writers never share an object.
+    """A thread-safe writer that appends events to a log.
 
-    On file:// a line is written to the file at once. While the disk is full, emit() keeps lines in memory and a durable
-    flush raises DiskFull. On S3 lines wait for the next put, at most 30 s, and kill -9 loses them. `writer` is part of
-    the names of objects. `is_muted`: write nothing, for ranks other than 0 and tasks of an array other than the first.
+    On file://, every event is written immediately. If the disk is full, `emit` keeps events in memory until there is
+    space again, while a durable flush raises DiskFull. On S3, events are written after at most 30 s, so those since the
+    last write are lost if the process is killed with SIGKILL.
+
+    Args:
+        storage: the storage of the log.
+        key: key of the log, such as `cycles/c/events.jsonl`.
+        writer: included in the names of S3 objects.
+        clock: returns the Unix time in seconds.
+        is_muted: whether to write nothing. Only rank 0 and the first task of an array write to the log.
     """
 
     def __init__(
@@ -97,7 +105,7 @@ class EventLog:
         self._last_put_s = clock()
 
     def emit(self, event: EventName, /, **fields: object) -> None:
-        """Append one line {"time": ISO 8601 UTC, "event": name, **fields}. Non-finite floats become strings."""
+        """Append an event with the current time and the given fields. NaN and infinity are converted to strings."""
         if clash := RESERVED & fields.keys():
             raise ValueError(f"event fields {sorted(clash)} are reserved")
         if self._is_muted:
@@ -111,7 +119,10 @@ class EventLog:
                     self._append(self._file)
 
     def flush(self, durable: bool = False) -> None:
-        """Write the waiting lines to S3, at most every 30 s. With `durable`, write now and fsync a local file."""
+        """Write pending events to S3, unless the last write was less than 30 s ago.
+
+        If `durable` is set, pending events are always written, and a local file is fsynced.
+        """
         with self._lock:
             if self._file is None:
                 if self._waiting and (durable or self._clock() - self._last_put_s >= PUT_INTERVAL_S):
@@ -122,7 +133,7 @@ class EventLog:
                     os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush durably and close the log. May be called twice."""
+        """Write all pending events and close the log. It is safe to call this more than once."""
         with self._lock:
             if self._file is None:
                 self.flush(durable=True)
@@ -133,7 +144,10 @@ class EventLog:
                     self._file.close()
 
     def _append(self, file: FileIO) -> None:
-        """Write the waiting lines in one call. A line that was cut by a full disk is written again later."""
+        """Write all pending lines with a single call.
+
+        If the disk is full and a line is written only partially, it is ended and the whole line is written again later.
+        """
         if not self._waiting:
             return
         with os_errors("writing", f"file://{file.name}"):
@@ -146,7 +160,7 @@ class EventLog:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _put(self) -> None:
-        """Rewrite the current object with the waiting lines. May be repeated after a failure."""
+        """Append the pending lines to the current object by rewriting it. It is safe to retry this after a failure."""
         content = self._segment + self._waiting
         self._storage.write_bytes(f"{self._prefix}-{self._num_full:05d}.jsonl", content)
         self._segment = content
@@ -157,7 +171,7 @@ class EventLog:
 
 
 def _open_to_append(path: Path) -> FileIO:
-    """Open a log file. If a killed writer left half a line, end it first."""
+    """Open a log file for appending. If a killed writer left an incomplete line at the end, end that line first."""
     with os_errors("opening", f"file://{path}"):
         make_dirs(path.parent)
         file = FileIO(path, "a+b")
@@ -169,15 +183,20 @@ def _open_to_append(path: Path) -> FileIO:
 
 
 def read_events(storage: Storage, key: str, *, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Return the events of a log, sorted by time and in order for each writer. Empty if there is no log.
+    """Return all events of a log in chronological order. Returns an empty list if the log doesn't exist.
 
-    Incomplete lines of a killed writer and lines that are not JSON objects are skipped. `last_bytes`: read only about
-    as many bytes, from the end.
+    Events of the same writer always keep their order. Lines that are not JSON objects are skipped, for example if a
+    writer was killed in the middle of a line.
+
+    Args:
+        storage: the storage of the log.
+        key: key of the log.
+        last_bytes: only read about this many bytes from the end of the log.
     """
     file = storage.stat(key)
     stats = [*([file] if file else []), *storage.list(_segments_of(key))]
     if last_bytes is not None:
-        newest, stats = stats[: -MAX_LAST_SEGMENTS - 1 : -1], []  # names are sorted by the start of their writers
+        newest, stats = stats[: -MAX_LAST_SEGMENTS - 1 : -1], []  # names are sorted by the start time of the writer
         for stat in newest:
             if sum(selected.size_bytes for selected in stats) < last_bytes:
                 stats.insert(0, stat)
@@ -206,7 +225,7 @@ def _segments_of(key: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a value for JSON: NaN and infinity become strings."""
+    """Convert NaN and infinity in a nested value to strings, because JSON doesn't support them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -216,14 +235,17 @@ def _plain(value: object) -> object:
     return value
 
 
-# The version of the running code, for the log and the records of every artefact.
+# The version of the running code, which is recorded in the log and with every artifact.
 
-REVISION_VARIABLE = "TRN_REVISION"  # set by the container images, which contain no .git
+REVISION_VARIABLE = "TRN_REVISION"  # set in the container images, because they don't contain .git
 
 
 @cache
 def code_version() -> str:
-    """Return the package version with `git describe` of the checkout, or with the revision of the container image."""
+    """Return the version of the package and the revision of the code.
+
+    The revision is the output of `git describe` in a checkout, or the revision that the container image was built from.
+    """
     root = Path(pipeline.__file__).resolve().parents[1]
     if not (root / ".git").exists():
         revision = os.environ.get(REVISION_VARIABLE, "")
@@ -231,7 +253,7 @@ def code_version() -> str:
     command = ["git", "-C", str(root), "describe", "--always", "--tags", "--dirty"]
     try:
         described = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired):  # git is not installed
+    except (OSError, subprocess.TimeoutExpired):  # git isn't installed
         return pipeline.__version__
     text = described.stdout.strip()
     return f"{pipeline.__version__}+{text}" if described.returncode == 0 and text else pipeline.__version__

@@ -234,5 +234,5 @@ def test_a_row_lost_on_the_way_to_the_shards_is_a_bug(
         return iter(list(cut_chunks(*arguments))[:-1])
 
     monkeypatch.setattr(prepare_module, "cut_chunks", loses_the_last_chunk)
-    with pytest.raises(RuntimeError, match=r"a\.jsonl: .* of 252 rows are lost"):
+    with pytest.raises(RuntimeError, match=r"a\.jsonl: .* of 252 rows are unaccounted for"):
         workplace("one").prepare(write_input(tmp_path / "in"))

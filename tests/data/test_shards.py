@@ -98,6 +98,6 @@ def test_too_many_open_files_are_no_damaged_shard(tmp_path: Path, monkeypatch: p
 
     rows.read(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), 0)
     monkeypatch.setattr("pipeline.data.shards.map_safetensors", refused)
-    with pytest.raises(ConfigError, match=r"too many open files at 2 of 2 token shards") as caught:
+    with pytest.raises(ConfigError, match=r"too many open files after opening 1 of 2 token shards") as caught:
         rows.read(np.zeros(1, dtype=np.int64), np.full(1, 3), 0)
     assert caught.value.next_command.startswith("ulimit -n")

@@ -168,10 +168,10 @@ def test_other_folders_are_no_days(tmp_path: Path, folders: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "path", "words"),
     [
-        (["dt=2026-11-19/a.csv"], "dt=2026-11-19", "without dates although names contain dates"),
+        (["dt=2026-11-19/a.csv"], "dt=2026-11-19", "is read as undated although file names contain dates"),
         (["_delta_log/0.json", "a.parquet"], "", "is a Delta or Hudi table"),
         ([".hoodie/hoodie.properties", "a.parquet"], "", "is a Delta or Hudi table"),
-        (["2026-11-19.csv", "2026-11-20.csv"], "", "without dates although names contain dates"),
+        (["2026-11-19.csv", "2026-11-20.csv"], "", "is read as undated although file names contain dates"),
         *((["a.csv", name], "", f"hidden: {name}") for name in ("_late.csv", ".late.jsonl", "_old/c.parquet")),
     ],
 )

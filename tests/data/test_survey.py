@@ -37,8 +37,8 @@ def test_known_orders(labels: str, expected: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("labels", "command"),
     [
-        ("hard|match|random negative", "--data.labels='hard,match,random negative', in order: the least"),
-        ("no, thanks|sure", """--data.labels='["no, thanks", "sure"]', in order: the least relevant first"""),
+        ("hard|match|random negative", "--data.labels='hard,match,random negative', ordered from least to most"),
+        ("no, thanks|sure", """--data.labels='["no, thanks", "sure"]', ordered from least to most relevant"""),
     ],
 )
 def test_an_unknown_order_is_refused_with_the_labels_to_order(labels: str, command: str) -> None:

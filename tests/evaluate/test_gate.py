@@ -440,7 +440,9 @@ def test_the_confidence_is_shared_by_all_comparisons_with_baselines() -> None:
 @pytest.mark.parametrize(("ours", "theirs", "outcome"), [(0.5, 0.1, "warn"), (0.1, 0.5, "fail"), (0.3, 0.3, "warn")])
 def test_a_search_by_words_that_finds_nothing_is_no_pass(ours: float, theirs: float, outcome: str) -> None:
     """It refuses where it is better all the same, and beating it alone promotes nothing."""
-    weak = Baseline("BM25", retrieval=searched([theirs] * 60), weak="60 of 100 queries share no word with any item")
+    weak = Baseline(
+        "BM25", retrieval=searched([theirs] * 60), weak="60 of 100 queries have no word in common with any item"
+    )
     settings: dict[str, Any] = {"ours": [ours] * 60, "baseline_drops": {NDCG: 0.0, "accuracy": 0.0}}
     found = verdict(rows(), None, weak, **settings)
     assert outcomes(found)[f"baseline BM25 {NDCG}"] == outcome and not found.promote
@@ -476,9 +478,9 @@ def difference(mean: float, spread: float, num_queries: int = 100, undefined: in
         (0.0, 0.0, 0, "pass", "not worse with 95.0% confidence", True),
         (0.0, 0.01, 0, "pass", "at most 0.0", True),
         (-0.2, 0.01, 0, "fail", "at least 0.1", True),
-        (0.0, 0.1, 0, "fail", "which takes about", True),
+        (0.0, 0.1, 0, "fail", "takes about", True),
         (-0.06, 0.1, 0, "fail", "0.05 worse is allowed", True),
-        (0.2, 0.01, 51, "fail", "undefined in too many bootstrap draws", False),
+        (0.2, 0.01, 51, "fail", "undefined in too many bootstrap resamples", False),
         (0.2, 0.01, 50, "pass", "better", True),
     ],
 )
@@ -493,13 +495,13 @@ def test_the_burden_is_on_the_candidate(
 @pytest.mark.parametrize(
     ("mean", "spread", "undefined", "tool", "outcome", "words"),
     [
-        (-0.2, 0.01, 0, "", "fail", "accuracy of a=x: 0.3000 vs 0.5000 (0.2000 worse, 0.05 worse is allowed), "),
+        (-0.2, 0.01, 0, "", "fail", "accuracy of a=x: 0.3000 vs 0.5000 (0.2000 worse, up to 0.05 worse is allowed), "),
         (-0.2, 0.3, 0, "", "warn", ", not statistically significant with 100 queries"),
-        (-0.04, 0.01, 0, "", "pass", ", 0.05 worse is allowed)"),
-        (0.2, 0.01, 960, "", "skipped", "undefined in too many bootstrap draws"),
+        (-0.04, 0.01, 0, "", "pass", ", up to 0.05 worse is allowed)"),
+        (0.2, 0.01, 960, "", "skipped", "undefined in too many bootstrap resamples"),
         (-0.2, 0.01, 0, "T", "fail", "T is better on accuracy: "),
         (-0.2, 0.3, 0, "T", "warn", "T may be better on accuracy: "),
-        (-0.04, 0.01, 0, "T", "pass", "T is not better on accuracy: 0.4600 vs 0.5000 (0.0400 worse, 0.05 "),
+        (-0.04, 0.01, 0, "T", "pass", "T is not better on accuracy: 0.4600 vs 0.5000 (0.0400 worse, up to 0.05 "),
         (0.2, 0.01, 0, "T", "pass", "beats T on accuracy: 0.7000 vs 0.5000 (0.2000 better"),
         (0.2, 0.01, 960, "T", "skipped", "T on accuracy: "),
     ],

@@ -59,7 +59,7 @@ def test_the_file(tmp_path: Path) -> None:
         (b"[[golden]]\nquery = 'a'\nmust = 'b'", "golden.0.must: "),
         (b"[[golden]]\nquery = 'a'\n[[golden]]\nquery = 'a'\ntop = 0", "golden.1.top: "),
         (b"[[golden]]\nquery = 'a'\nmusst = ['b']", "golden.0.musst: "),
-        (b"[[golden]]\nquery = 'a'\ntop = 101", "top = 101 of 'a'"),
+        (b"[[golden]]\nquery = 'a'\ntop = 101", "top is 101 for 'a'"),
         (None, "does not exist"),
     ],
 )
@@ -95,8 +95,8 @@ def test_ranks_are_those_of_the_first_item_that_a_name_means() -> None:
     assert [one.holds(one.incumbent or 0) for one in found.outcomes] == [False, False]
     lost = report([[5, 2, 1, 11], [0, 0, 0, 0]], [[11, 1, 0, 0], [0, 0, 0, 0]])
     assert [str(one) for one in lost.missed] == [
-        "'a' must find 'one' in the first 2 (at 3, production at 1)",
-        "'a' must not find 'bad' in the first 2 (at 2, production not found)",
+        "'a' must find 'one' in the top 2 (at 3, production at 1)",
+        "'a' must not find 'bad' in the top 2 (at 2, production not found)",
     ]
 
 
@@ -130,7 +130,7 @@ def test_the_gate(ours: list[list[int]], theirs: list[list[int]] | None, action:
 def test_golden_queries_that_were_not_judged_are_no_pass(action: OnGolden, outcome: str) -> None:
     for one in (GoldenReport(missing="no search"), GoldenReport(unknown=("gone",))):
         check = golden_check(one, action)
-        assert check.outcome == outcome and "not judged, " in check.reason
+        assert check.outcome == outcome and "not judged: " in check.reason
 
 
 def test_what_decides_a_verdict_is_as_it_was_without_golden_queries(tmp_path: Path) -> None:

@@ -63,4 +63,4 @@ def test_the_weight_is_chosen_by_other_queries_than_those_judged() -> None:
 def test_without_valid_queries_there_is_no_weight() -> None:
     ranked, weighted = fused(task_of(None), VECTORS.part(0, 2))
     assert ranked.retrieval is not None and weighted.retrieval is None and weighted.weight is None
-    assert weighted.missing.startswith("no weight for hybrid search")
+    assert weighted.missing.startswith("hybrid search was not weighted")

@@ -135,7 +135,7 @@ def test_without_gains_there_is_nothing_to_find(holdout: Holdout, monkeypatch: p
 
     monkeypatch.setattr(Holdout, "blocks", ungraded)
     found = from_products(holdout, "", [holdout.rows], TOKENIZER, RetrievalConfig(), StopSignal(), print)
-    assert found == "no test row has a gain, so nothing is relevant to any query"
+    assert found == "no test row has a gain, so there are no relevant products"
 
 
 def test_a_stop_ends_the_look_at_products(holdout: Holdout) -> None:

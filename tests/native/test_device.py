@@ -154,7 +154,7 @@ def test_what_aws_does_not_state_is_refused(opened: InChild) -> None:
             try:
                 check_plan(Plan(shard_degree=2, **more), backend)
             except ConfigError as error:
-                assert "which neuron does not support here" in str(error)
+                assert "which is not supported on neuron" in str(error)
             else:
                 raise AssertionError(f"{more}: passed")
         """,

@@ -55,7 +55,7 @@ def test_ranks_without_a_launcher_are_told_of_one(monkeypatch: pytest.MonkeyPatc
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="RANK, MASTER_ADDR, MASTER_PORT not set"):
+    with pytest.raises(ConfigError, match="RANK, MASTER_ADDR, MASTER_PORT is not set"):
         open_world_group(None, 1.0)
 
 

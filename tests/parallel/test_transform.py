@@ -73,8 +73,8 @@ def modernbert() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "plan", "degree", "match"),
     [
-        (Fused, None, 2, "tensor plan, but Fused has none.*\n.*\n.*tensor_plan="),
-        (Fused, {"qkv": "colwise", "out": "rowwise"}, 2, "several fused matrices.*\n.*FusedColwise"),
+        (Fused, None, 2, "tensor plan, but Fused doesn't have one.*\n.*\n.*tensor_plan="),
+        (Fused, {"qkv": "colwise", "out": "rowwise"}, 2, "fuses several matrices.*\n.*FusedColwise"),
         (Fused, {"qkv": FusedColwise(3), "output": "rowwise"}, 2, "no module of Fused matches 'output'"),
         (Fused, {"qkv": FusedColwise(3)}, 8, "tensor_degree 8 does not divide 4 outputs of 'qkv'"),
         (Fused, {"out": "rows"}, 2, "'out' has the unknown style 'rows'.*\n.*colwise, rowwise"),

@@ -102,7 +102,7 @@ def test_which_interface_other_machines_reach() -> None:
 
 @pytest.mark.parametrize("found", [(), ECS_TASK[:2]])
 def test_a_machine_that_nobody_can_reach(found: tuple[Interface, ...]) -> None:
-    with pytest.raises(ConfigError, match="no network interface that other machines can reach") as raised:
+    with pytest.raises(ConfigError, match="no network interface can be reached from other machines") as raised:
         choose_interface(found, "")
     assert raised.value.expected and all(interface.address in raised.value.seen for interface in found)
 

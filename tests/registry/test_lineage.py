@@ -87,7 +87,7 @@ def test_a_parent_that_is_gone_ends_it_with_a_note(workspace: Storage, family: t
     gone = digest_of(workspace, root)
     workspace.delete_prefix(root)
     last = lineage(workspace, grandchild)[-1]
-    note = f"it cannot be read: {workspace.uri(root)} holds no committed checkpoint"
+    note = f"it cannot be read: {workspace.uri(root)} is not a committed checkpoint"
     assert last == Ancestor(workspace.uri(root), gone, "c1", 300, note=note)
     assert len(lineage(workspace, child)) == 2
 
@@ -115,7 +115,7 @@ def test_a_parent_in_another_workspace(workspace: Storage, tmp_path: Path, make:
     make("c1", **days(1))
     child = make("c2", **child_of(other, root))
     found = lineage(workspace, child)
-    assert found[-1].note == "it is in another workspace" and found[-1].checkpoint == other.uri(root)
+    assert found[-1].note == "it is in a different workspace" and found[-1].checkpoint == other.uri(root)
 
 
 @pytest.mark.fault
@@ -124,7 +124,7 @@ def test_a_parent_with_a_hostile_name(workspace: Storage, make: Make, tail: str)
     for root in (workspace.root, "s3://other"):
         parent = Parent(uri=f"{root}/{tail}", digest="0" * 64, cycle="../..", step=1)
         child = make("c" + str(len(root)), parent=parent)
-        assert lineage(workspace, child)[-1].note == "it is in another workspace"
+        assert lineage(workspace, child)[-1].note == "it is in a different workspace"
 
 
 @pytest.mark.fault
@@ -149,7 +149,7 @@ def test_what_is_no_checkpoint_has_no_lineage(workspace: Storage, make: Make) ->
     make("c1")
     workspace.write_bytes("tokens/x/file", b"x")
     for place in ("tokens/x", "checkpoints/c1", prefix("none")):
-        with pytest.raises(CheckpointError, match="holds no committed checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a committed checkpoint"):
             lineage(workspace, place)
     with pytest.raises(ConfigError):
         lineage(workspace, "../x")

@@ -71,7 +71,7 @@ def test_production_leads_and_the_pair_follows_after_verify(workspace: Storage, 
     assert "unchanged" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c1b", first, 2))
     later = embedded(workspace, tmp_path, "c2", second, 3)
     serve_verified_pair(workspace, later)
-    assert "already names these vectors (generation 2)" in serve_verified_pair(workspace, later)
+    assert "already refers to these vectors (generation 2)" in serve_verified_pair(workspace, later)
     assert served(workspace) == (second, "c2")
     assert "newer vectors" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c0", second, 2))
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
@@ -150,7 +150,7 @@ def test_bad_vectors_of_a_good_model(
     assert roll_back_vectors(workspace, MODEL, "c2b", reason="was good", author=AUTHOR).vectors.cycle == "c2b"
     assert roll_back_vectors(workspace, MODEL, "c2b", reason="twice", author=AUTHOR).generation == 5
     for cycle in ("c1", "c9"):  # of another model, and unknown
-        with pytest.raises(ConfigError, match=f"no vectors of cycle {cycle} made with"):
+        with pytest.raises(ConfigError, match=f"from cycle {cycle} were ever deployed"):
             roll_back_vectors(workspace, MODEL, cycle, reason="x", author=AUTHOR)
     workspace.delete_prefix("embeddings/c2")
     with pytest.raises(CheckpointError, match="does not contain the verified vectors"):

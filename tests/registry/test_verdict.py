@@ -76,7 +76,7 @@ def test_it_carries_the_promotion_of_what_was_judged(workspace: Storage, make: M
         (
             {"incumbent": OTHER.model_copy(update={"digest": "11" * 32})},
             OTHER,
-            "now it is checkpoints/z/step-1 with other content",
+            "now it is checkpoints/z/step-1 with different content",
         ),
         ({"candidate": OTHER}, None, "no verdict on checkpoints/c1/step-1 is stored"),
     ],

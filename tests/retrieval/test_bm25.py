@@ -97,7 +97,7 @@ def test_titles_without_spaces_or_with_vowel_signs_are_found(titles: list[str], 
 @pytest.mark.parametrize(("empty", "said"), [(0, False), (10, False), (11, True), (20, True)])
 def test_nothing_found_for_most_queries_is_said(empty: int, said: bool) -> None:
     text = unmatched_warning(empty, 20, "item")
-    assert text == (f"{empty} of 20 queries share no word with any item" if said else "")
+    assert text == (f"{empty} of 20 queries have no word in common with any item" if said else "")
 
 
 def test_its_library_logs_nothing_below_a_warning(caplog: pytest.LogCaptureFixture) -> None:

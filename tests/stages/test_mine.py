@@ -67,7 +67,7 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     first, negatives = mined(case, "c1")
     assert first.info.source == "bm25" and len(negatives.query_id) == 92
     assert f"{first.info.figures['negatives']:,} negatives" in said
-    assert "done already" in case.run(stage="mine")
+    assert "already done" in case.run(stage="mine")
     assert "and 3 mined negatives" in case.run(MINED, stage="train")
     assert "generation 1" in case.run(MINED)
 
@@ -103,7 +103,7 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     assert "by BM25" in named and mined(case, "c2")[0].prefix != second.prefix
     foreign = case.made("foreign", tokenizer_fingerprint="0" * 32)
     refused = case.run(more, f"--mine.source={foreign}", stage="mine", cycle="c2", code=78)
-    assert "a model with the tokenizer of the prepared data" in refused
+    assert "a model with the same tokenizer as the prepared data" in refused
 
 
 def test_two_workers_that_are_last_at_once(
@@ -131,7 +131,7 @@ def test_negatives_of_other_data_are_refused(tmp_path: Path, capsys: pytest.Capt
     case.run(stage="mine")
     case.run("--data.synthetic.num-days=3", stage="prepare")
     refused = case.run("--data.synthetic.num-days=3", MINED, stage="train", code=65)
-    assert "was mined from other data" in refused and "trnpipe mine" in refused
+    assert "was mined from different data" in refused and "trnpipe mine" in refused
 
 
 def test_a_query_without_room_for_negatives_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,7 +243,7 @@ def test_mined_slots_without_negatives_of_this_data_are_refused(tmp_path: Path) 
     cycle = mining(tmp_path / "c")
     cycle.mine()
     cycle.partition(2, ROWS)
-    with pytest.raises(DataError, match="was mined from other data: 1 of its 1 prepared partitions") as refused:
+    with pytest.raises(DataError, match="was mined from different data: 1 of its 1 prepared partitions") as refused:
         cycle.run()
     assert refused.value.next_command.startswith("trnpipe mine")
     cycle.train = CONFIG

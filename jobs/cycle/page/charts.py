@@ -230,10 +230,7 @@ def gantt(lanes: Mapping[str, Sequence[AttemptCost]], began_ms: int, due_s: floa
 
 
 def forest(checks: Sequence[GateCheck], label: str, width: float) -> Markup:
-    """Draw one row per check: the difference with its interval, a shape by outcome, and the allowed drop.
-
-    An interval that does not fit ends in an arrow.
-    """
+    """Draw per check the difference with its interval, the outcome as a shape, and the allowed drop."""
     left, right, row = 0.38 * width, width - 56, 18.0
     ends = sorted(max(abs(check.low or 0.0), abs(check.high or 0.0)) for check in checks)
     reach = max(
@@ -288,7 +285,6 @@ def _svg(body: Iterable[Markup], height: float, label: str, width: float = WIDTH
 
 
 def _levels(up: Callable[[float], float], values: Iterable[float], right: float) -> list[Markup]:
-    """Draw the horizontal lines of the grid, with their values."""
     elements = list[Markup]()
     for value in values:
         elements.append(_path("grid", f"M{LEFT} {_px(up(value))}H{_px(right)}"))
@@ -325,7 +321,6 @@ def _dot(kind: str, x: float, y: float, title: str) -> Markup:
 
 
 def _titled(body: Markup, title: str) -> Markup:
-    """Group elements with a tooltip."""
     return Markup("<g>{}<title>{}</title></g>").format(body, title)
 
 

@@ -69,13 +69,13 @@ class Job(Record):
     after: tuple[str, ...]
     state: str = Field(description="State on record, or not submitted")
     nodes: int
-    children: int = Field(description="Of an array; 0: none")
+    children: int = Field(description="Of an array (0: none)")
     tries: int
     ran_s: float | None
     exit_code: int | None
     why: str
-    error: str = Field("", description="Error in the log, a few lines; empty: it did not fail by itself")
-    logs: str = Field("", description="Command that shows this log; empty: it did not fail by itself")
+    error: str = Field("", description="Error in the log, a few lines (empty: it did not fail by itself)")
+    logs: str = Field("", description="Command that shows this log (empty: it did not fail by itself)")
 
     @property
     def ending(self) -> str:
@@ -107,7 +107,7 @@ class Training(Record):
     """The course of training."""
 
     curves: tuple[ChartSeries, ...]
-    compared: str = Field("", description="Cycle of the `before` curves; empty: none")
+    compared: str = Field("", description="Cycle of the `before` curves (empty: none)")
     resumed: tuple[int, ...] = Field((), description="Steps at which an attempt resumed")
     skipped: tuple[int, ...] = Field((), description="Steps with unused gradients")
 
@@ -117,7 +117,7 @@ class Lineage(Record):
 
     checkpoint: str = Field("", description="Prefix of the model of this cycle")
     ancestors: tuple[str, ...] = Field((), description="Checkpoints from which it was trained, the nearest first")
-    began_from: str = Field("", description="Published weights at the root; empty: trained from scratch, or not known")
+    began_from: str = Field("", description="Published weights at the root (empty: trained from scratch, or not known)")
     settings_hash: str = ""
     code_version: str = ""
     compared: str = Field("", description="Cycle with which the settings are compared")
@@ -137,7 +137,7 @@ class CycleRow(Record):
     cycle: str
     claimed_at: float = Field(description="Seconds since 1970")
     closed_at: float | None = Field(description="None: it was running when this was written")
-    target: str = Field("", description="Target of the jobs; empty: not on record")
+    target: str = Field("", description="Target of the jobs (empty: not on record)")
     outcome: Outcome | Literal["open"]
     promoted: bool
     without_comparison: bool = Field(False, description="Promoted without a comparison")
@@ -176,7 +176,7 @@ class PageData(Record):
     cycle: str
     model: str
     workspace: str
-    target: str = Field("", description="Target of the jobs; empty: not on record")
+    target: str = Field("", description="Target of the jobs (empty: not on record)")
     reason: str = Field(description="Reason of the outcome")
     ledger: CycleLedger
     jobs: tuple[Job, ...]

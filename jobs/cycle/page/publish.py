@@ -1,6 +1,6 @@
 """Write the page of a cycle, its data and the index of all cycles: `reports/`.
 
-<cycle>.html, <cycle>.json   of one cycle; once it has ended, the same bytes each time they are written
+<cycle>.html, <cycle>.json   of one cycle, the same bytes each time they are written once it has ended
 index.json, index.html       one row per cycle, in the order of submission
 
 The page is one file that loads nothing and runs no script. The templates escape every text.
@@ -192,7 +192,7 @@ def _history_chart(rows: Sequence[CycleRow]) -> tuple[Markup, str]:
     bm25 = [(float(i), row.bm25) for i, row in enumerate(rows) if has_search and row.bm25 is not None]
     series = [(metric_name(metric), values, "now"), *([("BM25", bm25, "before")] if bm25 else [])]
     hollow = [float(i) for i, row in enumerate(rows) if not row.promoted]
-    title = f"{metric_name(metric)} of the last {len(rows)} cycles; hollow: not promoted"
+    title = f"{metric_name(metric)} of the last {len(rows)} cycles (hollow: not promoted)"
     if len(values) < 2:
         return Markup(), title
     names, size = [row.cycle for row in rows], (charts.WIDTH, 170.0)
@@ -207,7 +207,7 @@ def ending(row: CycleRow) -> tuple[str, str]:
 
 
 def _tiles(data: PageData, usual: Sequence[CycleRow]) -> list[tuple[str, str, str]]:
-    """Return the tiles at the top of a page: name, value and a comparison."""
+    """Return the tiles of a page: name, value and a comparison."""
     metrics, vectors = measures(data.evaluation) if data.evaluation else [], data.vectors
     tiles = []
     for index, measure in enumerate(metrics):
@@ -335,7 +335,6 @@ def _ramp(index: int, count: int) -> str:
 
 
 def _plural(count: int, word: str) -> str:
-    """Return `1 node`, `2 nodes`, `3 queries`."""
     more = f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"
     return f"{number(count)} {word if count == 1 else more}"
 

@@ -207,10 +207,7 @@ def registered_definition(client: BatchClient, request: Request) -> Detail | Non
 
 
 def ensure_definition(client: BatchClient, request: Request) -> str:
-    """Return `name:revision` for this content, after registering it if needed.
-
-    Two processes may register it twice at the same time. Both revisions are valid.
-    """
+    """Return `name:revision` for this content. Registers it if needed, perhaps twice if two processes do so."""
     definition = registered_definition(client, request)
     definition = definition or client.call("registering a job definition", "register_job_definition", **request)
     return f"{definition['jobDefinitionName']}:{definition['revision']}"

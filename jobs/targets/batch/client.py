@@ -22,10 +22,7 @@ READ_TIMEOUT_S = 20
 
 
 def connect(service: str) -> Any:
-    """Return a client from the usual AWS environment, without sending anything. Raises ConfigError without a region.
-
-    The retries of boto3 are off: SubmitJob must not be repeated blindly, and our deadline must hold.
-    """
+    """Return a client from the AWS environment, without retries. Raises ConfigError without a region."""
     retries, limits = {"total_max_attempts": 1}, {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
     config = Config(retries=retries, user_agent_extra="trnpipe", **limits)
     try:
@@ -65,7 +62,7 @@ def is_unknown(error: BaseException) -> bool:
 
 
 def name_of(error: BaseException) -> str:
-    """Return the error code without its suffix; empty if the service did not answer."""
+    """Return the error code without its suffix, empty if the service did not answer."""
     return error_code(error).removesuffix("Exception")
 
 
@@ -74,10 +71,7 @@ def message_of(error: BaseException) -> str:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Return whether the error says that a resource does not exist.
-
-    Not every service has an error code for it. The texts are from reports of users.
-    """
+    """Return whether the error says that a resource does not exist. The texts are from reports of users."""
     message = message_of(error).casefold()
     texts = ("not found", "could not find", "does not exist")
     return name_of(error) == "ResourceNotFound" or any(text in message for text in texts)

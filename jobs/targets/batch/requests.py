@@ -18,10 +18,7 @@ Request = dict[str, Any]
 
 
 def definition_request(plan: JobPlan, job: JobSpec) -> Request:
-    """Return the request of RegisterJobDefinition.
-
-    The tag `content` is a hash of all other fields, so that equal definitions are registered once.
-    """
+    """Return the request of RegisterJobDefinition. The tag `content` is a hash of all other fields."""
     needs, placement = job.resources, placement_of(plan, job)
     container: Request = {
         "image": job.image,
@@ -120,10 +117,7 @@ SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
 
 
 def check_plan(plan: JobPlan) -> None:
-    """Raise ConfigError with every problem of every job, if any.
-
-    Values that the settings of `[jobs]` already refuse, such as eleven attempts, are not checked again.
-    """
+    """Raise ConfigError with every problem of every job, if any."""
     problems = (f"{job.name}: {problem}" for job in plan.jobs for problem in _problems(plan, job))
     refuse(plan, problems, platform="AWS Batch", next_command="trnjobs plan")
 

@@ -17,16 +17,7 @@ from jobs.cycle.job_states import (
     unneeded_jobs,
 )
 from jobs.plan.spec import JobPlan, JobSpec
-from jobs.targets.base import (
-    More,
-    Target,
-    log_stream,
-    no_log_error,
-    placement_of,
-    read_cancels,
-    save_cancels,
-    seconds_of,
-)
+from jobs.targets.base import More, Target, log_stream, no_log, placement_of, read_cancels, save_cancels, seconds_of
 from jobs.targets.batch.account import ensure_definition, preflight
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome, is_unknown
 from jobs.targets.batch.requests import definition_request, job_name, submit_request
@@ -94,15 +85,12 @@ class BatchTarget(Target):
         """Yield the lines from CloudWatch Logs. Raises ConfigError if there is no such log."""
         stream, plan = log_stream(record, attempt, node), self.store.plan()
         if not stream or plan is None:
-            raise no_log_error(record, attempt, node)
+            raise no_log(record, attempt, node)
         placement = placement_of(plan, plan.job(record.name.partition(":")[0]))
         return self.logs_client.lines(placement.log_group, stream, more)
 
     def cancel(self, plan: JobPlan, reason: str) -> None:
-        """End every unfinished job, the last in the plan first, so that no job starts during the cancellation.
-
-        TerminateJob works in every state. Batch sends SIGTERM, and SIGKILL after 30 s.
-        """
+        """End every unfinished job, the last in the plan first, by TerminateJob: SIGTERM, and SIGKILL after 30 s."""
         # One more than recorded: a retry may have died between its first job and the record of it.
         submissions = range(1, max(self.store.submissions(), default=0) + 2)
         running = {record.name: record.id for record in self.records(plan) if not record.state.is_final}
@@ -214,7 +202,6 @@ class BatchTarget(Target):
 
 
 def _part_ids(detail: Detail) -> list[str]:
-    """Return the ids of the children of an array, or of the nodes of a node group."""
     job_id = detail["jobId"]
     size = int(detail.get("arrayProperties", {}).get("size", 0))
     num_nodes = int(detail.get("nodeProperties", {}).get("numNodes", 0))

@@ -109,6 +109,7 @@ class Processes:
             )
 
     def observe(self, folder: Path) -> NodeView:
+        """Return the state of a node, from the files and the lock of its keeper."""
         own = self._own.get(folder)
         own_ended = own is not None and own.poll() is not None  # checked before reading: all its files are written
         started = _read(folder / node_keeper.STARTED, _STARTED)
@@ -248,10 +249,7 @@ def node_environment(
 
 
 def group_port(task_id: str, attempt: int) -> int:
-    """Return the even port of the rendezvous of one attempt. The node group also uses the next port.
-
-    The port differs between node groups and attempts on this machine.
-    """
+    """Return the even port for the rendezvous of one attempt. The node group also uses the next port."""
     digest = hashlib.sha256(f"{task_id}/{attempt}".encode()).digest()
     return FIRST_PORT + int.from_bytes(digest[:4], "big") % (NUM_PORTS // 2) * 2
 

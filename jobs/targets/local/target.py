@@ -1,8 +1,8 @@
 """This machine as a target: an engine runs the jobs of a cycle, one tick after another.
 
 Every decision is written before it is carried out, and running nodes are rediscovered from their files. So an engine
-may die at any point, and the next one continues with the same attempts. Changes of a tick are saved at its end, at the
-latest at the start of the next one, and an attempt is only started in a later tick.
+may die at any point, and the next one continues with the same attempts. The changes of a tick are saved at its end, or
+after an error at the start of the next tick. An attempt is only started in a later tick.
 """
 
 import math
@@ -24,7 +24,7 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import AttemptEnd, JobRecord, JobState, SubmittedJob, Task
 from jobs.plan.cycle import script_of
 from jobs.plan.spec import JobPlan, JobSpec
-from jobs.targets.base import LatestRecords, More, Target, latest_records, log_stream, no_log_error
+from jobs.targets.base import LatestRecords, More, Target, latest_records, log_stream, no_log
 from jobs.targets.local.nodes import (
     LOOPBACK,
     LocalFiles,
@@ -192,7 +192,7 @@ class LocalEngine:
         """Advance every task once and return whether anything changed. After an OSError the next tick continues."""
         self._save()
         tasks, records = self.latest.tasks, self.latest.records
-        cancelled = self.files.cancelled()  # by job id; the id of a child of an array is <job id>:<index>
+        cancelled = self.files.cancelled()  # by job id, for a child of an array <job id>:<index>
         reasons = {name: cancelled.get(record.id.partition(":")[0], "") for name, record in records.items()}
         for name, why in job_states.unneeded_jobs(tasks, records).items():
             reasons[name] = reasons[name] or why
@@ -222,7 +222,7 @@ class LocalEngine:
         The end of another node has no effect. Source: user guide, multi-node parallel jobs.
         """
         record = self.latest.records[task.name]
-        task_id, attempt = record.id, len(record.attempts)
+        task_id, attempt, submission = record.id, len(record.attempts), self.latest.submissions[task.name]
         folders = [self.files.node(task_id, attempt, node) for node in range(max(1, task.spec.num_nodes))]
         views = [self.nodes.observe(folder) for folder in folders]
         main = views[0]
@@ -242,14 +242,7 @@ class LocalEngine:
                 self.nodes.exclude(folder)
             elif phase is Phase.ABSENT and (node == 0 or main.phase is Phase.RUNNING):
                 environment = node_environment(
-                    os.environ,
-                    self.plan,
-                    task,
-                    task_id,
-                    attempt,
-                    node,
-                    _address(),
-                    submission=self.latest.submissions[task.name],
+                    os.environ, self.plan, task, task_id, attempt, node, _address(), submission=submission
                 )
                 command, left_s = local_command(task.spec.command), max(0.0, task.spec.timeout_s - ran_s)
                 self.nodes.start(folder, command, environment, left_s)
@@ -358,6 +351,7 @@ class LocalTarget(Target):
         return "its jobs may run on another machine" if is_remote and super().busy_reason(records) else ""
 
     def check(self, plan: JobPlan) -> None:
+        """Check that jobs fit, scripts exist and arguments are short enough. Raises ConfigError if not."""
         check_fits(plan.jobs, self.machine)
         for job in plan.jobs:
             if (script := script_of(job)) and not Path(script).is_file():
@@ -379,10 +373,11 @@ class LocalTarget(Target):
         return lock.stat().st_mtime if lock.exists() and not is_locked(lock) else None
 
     def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
+        """Yield the lines of the log file. Raises ConfigError if there is no such log."""
         stream = log_stream(record, attempt, node)
         path = self.files.log_path(stream)
         if not stream or not path.is_file():
-            raise no_log_error(record, attempt, node)
+            raise no_log(record, attempt, node)
         line = ""  # the last line may be incomplete
         with path.open(encoding="utf-8", errors="replace") as log:
             while True:
@@ -434,7 +429,6 @@ class LocalTarget(Target):
         ).run()
 
     def _saved(self) -> list[JobRecord]:
-        """Return the records of all tasks of all submissions."""
         return [record for submission in self.store.submissions() for record in self.files.state(submission)]
 
     @contextmanager
@@ -443,6 +437,6 @@ class LocalTarget(Target):
         lock = self.files.engine_lock
         make_dirs(lock.parent)
         if is_locked(lock):
-            self.say("another process runs the jobs of this cycle; waiting for it")
+            self.say("another process runs the jobs of this cycle, waiting for it")
         with exclusive(lock, self.stop):
             yield

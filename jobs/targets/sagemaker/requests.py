@@ -79,10 +79,7 @@ def _dashed(text: str) -> str:
 def training_job_request(
     cycle: CycleRun, task: Task, *, name: str, attempt: int | None, starts: str = "", submission: int = 1
 ) -> Request:
-    """Return the request of CreateTrainingJob.
-
-    `attempt`: from 1, or None if the nodes count the starts under the name `starts`.
-    """
+    """Return the request of CreateTrainingJob. `attempt`: None if the nodes count starts under the name `starts`."""
     plan, job, placement = cycle.plan, task.spec, sagemaker_placement_of(cycle.plan, task.spec)
     entry = len(ENTRY) if job.command[: len(ENTRY)] == ENTRY else 1
     nodes = max(1, job.num_nodes)
@@ -160,10 +157,7 @@ def sagemaker_requests(plan: JobPlan) -> list[Request]:
 
 
 def retry_rules(retry: Retry) -> list[Request]:
-    """Return the retry rules, of which the first match decides.
-
-    Without a match Batch would retry, so the last rule matches everything.
-    """
+    """Return the retry rules. Without a match Batch would retry, so the last rule matches everything."""
     causes = [*(f"AlgorithmError: exit {code} " for code in retry.exit_codes), "InternalServerError", "CapacityError"]
     retries = [{"action": "RETRY", "onStatusReason": f"{RECEIVED}{cause}*"} for cause in causes]
     return [*retries, {"action": "EXIT", "onStatusReason": "*"}]

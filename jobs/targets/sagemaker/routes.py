@@ -4,8 +4,8 @@ The first part translates the states of both services to our records. A secondar
 counts as running. The second part makes the calls, which a name or a token makes safe to repeat. The permissions they
 need are in infra/modules/sagemaker/policies.
 
-Sources: API reference of SageMaker, DescribeTrainingJob (status, secondary status, failure reason); the form of a
-failure reason in public reports (`AlgorithmError: <failure file>, exit code: 1`); API reference of AWS Batch,
+Sources: API reference of SageMaker, DescribeTrainingJob (status, secondary status, failure reason), public reports
+for the form of a failure reason (`AlgorithmError: <failure file>, exit code: 1`), API reference of AWS Batch,
 DescribeServiceJob (milliseconds).
 """
 
@@ -30,18 +30,18 @@ from jobs.targets.sagemaker.requests import (
 from pipeline.core.errors import EXIT_BUG, ConfigError, Preempted
 from pipeline.core.progress import Say
 
-_BEFORE_THE_CODE = frozenset(
+_BEFORE_START = frozenset(
     {"Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Downloading", "DownloadingTrainingImage"}
 )
 _REPORTED_STATUSES = frozenset({"Pending", "Interrupted", "Restarting"})
-_OUR_CODE = re.compile(r"AlgorithmError:\s*exit (\d{1,3})\b")
-_DOCKERS_CODE = re.compile(r"exit code:\s*(\d{1,3})\W*$")
+_ENTRY_CODE = re.compile(r"AlgorithmError:\s*exit (\d{1,3})\b")
+_DOCKER_CODE = re.compile(r"exit code:\s*(\d{1,3})\W*$")
 MAX_REASON = 300
 QUEUED = "in queue"
 """Prefix of the reason of a job that waits in a queue of AWS Batch."""
 QUOTA = "ResourceLimitExceeded"
 """Prefix of the reason of a job that may start but exceeds the quota of the account."""
-_WITH_SAGEMAKER, _OVER = frozenset({"SCHEDULED", "STARTING", "RUNNING"}), frozenset({"SUCCEEDED", "FAILED"})
+_WITH_SAGEMAKER, _ENDED = frozenset({"SCHEDULED", "STARTING", "RUNNING"}), frozenset({"SUCCEEDED", "FAILED"})
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,17 @@ def host_prefixes(training_job: str, num_nodes: int) -> tuple[str, ...]:
 def observe_training_job(detail: Detail, streams: tuple[str, ...] = ()) -> ObservedAttempt:
     """Translate a description of a training job. Times are seconds since 1970."""
     status, secondary = str(detail["TrainingJobStatus"]), str(detail.get("SecondaryStatus", ""))
-    is_over = status in ("Completed", "Failed", "Stopped")
+    has_ended = status in ("Completed", "Failed", "Stopped")
     started = _seconds(detail.get("TrainingStartTime"))
-    if started is None and not is_over and secondary not in _BEFORE_THE_CODE:
+    if started is None and not has_ended and secondary not in _BEFORE_START:
         started = _seconds(detail.get("LastModifiedTime")) or _seconds(detail.get("CreationTime"))
     billable = detail.get("BillableTimeInSeconds")
     return ObservedAttempt(
         started_at=started,
         ended_at=_seconds(detail.get("TrainingEndTime")) or _seconds(detail.get("LastModifiedTime")),
-        end=end_of(status, secondary, str(detail.get("FailureReason", ""))) if is_over else None,
+        end=end_of(status, secondary, str(detail.get("FailureReason", ""))) if has_ended else None,
         billable_s=None if billable is None else float(billable),
-        note=secondary if secondary in _REPORTED_STATUSES and not is_over else "",
+        note=secondary if secondary in _REPORTED_STATUSES and not has_ended else "",
         streams=streams,
     )
 
@@ -104,13 +104,9 @@ def end_of(status: str, secondary: str, failure: str) -> AttemptEnd:
 
 
 def failure_end(failure: str) -> AttemptEnd:
-    """Parse SageMaker's failure reason.
-
-    The failure file begins with the exit code of trnjobs-entry. Without this file the reason ends with the exit code
-    that docker reports.
-    """
+    """Parse SageMaker's failure reason: exit code of trnjobs-entry at its beginning, or that of docker at its end."""
     text = " ".join(failure.split())[:MAX_REASON]
-    if match := _OUR_CODE.match(failure) or _DOCKERS_CODE.search(failure):
+    if match := _ENTRY_CODE.match(failure) or _DOCKER_CODE.search(failure):
         return AttemptEnd(int(match[1]), EXITED, text)
     cause = failure.partition(":")[0][:MAX_REASON] or "Failed without a reason"
     reasons = {"InternalServerError": SERVICE_FAULT, "CapacityError": TASK_NOT_STARTED, "AlgorithmError": EXITED}
@@ -126,8 +122,8 @@ def attempts_of(detail: Detail) -> list[Detail]:
     attempts, status = [*detail.get("attempts", ())], str(detail["status"])
     latest = detail.get("latestAttempt", {})
     own = training_job_of(latest)
-    if status in _WITH_SAGEMAKER | _OVER and own and own not in map(training_job_of, attempts):
-        reason = detail.get("statusReason", "") if status in _OVER else ""
+    if status in _WITH_SAGEMAKER | _ENDED and own and own not in map(training_job_of, attempts):
+        reason = detail.get("statusReason", "") if status in _ENDED else ""
         attempts.append({**latest, "statusReason": reason, "stoppedAt": detail.get("stoppedAt")})
     return attempts
 
@@ -140,7 +136,7 @@ def training_job_of(attempt: Detail) -> str:
 def observe_queued(detail: Detail) -> ObservedAttempt:
     """Translate a service job before or between attempts, or one that ended without an attempt."""
     reason = str(detail.get("statusReason") or "")
-    if detail["status"] in _OVER:
+    if detail["status"] in _ENDED:
         why = reason.removeprefix(RECEIVED) or "ended before it had a machine"
         return ObservedAttempt(is_queued=True, ended_at=seconds_of(detail.get("stoppedAt")), end=AttemptEnd(None, why))
     queue = str(detail["jobQueue"]).rpartition("/")[2]
@@ -148,10 +144,7 @@ def observe_queued(detail: Detail) -> ObservedAttempt:
 
 
 def observe_attempt(service_job: Detail, number: int, training: Detail | None, *, num_nodes: int) -> ObservedAttempt:
-    """Translate one attempt (from 1) of a service job.
-
-    `training`: description of its training job, None if SageMaker does not describe it yet or any more.
-    """
+    """Translate one attempt (from 1) of a service job. `training`: its described training job, if any."""
     attempts, status = attempts_of(service_job), str(service_job["status"])
     attempt, is_last = attempts[number - 1], number == len(attempts)
     name = str(training["TrainingJobName"]) if training else training_job_of(attempt)
@@ -170,7 +163,7 @@ def observe_attempt(service_job: Detail, number: int, training: Detail | None, *
     elif end is None:
         end = AttemptEnd(None, text) if is_from_batch else failure_end(text)
     ended_at = observed.ended_at if observed.end else seconds_of(attempt.get("stoppedAt"))
-    return replace(observed, end=end, ended_at=ended_at, note="", will_retry=not (is_last and status in _OVER))
+    return replace(observed, end=end, ended_at=ended_at, note="", will_retry=not (is_last and status in _ENDED))
 
 
 class DirectRoute(AwsClient):
@@ -212,10 +205,10 @@ class DirectRoute(AwsClient):
         """Stop the training job with SIGTERM, and SIGKILL after 120 s. Does nothing if it has ended or is missing."""
         name = cycle.training_job(task, submission, attempt)
 
-        def is_over(error: BaseException) -> bool:
+        def has_ended(error: BaseException) -> bool:
             return is_missing(error) or "is in status" in message_of(error)
 
-        self.call(f"stopping training job {name}", "stop_training_job", accepted=is_over, TrainingJobName=name)
+        self.call(f"stopping training job {name}", "stop_training_job", accepted=has_ended, TrainingJobName=name)
 
     def describe(self, name: str) -> Detail | None:
         """Describe a training job, or return None if it does not exist (yet)."""
@@ -283,7 +276,7 @@ class QueueRoute(BatchClient):
         return self._named(sagemaker_placement_of(cycle.plan, task.spec).queue, cycle.task_id(task, submission))
 
     def _named(self, queue: str, name: str) -> Detail | None:
-        """Describe the oldest service job of exactly this name in any state, None if there is none (yet)."""
+        """Describe the oldest service job of exactly this name in any state, or None."""
         jobs = self.jobs_named(queue, name, "service_job")
         if not jobs:
             return None

@@ -18,7 +18,7 @@ from jobs.targets.base import (
     job_id_of,
     latest_records,
     log_stream,
-    no_log_error,
+    no_log,
     read_cancels,
     sagemaker_placement_of,
     save_cancels,
@@ -50,10 +50,7 @@ class SageMakerTarget(Target):
     poll_s: float = 30.0
 
     def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
-        """Submit the jobs and follow them to the end. The same command continues after an error.
-
-        Raises Preempted when stopped, TransientError if AWS or the workspace is unreachable for 15 min.
-        """
+        """Submit the jobs and follow them to the end. Raises Preempted, or TransientError if unreachable for 15 min."""
         self.record_submissions(plan, submission, jobs)
         answered_at = self.store.clock()
         while True:
@@ -66,7 +63,7 @@ class SageMakerTarget(Target):
                 if self.store.clock() - answered_at > PATIENCE_S:
                     raise
             self.stop.wait(self.poll_s)
-            self.stop.raise_if_set("following training jobs, which continue; trnjobs submit follows them again")
+            self.stop.raise_if_set("following training jobs, which continue (trnjobs submit follows them again)")
 
     def record_submissions(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
         """Record the jobs, after which any process can follow them."""
@@ -127,7 +124,7 @@ class SageMakerTarget(Target):
         prefix = log_stream(record, attempt, node)
         streams = self.logs_client.streams(LOG_GROUP, prefix) if prefix else ()
         if not streams:
-            raise no_log_error(record, attempt, node)
+            raise no_log(record, attempt, node)
         for stream in streams:
             yield from self.logs_client.lines(LOG_GROUP, stream, more if stream == streams[-1] else lambda: False)
 
@@ -192,10 +189,7 @@ def decide_actions(
     cancelled: Mapping[str, Cancel],
     at: float,
 ) -> CycleActions:
-    """Observe every attempt that may exist until no record changes, and decide what to start and stop.
-
-    `observe` returns None for an attempt that does not exist. `cancelled`: cancellations by users, by task name.
-    """
+    """Observe all attempts until no record changes, and decide what to start and stop. `cancelled`: by task name."""
     now, ends = dict(records), dict(cancelled)
     while True:
         before = dict(now)

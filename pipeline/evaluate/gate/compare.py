@@ -1,4 +1,4 @@
-"""Comparisons of the candidate with the production model or a baseline, by paired bootstrap."""
+"""Compare the candidate with the production model or a baseline, using a paired bootstrap."""
 
 import math
 from collections import Counter
@@ -19,19 +19,22 @@ from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.metrics.measure import Measured, RowMetrics, measure_retrieval
 from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows, Statistic, value_of
 
-# Paired bootstrap over queries, to separate a difference of two models from chance.
-# Queries are drawn with replacement, each with all its rows, the same draw for both models (Efron and Tibshirani, "An
-# Introduction to the Bootstrap", 1993). Rows of one query are dependent, queries are independent.
+# A paired bootstrap over queries, which estimates whether the difference between two models is statistically
+# significant (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993). We resample queries with all their rows
+# instead of single rows, because the rows of a query are not independent. Both models see the same resamples.
 
 SEED = 1
-_BLOCK_CELLS = 4_000_000  # weights in memory at a time: 32 MB
-_MIN_DEFINED = 0.95  # share of the draws in which both metrics must be defined
-_ROUNDING = 1e-12  # a standard error below this is rounding error: every query changed by the same amount
+_BLOCK_CELLS = 4_000_000  # number of weights to hold in memory at a time (32 MB)
+_MIN_DEFINED = 0.95  # minimum fraction of resamples in which both metrics must be defined
+_ROUNDING = 1e-12  # A smaller standard error is a rounding error, which means that every query changed equally.
 
 
 @dataclass(frozen=True, eq=False)
 class PairedDifference:
-    """Candidate minus reference, measured and in each draw [R]. NaN in a draw with an undefined metric."""
+    """The difference between candidate and reference, on the actual queries and in each bootstrap resample.
+
+    `draws` [R] has NaN for resamples in which a metric is undefined.
+    """
 
     difference: float
     draws: Float64s
@@ -39,19 +42,22 @@ class PairedDifference:
 
     @property
     def standard_error(self) -> float:
-        """Bootstrap standard error. NaN if fewer than 95 % of the draws are defined."""
+        """The bootstrap standard error, or NaN if the metrics are defined in fewer than 95 % of the resamples."""
         defined = self.draws[~np.isnan(self.draws)]
         if len(defined) < max(2, _MIN_DEFINED * len(self.draws)) or self.num_queries < 2:
             return math.nan
         return float(defined.std(ddof=1)) * math.sqrt(self.num_queries / (self.num_queries - 1))
 
     def interval(self, confidence: float) -> tuple[float, float]:
-        """Return the lower and upper bound, each with the one-sided `confidence`. NaN without a standard error.
+        """Return a lower and an upper confidence bound, each at the one-sided level `confidence`.
 
-        Each bound is the wider of two: difference -+ t * standard error, and Hall's correction of it for skewness
-        ("On the Removal of Skewness by Transformation", JRSS B 1992). If a few queries lose a lot, the first is too
-        narrow (with 100 queries of which 3 % lose 0.5, wrong in 17 % of cases instead of 5 %). With few queries and a
-        symmetric spread, the second is (8 %). The wider one is correct or conservative in both cases.
+        For each bound we compute difference -+ t * standard error, and the same with Hall's correction for skewness
+        ("On the Removal of Skewness by Transformation", JRSS B 1992), and take the wider of the two. The uncorrected
+        bound is too narrow if a few queries lose a lot: with 100 queries of which 3 % lose 0.5, it is wrong in 17 % of
+        cases instead of 5 %. The corrected bound is too narrow (8 %) if there are few queries and their differences are
+        symmetric. The wider bound is either correct or conservative in both cases.
+
+        Both bounds are NaN if there is no standard error.
         """
         error = self.standard_error
         if not error > _ROUNDING:
@@ -67,9 +73,10 @@ class PairedDifference:
 def paired_bootstrap(
     pairs: Mapping[str, tuple[Statistic, Statistic]], *, resamples: int, seed: int, purpose: str
 ) -> dict[str, PairedDifference]:
-    """Bootstrap the differences of pairs (candidate, reference) by name, over the same Q queries in the same order.
+    """Bootstrap the difference between candidate and reference for several metrics.
 
-    All pairs share the draws, which are a function of `seed` and `purpose` (such as the judged slice).
+    All `pairs` (candidate, reference) must be over the same Q queries in the same order, and they share the resamples.
+    These are determined by `seed` and `purpose`, which is for example the name of a slice.
     """
     if not pairs:
         return {}
@@ -81,7 +88,7 @@ def paired_bootstrap(
         size = min(block, resamples - start)
         drawn = stream.integers(0, num_queries, (size, num_queries))
         drawn += np.arange(size)[:, None] * num_queries
-        # [size, Q]: how often each query was drawn in Q draws with replacement.
+        # Count how often each query was drawn, [size, Q].
         weights = np.bincount(drawn.ravel(), minlength=size * num_queries).reshape(size, -1).astype(np.float64)
         for name, (candidate, reference) in pairs.items():
             draws[name][start : start + size] = candidate.at(weights) - reference.at(weights)
@@ -94,9 +101,9 @@ def paired_bootstrap(
 
 
 def t_quantile(confidence: float, freedom: int) -> float:
-    """Compute the quantile of Student's t by expansion around the normal (Abramowitz and Stegun 26.7.5).
+    """Approximate a quantile of Student's t distribution by a series expansion (Abramowitz and Stegun 26.7.5).
 
-    The error is below 0.06 % for at least 10 degrees of freedom and confidences up to 0.9999.
+    For 10 or more degrees of freedom and a confidence of up to 0.9999, the relative error is below 0.06 %.
     """
     z = NormalDist().inv_cdf(confidence)
     terms = (
@@ -111,64 +118,74 @@ def t_quantile(confidence: float, freedom: int) -> float:
 
 
 def _corrected(quantile: float, skewness: float) -> float:
-    """Invert Hall's cubic transformation for a studentised value of this skewness."""
+    """Correct a quantile for skewness by inverting Hall's cubic transformation."""
     if abs(skewness) < 1e-6:
         return quantile
     return 3 / skewness * (float(np.cbrt(1 + skewness * (quantile - skewness / 6))) - 1)
 
 
-# Checks and verdict of the gate, as records and as lines for the console.
+# The checks of the gate and its verdict, which are stored as records and shown on the console.
 
 Outcome = Literal["fail", "warn", "skipped", "pass"]
 CheckKind = Literal["scores", "holdout", "incumbent", "comparison", "floor", "delta", "slice", "baseline", "golden"]
 
 _SLICES_SHOWN: dict[Outcome, int] = {"fail": 1000, "warn": 1000, "skipped": 5, "pass": 0}
-"""Slice checks listed on the console by outcome, in this order. The rest are counted."""
+"""How many slice checks to list on the console for each outcome, in display order. The rest are only counted."""
 
 
 class GateCheck(Record):
-    """One check of the gate. Values that do not apply are null."""
+    """The result of one check of the gate. Fields that do not apply to the check are null."""
 
-    name: str = Field(description="Kind, metric and slice, unique within a verdict")
+    name: str = Field(description="Name, made from kind, metric and slice, which is unique within a verdict")
     kind: CheckKind
-    outcome: Outcome = Field(description="fail refuses promotion, skipped means not applicable")
-    reason: str = Field(description="One sentence")
+    outcome: Outcome = Field(description="A check that fails prevents promotion. skipped means that it does not apply")
+    reason: str = Field(description="Why the check has this outcome, in one sentence")
     metric: str = ""
-    slice: str = Field("", description="column=value, or a column for all its slices. Empty: all rows")
+    slice: str = Field("", description="column=value, or only the column for all its slices (empty: all rows)")
     candidate: float | None = None
     incumbent: float | None = None
-    baseline: str = Field("", description="Name of the baseline, if compared with one")
+    baseline: str = Field("", description="Name of the baseline that the candidate is compared with, if any")
     baseline_value: float | None = None
-    bound: float | None = Field(None, description="The floor or the allowed drop")
-    low: float | None = Field(None, description="Lower bound of the candidate minus the other model")
-    high: float | None = Field(None, description="Upper bound, like the lower one at the one-sided confidence")
-    num_queries: int | None = Field(None, description="Queries that contribute to the metric")
-    needed_queries: int | None = Field(None, description="Queries required, if there are fewer")
+    bound: float | None = Field(None, description="Value of the floor, or the allowed drop")
+    low: float | None = Field(None, description="Lower confidence bound of the difference to the other model")
+    high: float | None = Field(None, description="Upper confidence bound of the difference to the other model")
+    num_queries: int | None = Field(None, description="Number of queries that contribute to the metric")
+    needed_queries: int | None = Field(None, description="Number of queries required, if there were too few")
 
     @property
     def judges(self) -> bool:
-        """True if the check compared the candidate with a floor or, with an interval, with another model."""
+        """Return whether this check counts as a comparison.
+
+        This is the case if the candidate reaches a floor, or if a confidence interval was computed for the difference
+        to the production model or a baseline.
+        """
         return self.outcome == "pass" if self.kind == "floor" else self.low is not None
 
 
 class Verdict(Record):
-    """Promote or refuse, with every check."""
+    """The decision of the gate to promote or refuse a candidate, with the checks that led to it."""
 
     promote: bool
-    without_comparison: bool = Field(False, description="Promote although the candidate was compared with nothing")
-    advice: str = Field("", description="How to get enough test queries, if too few are the reason for the refusal")
+    without_comparison: bool = Field(False, description="Promote although there was nothing to compare with")
+    advice: str = Field("", description="How to get more test queries, if there were too few to judge")
     checks: tuple[GateCheck, ...]
     num_rows: int = Field(ge=0)
     num_queries: int = Field(ge=0)
-    confidence: float = Field(description="One-sided confidence of each comparison over all rows")
-    slice_confidence: float = Field(description="Confidence of each slice, corrected for the number of comparisons")
-    baseline_confidence: float | None = Field(None, description="Confidence of each baseline comparison, corrected too")
+    confidence: float = Field(description="One-sided confidence level of comparisons over all rows")
+    slice_confidence: float = Field(description="Confidence level of slice comparisons, with Bonferroni correction")
+    baseline_confidence: float | None = Field(
+        None, description="Confidence level of baseline comparisons, with Bonferroni correction"
+    )
     resamples: int
     seed: int
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reasons of the failed checks or, if promoted, of the checks over all rows and of warnings."""
+        """The reasons for the decision.
+
+        If the candidate is refused, these are the reasons of the failed checks. If it is promoted, they are those of
+        all warnings and of the checks over all rows.
+        """
         if not self.promote:
             return tuple(check.reason for check in self.checks if check.outcome == "fail")
         outcomes = ("warn", "pass") if self.without_comparison else ("warn", "pass", "skipped")
@@ -179,7 +196,10 @@ class Verdict(Record):
         )
 
     def lines(self) -> list[str]:
-        """Format the verdict for a terminal: summary, then checks by outcome. Slices that passed are only counted."""
+        """Format the verdict for the console.
+
+        A summary is followed by the checks, grouped by outcome. Slice checks that passed are only counted.
+        """
         head = (
             "refuse" if not self.promote else "promote WITHOUT a comparison" if self.without_comparison else "promote"
         )
@@ -193,7 +213,7 @@ class Verdict(Record):
 
     @property
     def counts(self) -> str:
-        """Summary by outcome, such as `3 checks passed, 1 warning, 1 not applicable`."""
+        """Return a summary of the outcomes, such as `3 checks passed, 1 warning, 1 not applicable`."""
         counts = Counter(check.outcome for check in self.checks)
         parts = [f"{counts['fail']} failed"] if counts["fail"] else []
         parts += [f"{counts['pass']} {'check' if counts['pass'] == 1 else 'checks'} passed"]
@@ -204,9 +224,9 @@ class Verdict(Record):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric of the candidate and of a reference, over all rows or one slice (`column=value`).
+    """A comparison of the candidate with a reference in one metric, over all rows or one slice (`column=value`).
 
-    The reference is the production model, or the baseline that `baseline` names.
+    The reference is the production model unless `baseline` is set, in which case it is the baseline of that name.
     """
 
     metric: MetricName
@@ -218,7 +238,7 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        """Name of the check, unique within a verdict."""
+        """The name of the check, which is unique within a verdict."""
         return " ".join(part for part in (self.kind, self.baseline, self.metric.text, self.slice) if part)
 
     @property
@@ -227,12 +247,15 @@ class Comparison:
 
     @property
     def num_queries(self) -> int:
-        """Queries that contribute to the metric of both models, 0 if it cannot be computed."""
+        """The number of queries that the metric is based on, or 0 if it cannot be computed for both models."""
         return min(self.candidate.num_queries, self.reference.num_queries)
 
     @property
     def statistics(self) -> tuple[Statistic, Statistic]:
-        """Statistics of candidate and reference. Raises ValueError if one is missing, see `not_comparable`."""
+        """The statistics of candidate and reference.
+
+        Raises ValueError if one of them is missing, so make sure that `not_comparable` has no reason first.
+        """
         if isinstance(self.candidate, Missing) or isinstance(self.reference, Missing):
             raise ValueError(f"{self.name} was not measured for both models")
         return self.candidate.statistic, self.reference.statistic
@@ -245,7 +268,7 @@ class Comparison:
         title: str = "",
         min_queries: int = 0,
     ) -> GateCheck:
-        """Build the check of this comparison. `min_queries`: the required number, if it has too few queries."""
+        """Build the gate check for this comparison. `min_queries` is recorded if the comparison has fewer queries."""
         measured = isinstance(self.candidate, Measured) and isinstance(self.reference, Measured)
         low, high = interval or (math.nan, math.nan)
         scope = f" vs {self.baseline}" if self.baseline else f" of {self.slice}" if self.slice else ""
@@ -269,7 +292,7 @@ class Comparison:
 
 
 def not_comparable(comparison: Comparison, min_queries: int) -> str:
-    """Return the reason why a comparison is impossible, or an empty string."""
+    """Return the reason why two models cannot be compared, or an empty string if they can."""
     reference = comparison.baseline or "the production model"
     for model, result in (("the candidate", comparison.candidate), (reference, comparison.reference)):
         if isinstance(result, Missing):
@@ -280,10 +303,14 @@ def not_comparable(comparison: Comparison, min_queries: int) -> str:
 
 
 def judge_overall(comparison: Comparison, difference: PairedDifference, confidence: float) -> GateCheck:
-    """Pass only if the candidate is worse by at most the allowed drop with this confidence (non-inferiority)."""
+    """Judge a comparison over all rows by a non-inferiority test.
+
+    The check only passes if we can be confident that the candidate is worse by at most the allowed drop. If there are
+    too few queries to decide, it fails.
+    """
     interval, values, drop, worst, best = _losses(comparison, difference, confidence)
     if math.isnan(worst):
-        return comparison.check("fail", f"{values}, but undefined in too many bootstrap draws for an interval")
+        return comparison.check("fail", f"{values}, but undefined in too many bootstrap resamples to judge")
     allowed = comparison.allowed
     if worst <= allowed:
         bound = "better" if worst < 0 else "not worse" if worst == 0 else f"at most {worst:.4f} worse"
@@ -293,26 +320,27 @@ def judge_overall(comparison: Comparison, difference: PairedDifference, confiden
         return comparison.check("fail", reason, interval)
     reason = f"{values}, up to {worst:.4f} worse with {confidence:.1%} confidence"
     room, num_queries, min_queries = allowed - drop, comparison.num_queries, 0
-    if room > 0:  # with this many queries the same difference would pass
+    if room > 0:  # the same difference would pass if there were more queries
         spread = t_quantile(confidence, num_queries - 1) * difference.standard_error
         needed = math.ceil(num_queries * (spread / room) ** 2)
-        if needed > num_queries:  # otherwise skewness decided, not the spread
+        if needed > num_queries:  # otherwise the check failed because of the skewness, not because of the spread
             min_queries = needed
-            reason += f", which takes about {needed:,} queries to rule out and there are {num_queries:,}"
+            reason += f" (ruling this out takes about {needed:,} queries, but there are only {num_queries:,})"
     return comparison.check("fail", reason, interval, min_queries=min_queries)
 
 
 def judge_refusal(
     comparison: Comparison, difference: PairedDifference, confidence: float, worse: Outcome = "fail"
 ) -> GateCheck:
-    """Return `worse` only if the candidate is worse by more than the allowed drop with this confidence.
+    """Judge a comparison on a slice or with a baseline.
 
-    Used for slices and baselines, where few queries must not refuse a candidate.
+    Unlike `judge_overall`, the outcome is only `worse` if we can be confident that the candidate is worse by more than
+    the allowed drop, so that a slice with few queries does not block the promotion.
     """
     interval, values, drop, _, best = _losses(comparison, difference, confidence)
     allowed, tool, metric = comparison.allowed, comparison.baseline, comparison.metric.text
     if math.isnan(best):
-        reason = f"{values}, but undefined in too many bootstrap draws for an interval"
+        reason = f"{values}, but undefined in too many bootstrap resamples to judge"
         return comparison.check("skipped", reason, interval, title=tool and f"{tool} on {metric}")
     if best > allowed:
         reason = f"{values}, at least {best:.4f} worse with {confidence:.2%} confidence"
@@ -327,21 +355,28 @@ def judge_refusal(
 def _losses(
     comparison: Comparison, difference: PairedDifference, confidence: float
 ) -> tuple[tuple[float, float], str, float, float, float]:
-    """Return the interval, the formatted values, and the drop of the candidate: measured, at worst, at best."""
+    """Return the confidence interval, the formatted values, and how much worse the candidate is.
+
+    The latter is returned as three numbers: as measured, in the worst case, and in the best case.
+    """
     low, high = interval = difference.interval(confidence)
     drop, worst, best = -difference.difference, -low, -high
     if comparison.metric.lower_is_better:
         drop, worst, best = difference.difference, high, low
     change = "equal" if drop == 0 else f"{abs(drop):.4f} {'worse' if drop > 0 else 'better'}"
     if comparison.allowed or not comparison.baseline:
-        change += f", {comparison.allowed:g} worse is allowed"
+        change += f", up to {comparison.allowed:g} worse is allowed"
     values = f"{comparison.candidate.value:.4f} vs {comparison.reference.value:.4f} ({change})"
     return interval, values, drop, worst, best
 
 
 @dataclass(frozen=True, eq=False)
 class GateInput:
-    """Results of one model for the gate: scored rows, threshold (two labels only), and retrieval metrics per query."""
+    """The results of one model that the gate needs.
+
+    `threshold` is the probability from which on a row is a match (two labels only), and `retrieval` has the retrieval
+    metrics of each query.
+    """
 
     rows: ScoredRows
     config: MetricsConfig
@@ -356,12 +391,15 @@ class GateInput:
         return measure_retrieval(self.retrieval, name) if name.is_retrieval else self.metrics.measure(name)
 
     def select(self, mask: Bools) -> "GateInput":
-        """Select the rows where `mask` [N] is true. Drops retrieval, which is not per row."""
+        """Return the results for the rows where `mask` [N] is true, without retrieval, which is not per row."""
         return replace(self, rows=self.rows.select(mask), retrieval=None)
 
 
 def check_same_holdout(candidate: GateInput, reference: GateInput) -> None:
-    """Raise DataError unless both were scored on the same rows in the same order, and on the same queries."""
+    """Verify that two models were scored on the same rows in the same order. Raises DataError if not.
+
+    If both were also evaluated on retrieval, the retrieval queries must be the same.
+    """
     names = ("labels", "query_id", "label", "gain")
     pairs = [(name, getattr(candidate.rows, name), getattr(reference.rows, name)) for name in names]
     if candidate.retrieval is not None and reference.retrieval is not None:
@@ -369,9 +407,9 @@ def check_same_holdout(candidate: GateInput, reference: GateInput) -> None:
     for name, first, second in pairs:
         if not np.array_equal(first, second):
             raise DataError(
-                f"candidate and production model were not scored on the same test split: the {name} differ"
+                f"the candidate and the production model were not scored on the same test split, their {name} differ"
                 f" ({len(first):,} and {len(second):,})",
-                expected="the same labels, rows and queries for both",
-                next_command="run trnpipe evaluate again; for other labels set data.labels to those of the production"
-                " model and train again, or use --evaluate.incumbent none",
+                expected="the same labels, rows and queries for both models",
+                next_command="run trnpipe evaluate again. If the labels have changed, set data.labels to those of the"
+                " production model and train again, or use --evaluate.incumbent none",
             )

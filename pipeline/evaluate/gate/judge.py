@@ -1,23 +1,25 @@
 """The gate: decide whether the candidate may replace the production model.
 
-There are four rules. Their error rates are measured by bench/gate_rates.py.
+The gate applies four rules, whose error rates are measured by bench/gate_rates.py:
 
-1. The measured values must reach the floors.
-2. Over all rows and in every compared metric, the candidate must be at most the allowed drop worse than production, at
-   the given confidence. A candidate that is worse by more in any metric is promoted with a probability of at most
-   1 - confidence, regardless of the number of metrics. A test split that is too small to decide refuses.
-3. A slice refuses if it is significantly worse than allowed. The Bonferroni correction spreads 1 - confidence over all
-   slice comparisons, so a candidate that is worse nowhere is refused with at most that probability, regardless of the
-   number of slices. Slices with few queries are listed, but not judged.
-4. A baseline (BM25, boosting) that is significantly better refuses a first model and, by default, only warns about a
-   later one. The Bonferroni correction applies to these comparisons as well.
+1. Floors: each metric with a floor must reach it.
+2. All rows: in every compared metric we must be confident that the candidate is worse than production by at most the
+   allowed drop. As a result, a candidate that is worse by more than that in any metric is promoted with a probability
+   of at most 1 - confidence, no matter how many metrics are compared. If the test split is too small to decide, the
+   candidate is refused.
+3. Slices: the candidate is refused if it is significantly worse than allowed in any slice. The Bonferroni correction
+   divides 1 - confidence by the number of slice comparisons. This ensures that a candidate that is not worse in any
+   slice is refused with at most that probability, no matter how many slices there are. Slices with few queries are
+   listed but not judged.
+4. Baselines: if BM25 or boosting is significantly better, a first model is refused. For later models this is only a
+   warning by default. The Bonferroni correction is also applied to these comparisons.
 
-Golden queries are checked separately (evaluate/golden.py).
+In addition, the candidate is checked on the golden queries (see evaluate/golden.py).
 
-A first model that no floor and no baseline could judge is refused, unless `gate.first_without_comparison` is set. Then
-the verdict states that it is promoted without a comparison.
+If neither a floor nor a baseline could judge a first model, it is refused. Users can change this by setting
+`gate.first_without_comparison`, in which case the verdict states that the model was promoted without a comparison.
 
-Allowed drops add up over many promotions. Floors limit that.
+Note that the allowed drops of many promotions can add up. Use floors to limit this.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,11 +48,11 @@ from pipeline.evaluate.gate.compare import (
 from pipeline.evaluate.metrics.measure import Measured
 from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows
 
-# Floors: values that the candidate must reach regardless of the production model.
+# Floors, which the candidate must reach regardless of how good the production model is.
 
 
 def floor_checks(candidate: GateInput, config: GateConfig) -> list[GateCheck]:
-    """Check that each metric with a floor reaches it on enough queries."""
+    """Check that each metric with a floor reaches it, and that it is based on enough queries."""
     checks = []
     for text, bound in config.floors.items():
         name, is_met, needed = MetricName.parse(text), False, None
@@ -80,15 +82,18 @@ def floor_checks(candidate: GateInput, config: GateConfig) -> list[GateCheck]:
     return checks
 
 
-# Comparisons by slice. The slices are selected by size before anything is measured.
+# Slice comparisons. Which slices to judge only depends on their size, and is decided before any metric is computed.
 
-_SHOWN = 3  # small slices that are listed by name
+_SHOWN = 3  # maximum number of small slices to list by name
 
 
 def slice_checks(
     candidate: GateInput, production: GateInput, config: GateConfig, seed: int
 ) -> tuple[list[GateCheck], float]:
-    """Compare every slice. Returns the checks and the Bonferroni-corrected confidence of each comparison."""
+    """Compare the candidate with the production model in every slice that has enough queries.
+
+    Returns the checks and the confidence level of each comparison after Bonferroni correction.
+    """
     if not config.slice_drops:
         return [], config.confidence
     checks: list[GateCheck] = []
@@ -112,7 +117,7 @@ def slice_checks(
                 results = candidate_slice.measure(metric), production_slice.measure(metric)
                 comparison = Comparison(metric, allowed, *results, slice_name)
                 if reason := not_comparable(comparison, config.min_slice_queries):
-                    # Warn if only the candidate has no value for the metric.
+                    # Warn if the metric could be computed for the production model but not for the candidate.
                     only_missing = isinstance(results[0], Missing) and isinstance(results[1], Measured)
                     checks.append(comparison.check("warn" if only_missing else "skipped", reason))
                 else:
@@ -127,7 +132,10 @@ def slice_checks(
 def _differences(
     comparisons: list[Comparison], config: GateConfig, seed: int, rows_purpose: str, retrieval_purpose: str = ""
 ) -> dict[str, PairedDifference]:
-    """Bootstrap comparisons, by name. Row and retrieval metrics have different queries, so also different draws."""
+    """Bootstrap comparisons and return the differences by name.
+
+    Row metrics and retrieval metrics are resampled separately, because they are based on different queries.
+    """
     differences: dict[str, PairedDifference] = {}
     for searched, purpose in ((False, rows_purpose), (True, retrieval_purpose)):
         pairs = {each.name: each.statistics for each in comparisons if each.metric.is_retrieval is searched}
@@ -135,14 +143,15 @@ def _differences(
     return differences
 
 
-# Comparisons with baselines: is one of them significantly better than the candidate?
+# Comparisons with the baselines, which must not be significantly better than the candidate.
 
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """Results of a baseline on the same test split: scored rows, retrieval metrics, or the reason for having neither.
+    """The results of a baseline on the test split, which are scored rows or retrieval metrics.
 
-    `weak`: the reason why beating it proves nothing, such as BM25 without results for most queries. Otherwise empty.
+    If the baseline could not be scored, `missing` is the reason. If it was scored but beating it would prove nothing,
+    for example because BM25 has no results for most queries, `weak` is the reason.
     """
 
     name: str
@@ -156,10 +165,12 @@ class Baseline:
 def baseline_checks(
     candidate: GateInput, baselines: Sequence[Baseline], config: GateConfig, *, first: bool, seed: int
 ) -> tuple[list[GateCheck], float]:
-    """Compare with every baseline. Returns the checks and the Bonferroni-corrected confidence of each comparison.
+    """Compare the candidate with every baseline.
 
-    `first`: there is no production model. f1 is skipped unless there are two labels. A weak baseline can refuse, but
-    does not count as a comparison.
+    If the candidate loses to a weak baseline it can be refused, but winning against one does not count as a comparison.
+    The metric f1 is skipped unless there are two labels. `first` is True if there is no production model yet.
+
+    Returns the checks and the confidence level of each comparison after Bonferroni correction.
     """
     action = config.first_baselines if first else config.baselines
     if action == "off":
@@ -181,7 +192,7 @@ def baseline_checks(
             result, other = candidate.measure(metric), reference.measure(metric)
             comparison = Comparison(metric, allowed, result, other, baseline=baseline.name)
             if isinstance(result, Missing) and isinstance(other, Measured):
-                reason = f"{baseline.name} has {other.value:.4f}, the candidate has no value: {result.reason}"
+                reason = f"{baseline.name} has {other.value:.4f}, but the candidate has no value: {result.reason}"
                 checks.append(comparison.check(worse, reason))
             elif metric.text == "f1" and len(candidate.rows.labels) != 2:
                 continue
@@ -196,7 +207,7 @@ def baseline_checks(
     for comparison in pending:
         check = judge_refusal(comparison, differences[comparison.name], confidence, worse)
         if check.outcome == "pass" and (why := weak.get(comparison.baseline)):
-            # Without an interval it does not count as a comparison.
+            # Leave out the interval, so that the check does not count as a comparison.
             title = f"{comparison.baseline} is too weak to compare with on {comparison.metric.text}"
             check = comparison.check("warn", why, title=title)
         checks.append(check)
@@ -214,15 +225,23 @@ def judge(
     golden: GateCheck | None = None,
     seed: int = SEED,
 ) -> Verdict:
-    """Judge a candidate against the production model, if any, and the baselines. Deterministic.
+    """Decide whether to promote a candidate. The same inputs always result in the same verdict.
 
-    Slices are those of the candidate. `searched`: whether retrieval is evaluated. `warnings`: doubts about the test
-    split, which become checks. `golden`: the check of the golden queries. Raises DataError if the scores are not from
-    the same rows and queries.
+    Raises DataError if the models were not scored on the same rows and queries.
+
+    Args:
+        candidate: The results of the candidate, whose slice columns define the slices.
+        production: The results of the production model, if there is one.
+        config: The settings of the gate.
+        searched: Whether retrieval was evaluated.
+        baselines: The results of the baselines.
+        warnings: Problems with the test split, which are added to the checks.
+        golden: The check of the golden queries, if any.
+        seed: The seed of the bootstrap.
     """
     if production is not None:
         check_same_holdout(candidate, production)
-    unusable = []  # a failed check for each model with NaN or infinite scores, which cannot be judged
+    unusable = []  # failed checks of models with NaN or infinite scores, which cannot be judged
     for role, side in (("candidate", candidate), ("incumbent", production)):
         if side is not None and (bad := int(side.rows.unusable.sum())):
             reason = f"{bad:,} of {side.rows.num_rows:,} rows have NaN or infinite scores of the {role}"
@@ -232,7 +251,7 @@ def judge(
     if not unusable:
         checks = floor_checks(candidate, config)
         if production is None:
-            reason = "no production model: the first one is compared with floors and baselines"
+            reason = "there is no production model yet, so the candidate is only compared with floors and baselines"
             checks.append(GateCheck(name="incumbent", kind="incumbent", outcome="skipped", reason=reason))
         else:
             checks += _overall_checks(candidate, production, config.drops_for(searched=searched), config, seed)
@@ -269,9 +288,9 @@ def judge(
 def _overall_checks(
     candidate: GateInput, production: GateInput, drops: Mapping[str, float], config: GateConfig, seed: int
 ) -> list[GateCheck]:
-    """Compare both models over all rows (rule 2)."""
+    """Compare the candidate with the production model over all rows (rule 2 of this module)."""
     if not drops:
-        reason = "gate.drops is empty: the candidate is not compared with the production model over all rows"
+        reason = "gate.drops is empty, so the candidate is not compared with the production model over all rows"
         return [GateCheck(name="incumbent", kind="incumbent", outcome="warn", reason=reason)]
     names = sorted(map(MetricName.parse, drops), key=lambda name: name.is_retrieval)
     comparisons = [
@@ -290,7 +309,7 @@ def _overall_checks(
 
 
 def _search_checks(config: GateConfig, *, searched: bool) -> list[GateCheck]:
-    """Return a check if search, which serves the vectors, is not compared with that of production."""
+    """Return a check that points out that retrieval is not compared with the production model, if that is the case."""
     if any(MetricName.parse(text).is_retrieval for text in config.drops_for(searched=searched)) or not config.drops:
         return []
     outcome: Outcome = "skipped"
@@ -302,9 +321,10 @@ def _search_checks(config: GateConfig, *, searched: bool) -> list[GateCheck]:
 
 
 def nothing_compared(baseline_results: Sequence[GateCheck], config: GateConfig, *, first: bool) -> GateCheck:
-    """Return the check of a candidate that was compared with nothing.
+    """Return the check for a candidate that could not be compared with anything.
 
-    A first model is refused unless the settings allow it. A later one passes, because its `gate.drops` is empty.
+    A first model is refused unless the settings allow it. A later model only gets a warning, because this can only
+    happen if the user has emptied `gate.drops`.
     """
     if not first:
         reason = "promoted WITHOUT a comparison: gate.drops is empty"
@@ -333,19 +353,22 @@ def nothing_compared(baseline_results: Sequence[GateCheck], config: GateConfig, 
     )
 
 
-# Advice after a refusal: how to get enough test queries, and other remedies.
+# Advice for users whose candidate was refused, such as how to get enough test queries.
 
 FRACTIONS = tuple(step / 20 for step in range(1, 9))
-"""Suggested values of `data.test_fraction` and `data.valid_fraction`. 0.4 leaves most queries for training."""
+"""Values to suggest for `data.test_fraction` and `data.valid_fraction`. Even 0.4 leaves most queries for training."""
 MIN_QUERIES = "lower --gate.min-queries"
 _LATER = (
-    "production was trained on the queries that would move into it, so add --train.start scratch and"
+    "Production was trained on the queries that would move into this split, so also add --train.start scratch and"
     " --evaluate.leak warn, or promote with --evaluate.force-reason TEXT"
 )
 
 
 def count_queries(infos: Iterable[TokenSetInfo]) -> dict[Split, int]:
-    """Count the queries of each split, per partition. Empty if prepared by a version that did not count them."""
+    """Count the queries of each split. A query that occurs in several partitions is counted in each of them.
+
+    Returns an empty dict if the data was prepared by a version that did not count queries.
+    """
     judgements = [info.judged for info in infos]
     counts: dict[Split, int] = {
         split: sum(sum(by_split[split].query_best.values()) for by_split in judgements if split in by_split)
@@ -355,16 +378,20 @@ def count_queries(infos: Iterable[TokenSetInfo]) -> dict[Split, int]:
 
 
 def fraction_for(total: int, needed: int) -> float | None:
-    """Return the smallest fraction of `total` queries with at least `needed`, with a margin for the hash split."""
+    """Return the smallest fraction in FRACTIONS that results in at least `needed` of `total` queries, if any.
+
+    Queries are assigned to splits by a hash, so we allow for a deviation of two standard deviations.
+    """
     return next((p for p in FRACTIONS if p * total - 2 * sqrt(p * (1 - p) * total) >= needed), None)
 
 
 def size_advice(split: Split, queries: int, needed: int, counts: Mapping[Split, int], remedy: str = MIN_QUERIES) -> str:
-    """Advise on a `split` in which only `queries` contribute to a metric.
+    """Explain how to get enough queries into a split in which only `queries` of them contribute to a metric.
 
-    `counts`: queries by split, which are assumed to contribute equally often. `remedy`: alternative to more queries.
+    `counts` is the number of queries in each split. We assume that the same fraction of queries contributes in every
+    split. `remedy` is what to suggest to users who cannot get more queries.
     """
-    few = f"split {split} has {queries:,} queries that count, about {needed:,} are needed"
+    few = f"split {split} has {queries:,} queries that count, but about {needed:,} are needed"
     total = sum(counts.values())
     if counts.get(split):
         total = round(total * min(1.0, queries / counts[split]))
@@ -390,10 +417,19 @@ def verdict_advice(
     all_partitions: bool,
     later: bool,
 ) -> str:
-    """Advise how to judge a candidate that was refused because of too few queries. Empty for other verdicts.
+    """Explain how to get enough queries for a candidate that was refused because there were too few.
 
-    `rows`, `rows_in_split`: rows scored, and rows before evaluate.max_rows. `all_partitions`: the holdout covers all
-    partitions. `later`: a production model exists, which was trained on queries that a larger split would contain.
+    Returns an empty string if there were enough queries.
+
+    Args:
+        verdict: The verdict of the gate.
+        config: The settings of the evaluation.
+        infos: The metadata of the prepared partitions.
+        split: The split that was evaluated.
+        rows: The number of rows that were scored.
+        rows_in_split: The number of rows without the limit `evaluate.max_rows`.
+        all_partitions: Whether all partitions were evaluated.
+        later: Whether there is a production model. It was trained on queries that would move to a larger test split.
     """
     few = [
         (check.needed_queries, check.num_queries or 0, check)
@@ -414,7 +450,7 @@ def verdict_advice(
         return f"only new partitions are scored: add --evaluate.partitions all, or {remedy}"
     if config.retrieval.catalogue and check.metric and MetricName.parse(check.metric).is_retrieval:
         return (
-            f"the catalogue has {queries:,} queries, about {needed:,} are needed: add items with other queries to"
+            f"the catalogue has {queries:,} queries, but about {needed:,} are needed: add items with other queries to"
             f" {config.retrieval.catalogue}, raise --evaluate.retrieval.max-queries, or {remedy}"
         )
     advice = size_advice(split, queries, needed, count_queries(infos), remedy)
@@ -422,7 +458,7 @@ def verdict_advice(
 
 
 def refusal_advice(verdict: Verdict) -> str:
-    """Advise what to do about a refused candidate."""
+    """Explain what to do about a refused candidate."""
     failed = [check for check in verdict.checks if check.outcome == "fail"]
     if verdict.advice:
         return verdict.advice

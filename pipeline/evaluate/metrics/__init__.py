@@ -1,1 +1,1 @@
-"""Metrics over host arrays. A metric that cannot be computed is reported with the reason, never as 0."""
+"""Metrics, computed from arrays in host memory. If a metric is undefined we report the reason, never a value of 0."""

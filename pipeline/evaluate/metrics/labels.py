@@ -1,4 +1,4 @@
-"""Classification metrics: binary (AUC, F1 at a threshold), multi-class, and calibration."""
+"""Classification metrics for two labels (such as AUC and F1 at a threshold) or more, and calibration metrics."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,17 +9,18 @@ from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.metrics.scored_rows import QueryGroups, ScoredRows, Sums, divided, ratio
 
-_BLOCK = 8  # Resamples per block. 8 doubles are one cache line, 3 times faster than 64 with 75,000 rows.
+_BLOCK = 8  # Resamples per block. 8 doubles fit in a cache line, which is 3 times faster than 64 with 75,000 rows.
 
 
 def best_threshold(rows: ScoredRows) -> float:
-    """Choose the probability threshold for a match that maximises F1 on `rows` (the valid split).
+    """Choose the probability threshold with the highest F1 on `rows`, which should be from the validation split.
 
-    The threshold is half way to the next lower score (or 0), so that rounding on another device does not move rows
-    across it. Of several with the same F1, return the highest, which predicts the fewest matches.
+    We put the threshold half way between two scores, so that rounding differences on a different device do not move
+    rows across it. If several thresholds have the same F1, the highest is returned, which predicts the fewest matches.
 
     Raises:
-        DataError: If there are not two labels, a score is NaN or infinite, or no row has the more relevant label.
+        DataError: If the number of labels is not two, if a score is NaN or infinite, or if no row has the more relevant
+            label.
     """
     if len(rows.labels) != 2:
         raise DataError(f"a threshold requires two labels, but there are {len(rows.labels)}", expected="two labels")
@@ -32,18 +33,18 @@ def best_threshold(rows: ScoredRows) -> float:
             f"cannot choose a threshold: none of {labelled.sum()} rows is labelled {rows.labels[1]!r}",
             expected="rows with both labels in the valid split",
         )
-    scores, position = np.unique(score, return_inverse=True)  # ascending
-    hits = np.cumsum(np.bincount(position, match)[::-1])[::-1]  # matches at or above each score
+    scores, position = np.unique(score, return_inverse=True)
+    hits = np.cumsum(np.bincount(position, match)[::-1])[::-1]  # number of matches that score at least this high
     predicted = np.cumsum(np.bincount(position)[::-1])[::-1]
     f1 = 2 * hits / (predicted + match.sum())
     best = int(len(f1) - 1 - f1[::-1].argmax())
     lower = scores[best - 1] if best else 0.0
     middle = (lower + scores[best]) / 2
-    return float(middle if middle > lower else scores[best])  # adjacent floats have no midpoint
+    return float(middle if middle > lower else scores[best])  # there is no midpoint between adjacent floats
 
 
 def at_threshold(queries: QueryGroups, label: Int64s, score: Float64s, threshold: float, metric: str) -> Sums:
-    """Compute precision, recall or F1 (`metric`) when rows [N] with a score of at least `threshold` are matches."""
+    """Compute precision, recall or F1, treating rows with a score of at least `threshold` as predicted matches."""
     labelled = label >= 0
     predicted, match = labelled & (score >= threshold), label == 1
 
@@ -59,11 +60,11 @@ def at_threshold(queries: QueryGroups, label: Int64s, score: Float64s, threshold
 
 @dataclass(frozen=True, eq=False)
 class ThresholdCurve:
-    """Area under the ROC or precision-recall curve (`area`: roc_auc or average_precision).
+    """The area under the ROC curve or the precision-recall curve (`area` is roc_auc or average_precision).
 
-    Matches and other rows are sorted separately by descending score. For each match, `above` is the number of other
-    rows with a higher score, `at_or_above` also counts ties, and `matches_with` is the number of matches with at least
-    its score. Tied rows therefore cross a threshold together.
+    Matches and non-matches are sorted separately by descending score. For each match we store how many non-matches have
+    a higher score (`above`) or at least the same score (`at_or_above`), and how many matches have at least the same
+    score (`matches_with`). This ensures that rows with tied scores cross a threshold together.
     """
 
     counted: Bools
@@ -90,11 +91,11 @@ class ThresholdCurve:
 
     @cached_property
     def tied(self) -> bool:
-        """True if a match and another row have the same score."""
+        """Return whether any match has the same score as a non-match."""
         return not np.array_equal(self.above, self.at_or_above)
 
     def at(self, weights: Float64s) -> Float64s:
-        """Evaluate R resamples, see `Statistic.at`. Each row is weighted like its query."""
+        """Evaluate the area for R resamples (see `Statistic.at`). The weight of a row is that of its query."""
         parts = [self._area(weights[start : start + _BLOCK]) for start in range(0, len(weights), _BLOCK)]
         return np.concatenate(parts)
 
@@ -102,28 +103,28 @@ class ThresholdCurve:
         by_query = np.ascontiguousarray(weights.T)
         match, others = by_query[self.match_query], _running(by_query[self.other_query])
         total = match.sum(axis=0)
-        if self.area == "roc_auc":  # a match wins against other rows below it and half of its ties (Mann and Whitney)
+        if self.area == "roc_auc":  # the Mann-Whitney U statistic, in which ties count half
             before = others[self.above]
             if self.tied:
                 before = (before + others[self.at_or_above]) / 2
             return divided(others[-1] * total - np.einsum("nr,nr->r", match, before), total * others[-1])
         hits = _running(match)[self.matches_with]
-        predicted = np.maximum(hits + others[self.at_or_above], 1.0)  # 0 if no row with such a score is drawn
+        predicted = np.maximum(hits + others[self.at_or_above], 1.0)  # avoid 0 / 0 if none of these rows was drawn
         return divided(np.einsum("nr,nr->r", match, hits / predicted), total)
 
 
 def _running(weights: Float64s) -> Float64s:
-    """Sum the first 0, 1, ... rows of [rows, R]."""
+    """Compute a running sum over the rows of [rows, R], starting with a row of zeros."""
     total = np.zeros((len(weights) + 1, weights.shape[1]))
     np.cumsum(weights, axis=0, out=total[1:])
     return total
 
 
-# Metrics of the most probable label of each row. Ties are resolved to the less relevant label.
+# Metrics of the most probable label. If several labels are equally probable, the least relevant one is predicted.
 
 
 def accuracy(queries: QueryGroups, label: Int64s, predicted: Int64s) -> Sums:
-    """Compute accuracy over labelled rows [N]. It equals micro F1, because each row has one label."""
+    """Compute the accuracy over all labelled rows. It equals micro F1, because each row has exactly one label."""
     labelled = label >= 0
     counts = queries.sums(labelled)
     hits = queries.sums(labelled & (label == predicted))
@@ -131,7 +132,10 @@ def accuracy(queries: QueryGroups, label: Int64s, predicted: Int64s) -> Sums:
 
 
 def label_f1(queries: QueryGroups, label: Int64s, predicted: Int64s, num_classes: int, only: int | None = None) -> Sums:
-    """Compute the F1 of the label `only`, or macro F1. A label that neither occurs nor is predicted is undefined."""
+    """Compute the F1 score of the label `only`, or the macro F1 score if `only` is None.
+
+    F1 is undefined for labels that neither occur nor are predicted, so macro F1 does not include them.
+    """
     labelled = label >= 0
     guess = np.where(labelled, predicted, -1)
     ones = np.ones(len(label))
@@ -148,15 +152,15 @@ def label_f1(queries: QueryGroups, label: Int64s, predicted: Int64s, num_classes
     return Sums(np.concatenate([hits, support], axis=1), combine, queries.sums(labelled) > 0)
 
 
-# Quality of the probabilities over labelled rows: log loss and calibration error.
+# Metrics of how good the probabilities are: log loss and calibration error.
 
-NUM_BINS = 15  # bins of equal width (Guo et al., "On Calibration", ICML 2017)
+NUM_BINS = 15  # number of equal-width bins, as in Guo et al., "On Calibration", ICML 2017
 SMALLEST = float(np.finfo(np.float64).eps)
-"""Probabilities are clipped here, as in scikit-learn. A confidently wrong row costs at most 36.04 nats."""
+"""Smaller probabilities are clipped to this value, as in scikit-learn, so that no row has a loss above 36.04 nats."""
 
 
 def log_loss(queries: QueryGroups, label: Int64s, probabilities: Float64s) -> Sums:
-    """Compute the mean of -log(probability of the true label) in nats. `label` [N] is -1 if unlabelled."""
+    """Compute the mean negative log-likelihood of the true label in nats. Unlabelled rows (-1) are ignored."""
     labelled = label >= 0
     chosen = np.where(labelled, probabilities[np.arange(len(label)), label], 1.0)
     counts = queries.sums(labelled)
@@ -166,7 +170,8 @@ def log_loss(queries: QueryGroups, label: Int64s, probabilities: Float64s) -> Su
 def calibration_error(queries: QueryGroups, label: Int64s, probabilities: Float64s, num_bins: int = NUM_BINS) -> Sums:
     """Compute the expected calibration error of the most probable label.
 
-    Bins are (0, 1/n], (1/n, 2/n], ... of equal width. Each adds |accuracy - mean confidence|, weighted by its rows.
+    Rows are grouped by confidence into bins (0, 1/n], (1/n, 2/n] and so on. The error is the mean over all bins of
+    |accuracy - mean confidence|, weighted by the number of rows in each bin.
     """
     labelled = label >= 0
     confidence = probabilities.max(axis=1)
@@ -176,7 +181,7 @@ def calibration_error(queries: QueryGroups, label: Int64s, probabilities: Float6
     gap = queries.table(bins, num_bins, correct - confidence)
     counts = queries.sums(labelled)
 
-    def combine(sums: Float64s) -> Float64s:  # the row count of a bin cancels
+    def combine(sums: Float64s) -> Float64s:  # no need to divide by the number of rows in a bin, which cancels out
         return divided(np.abs(sums[:, :num_bins]).sum(axis=1), sums[:, num_bins])
 
     return Sums(np.concatenate([gap, counts[:, None]], axis=1), combine, counts > 0)

@@ -1,4 +1,4 @@
-"""Measure metrics by name: return the value, or the reason why it cannot be computed."""
+"""Compute metrics by name. The result is either a value, or the reason why the metric cannot be computed."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -46,7 +46,7 @@ _BINARY_METRICS = {
     "roc_auc": "rows of both labels are needed",
     "average_precision": "no row is a match",
 }
-"""Metrics for two labels, with the reason if one is undefined."""
+"""Metrics that require two labels, each with the reason to report if it is undefined."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class RowMetrics:
-    """Metrics of scored rows by name (all but retrieval). Intermediate results are cached."""
+    """Computes all metrics of scored rows, that is, all except retrieval. Caches intermediate results."""
 
     rows: ScoredRows
     config: MetricsConfig
@@ -82,13 +82,13 @@ class RowMetrics:
 
     @cached_property
     def relevant(self) -> Bools:
-        """Mask [N] of the rows that are relevant to MRR, recall@k and precision@k."""
+        """Return a mask [N] of the rows that count as relevant in MRR, recall@k and precision@k."""
         if self.config.relevant_gain is None:
             return np.equal(self.rows.label, len(self.rows.labels) - 1)
         return np.greater_equal(self.rows.gain, self.config.relevant_gain - GAIN_TOLERANCE)
 
     def measure(self, name: MetricName) -> Measured | Missing:
-        """Measure one metric, or return the reason why it cannot be computed."""
+        """Compute a metric, or return the reason why it cannot be computed."""
         if reason := self._obstacle(name):
             return Missing(reason)
         return _measured(*self._statistic(name))
@@ -100,12 +100,12 @@ class RowMetrics:
         if rows.unusable.any():
             return f"{int(rows.unusable.sum()):,} of {rows.num_rows:,} rows have NaN or infinite scores"
         if name.rank is not None or name.family == "mrr":
-            same_gains = "all labels have the same gain, set data.labels from least to most relevant"
+            same_gains = "all labels have the same gain: list them in data.labels from least to most relevant"
             return same_gains if len(set(rows.label_gains)) < 2 else ""
         if not (rows.label >= 0).any():
             return "no row has a label"
         if name.label is not None:
-            unknown_label = f"no label is called {name.label!r}, the labels are {', '.join(rows.labels)}"
+            unknown_label = f"unknown label {name.label!r}, expected one of {', '.join(rows.labels)}"
             return unknown_label if name.label not in rows.labels else ""
         if name.family in _BINARY_METRICS and num_labels != 2:
             return f"it requires two labels, but there are {num_labels}"
@@ -114,7 +114,7 @@ class RowMetrics:
         return ""
 
     def _statistic(self, name: MetricName) -> tuple[Statistic, str]:
-        """Return the statistic of a metric, and the reason to report if its value is undefined."""
+        """Return the statistic of a metric, and the reason to report if it turns out to be undefined."""
         rows, queries, k, family = self.rows, self.queries, name.rank or 0, name.family
         label, probabilities, num_labels = rows.label, rows.probabilities, len(rows.labels)
         reason = _BINARY_METRICS.get(family, "no row has a label")
@@ -142,11 +142,11 @@ class RowMetrics:
 
 
 def measure_retrieval(per_query: PerQuery | None, name: MetricName) -> Measured | Missing:
-    """Average a retrieval metric over queries."""
+    """Average a retrieval metric over queries, or return the reason why it cannot be computed."""
     if per_query is None:
         return Missing("retrieval was not evaluated")
     if name.text not in per_query.values:
-        return Missing(f"it was not evaluated, available are {', '.join(per_query.values)}")
+        return Missing(f"it was not evaluated, only {', '.join(per_query.values)} were")
     return _measured(mean_over_queries(per_query.values[name.text]), "no query has a relevant item in the catalogue")
 
 
@@ -155,20 +155,20 @@ def _measured(statistic: Statistic, undefined: str) -> Measured | Missing:
     return Missing(undefined) if math.isnan(value) else Measured(value, statistic)
 
 
-# All metrics of a holdout and of its slices, as records.
+# Records with all metrics of a holdout and of its slices.
 
 
 class MetricReport(Record):
-    """Metrics by name. A metric that could not be computed is in `missing` with the reason, never 0 or NaN."""
+    """Metrics by name. If a metric could not be computed, `missing` has the reason."""
 
     values: dict[str, float]
     missing: dict[str, str]
-    num_rows: int = Field(ge=0, description="Rows scored, or items returned by retrieval")
+    num_rows: int = Field(ge=0, description="Number of rows scored, or of items returned by search")
     num_queries: int = Field(ge=0)
 
 
 class SliceReport(Record):
-    """Metrics of the rows that share one value of a column."""
+    """Metrics of a slice, which consists of all rows with the same value in a column."""
 
     column: str
     value: str
@@ -176,13 +176,13 @@ class SliceReport(Record):
 
 
 def metric_report(rows: ScoredRows, config: MetricsConfig, threshold: float | None = None) -> MetricReport:
-    """Measure every metric of `metric_names`. `threshold` is from `best_threshold`."""
+    """Compute all metrics listed by `metric_names`. `threshold` should be chosen by `best_threshold`."""
     metrics = RowMetrics(rows, config, threshold)
     return _report(metric_names(rows.labels, config), metrics.measure, rows.num_rows, rows.num_queries)
 
 
 def metric_names(labels: tuple[str, ...], config: MetricsConfig) -> list[str]:
-    """Return the metrics of a report in display order."""
+    """Return the names of all metrics of a report, in display order."""
     ranked = [f"ndcg@{k}" for k in config.ndcg_at] + ["mrr"] + [f"recall@{k}" for k in RECALL_AT]
     ranked += [f"precision@{k}" for k in PRECISION_AT]
     classes = ["accuracy", "macro_f1", "micro_f1", *(f"f1:{label}" for label in labels)]
@@ -191,7 +191,7 @@ def metric_names(labels: tuple[str, ...], config: MetricsConfig) -> list[str]:
 
 
 def slice_reports(rows: ScoredRows, config: MetricsConfig, threshold: float | None = None) -> tuple[SliceReport, ...]:
-    """Measure each slice of each column. Rows without a value are in no slice."""
+    """Compute the metrics of every slice. Rows without a value in a column are ignored."""
     return tuple(
         SliceReport(
             column=name,
@@ -206,7 +206,10 @@ def slice_reports(rows: ScoredRows, config: MetricsConfig, threshold: float | No
 def retrieval_report(
     query_id: Int64s, ranked: Int64s, judged: Judgements, config: MetricsConfig
 ) -> tuple[PerQuery, MetricReport]:
-    """Compute the metrics of `retrieval_by_query`. The report also lists ranks beyond the K retrieved items."""
+    """Compute retrieval metrics, both per query (see `retrieval_by_query`) and averaged over queries.
+
+    If `ranked` has fewer items than a rank requires, the metrics at that rank are reported as missing.
+    """
     per_query = retrieval_by_query(query_id, ranked, judged, config)
     names = [f"retrieval_{metric}@{k}" for k in config.retrieval_at for metric in ("recall", "ndcg", "success")]
     beyond = {name: f"only {ranked.shape[1]} items were retrieved" for name in names if name not in per_query.values}

@@ -1,8 +1,9 @@
-"""Ranking metrics per query, over scored rows and over search results.
+"""Ranking metrics per query, both for scored rows and for search results.
 
-Tied rows have no order, so a metric is its mean over all orders of them. A model that gives every row the same score
-therefore gets the value of chance, not 1.0 because the file lists relevant rows first (McSherry and Najork, "Computing
-Information Retrieval Performance Measures Efficiently in the Presence of Tied Scores", ECIR 2008).
+If rows have tied scores, we compute the mean of a metric over all possible orders of these rows (McSherry and Najork,
+"Computing Information Retrieval Performance Measures Efficiently in the Presence of Tied Scores", ECIR 2008). This
+ensures that a model that scores all rows the same is rated like a random order, even if the input happens to list the
+relevant rows first.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,11 @@ from pipeline.evaluate.metrics.scored_rows import GAIN_TOLERANCE, PerQuery, Quer
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """Rank of each of N rows in its query: `above` [N] rows score higher, `tied` [N] the same (itself included)."""
+    """The ranks of N rows among the rows of their query.
+
+    For each row, `above` [N] is the number of rows with a higher score, and `tied` [N] is the number of rows with the
+    same score, including the row itself.
+    """
 
     queries: QueryGroups
     above: Int64s
@@ -25,10 +30,10 @@ class Ranking:
 
     @classmethod
     def of(cls, queries: QueryGroups, score: Float64s) -> "Ranking":
-        """Rank the rows of each query by descending score [N]."""
+        """Rank the rows of each query by their scores [N], highest first."""
         order = np.lexsort((-score, queries.index))
         query, score = queries.index[order], score[order]
-        new = np.ones(len(order), dtype=np.bool_)  # where a tie begins
+        new = np.ones(len(order), dtype=np.bool_)  # whether a row starts a new group of tied rows
         new[1:] = (query[1:] != query[:-1]) | (score[1:] != score[:-1])
         in_query, _ = rank_among_equals(query)
         in_tie, size = rank_among_equals(np.cumsum(new))
@@ -37,7 +42,10 @@ class Ranking:
         return cls(queries, above, tied)
 
     def expected(self, by_rank: Float64s) -> Float64s:
-        """Average `by_rank` [K], a function of the rank that is 0 beyond K, over all orders of ties. Returns [N]."""
+        """Return the expected value [N] of a function of the rank, averaged over all orders of tied rows.
+
+        The function is given by its values `by_rank` [K] for the first K ranks and is 0 for all others.
+        """
         total = np.concatenate([[0.0], np.cumsum(by_rank)])
         last = len(by_rank)
         upto, after = np.minimum(self.above, last), np.minimum(self.above + self.tied, last)
@@ -45,46 +53,47 @@ class Ranking:
 
 
 def discounts(k: int) -> Float64s:
-    """Return 1 / log2(rank + 1) for ranks 1 to k (Jarvelin and Kekalainen 2002)."""
+    """Return the DCG discounts 1 / log2(rank + 1) for ranks 1 to k (Jarvelin and Kekalainen 2002)."""
     discount: Float64s = 1.0 / np.log2(np.arange(2.0, k + 2.0))
     return discount
 
 
 def ndcg_by_query(ranking: Ranking, gain: Float64s, k: int) -> Float64s:
-    """Compute nDCG@k with linear gain, [Q]. NaN for a query without any gain."""
+    """Compute nDCG@k [Q] with linear gains. It is NaN for queries without any gain."""
     ideal = Ranking.of(ranking.queries, gain)
     dcg, best = (ranking.queries.sums(gain * order.expected(discounts(k))) for order in (ranking, ideal))
     return divided(dcg, best)
 
 
 def recall_by_query(ranking: Ranking, relevant: Bools, k: int) -> Float64s:
-    """Compute recall@k, [Q]. NaN for a query without a relevant row."""
+    """Compute recall@k [Q]. It is NaN for queries without a relevant row."""
     hits = ranking.queries.sums(relevant * ranking.expected(np.ones(k)))
     return divided(hits, ranking.queries.sums(relevant))
 
 
 def precision_by_query(ranking: Ranking, relevant: Bools, k: int) -> Float64s:
-    """Compute precision@k, [Q]. The denominator is k even if a query has fewer rows, as in trec_eval.
+    """Compute precision@k [Q]. As in trec_eval, the denominator is k even if a query has fewer rows.
 
-    NaN for a query without a relevant row, because no order of its rows is better than another.
+    Precision is NaN for queries without a relevant row, because all orders of their rows are equally good.
     """
     hits = ranking.queries.sums(relevant * ranking.expected(np.ones(k)))
     return np.where(ranking.queries.sums(relevant) > 0, hits / k, np.nan)
 
 
 def reciprocal_rank_by_query(ranking: Ranking, relevant: Bools) -> Float64s:
-    """Compute 1 / rank of the first relevant row, [Q]. NaN for a query without one."""
+    """Compute the reciprocal rank [Q] of the first relevant row. It is NaN for queries without a relevant row."""
     queries, num_queries = ranking.queries, len(ranking.queries.ids)
     above = np.full(num_queries, np.iinfo(np.int64).max)
     np.minimum.at(above, queries.index[relevant], ranking.above[relevant])
-    best = relevant & (ranking.above == above[queries.index])  # the relevant rows of the first tie that has one
+    best = relevant & (ranking.above == above[queries.index])  # relevant rows that are tied for the highest rank
     hits = queries.sums(best).astype(np.int64)
     tied = np.zeros(num_queries, dtype=np.int64)
     tied[queries.index[best]] = ranking.tied[best]
     result = np.full(num_queries, np.nan)
     alone = (hits > 0) & (tied == hits)
     result[alone] = 1.0 / (above[alone] + 1.0)
-    # Mean of 1 / rank of the first of `num_hits` rows among `size` rows in random order, after `above` others.
+    # The remaining queries have `num_hits` relevant rows among `size` tied rows, with `above` rows before them. Compute
+    # the mean reciprocal rank of the first relevant one over all orders of the tied rows.
     for query in np.flatnonzero((hits > 0) & (tied > hits)):
         size, num_hits = int(tied[query]), int(hits[query])
         offsets = np.arange(size - num_hits + 1)
@@ -93,12 +102,15 @@ def reciprocal_rank_by_query(ranking: Ranking, relevant: Bools) -> Float64s:
     return result
 
 
-# Metrics of ranked lists: search results over the whole catalogue, compared with judgements.
+# Metrics of search results over the whole catalogue, compared with relevance judgements.
 
 
 @dataclass(frozen=True, eq=False)
 class Judgements:
-    """J triples of query, item and gain, [J] each. A pair that occurs twice has its highest gain."""
+    """Relevance judgements: J triples of a query, an item and the item's gain for the query.
+
+    If a pair of query and item occurs more than once, the highest gain counts.
+    """
 
     query_id: Int64s
     item_id: Int64s
@@ -106,31 +118,32 @@ class Judgements:
 
 
 def retrieval_by_query(query_id: Int64s, ranked: Int64s, judged: Judgements, config: MetricsConfig) -> PerQuery:
-    """Compute recall, nDCG and success at each rank of `retrieval_at`, and MRR.
+    """Compute MRR, and recall, nDCG and success at each rank in `retrieval_at`.
 
     Args:
-        query_id: [Q], unique.
-        ranked: [Q, K] items of each query, best first, padded with -1. The order is not changed.
-        judged: Items with a gain of at least `relevant_gain` (default: the largest gain) are relevant. Any gain counts
-            for nDCG. Unjudged items count as not relevant.
+        query_id: The unique ids [Q] of the queries.
+        ranked: The search results [Q, K] of each query, best first and padded with -1.
+        judged: The judgements. Items with a gain of at least `relevant_gain` (by default the largest gain) count as
+            relevant, while nDCG takes all gains into account. Unjudged items count as not relevant.
+        config: The ranks and the minimum gain of a relevant item.
 
     Returns:
-        Queries ascending. NaN for a query without a relevant item (nDCG: without a gain), which the mean ignores.
-        Ranks beyond K are omitted.
+        The metrics of each query, in ascending order of their ids. A metric is NaN for queries without a relevant item
+        (or, in the case of nDCG, without any gain), and is omitted at ranks greater than K.
     """
     order = np.argsort(query_id)
     query_id, ranked = query_id[order], ranked[order]
     num_queries = len(query_id)
-    # Judged pairs of these queries [J] by position of the query and item, with the highest gain of duplicate pairs.
+    # Map the judged pairs to positions of their query and item, and keep the highest gain of duplicate pairs.
     position = np.minimum(np.searchsorted(query_id, judged.query_id), num_queries - 1)
     selected = query_id[position] == judged.query_id
     query, item, pair_gain = position[selected], judged.item_id[selected], judged.gain[selected]
-    items, item = np.unique(item, return_inverse=True)  # items become positions, so a pair is a single number
+    items, item = np.unique(item, return_inverse=True)  # with positions, we can represent a pair by a single number
     pair = query * len(items) + item
     order = np.lexsort((-pair_gain, pair))
     pairs, first = np.unique(pair[order], return_index=True)
     query, pair_gain = pairs // max(1, len(items)), pair_gain[order][first]
-    # Gains of the results [Q, K], 0 for an unjudged pair.
+    # Look up the gains of the search results, [Q, K]. Unjudged pairs have a gain of 0.
     gain = np.zeros(ranked.shape)
     if len(items):
         position = np.minimum(np.searchsorted(items, ranked), len(items) - 1)
@@ -140,7 +153,8 @@ def retrieval_by_query(query_id: Int64s, ranked: Int64s, judged: Judgements, con
     best_first = pair_gain[np.lexsort((-pair_gain, query))]
     rank = np.arange(len(query)) - np.searchsorted(query, np.arange(num_queries))[query]
     threshold = config.relevant_gain if config.relevant_gain is not None else judged.gain.max(initial=0.0)
-    threshold = max(threshold - GAIN_TOLERANCE, np.finfo(np.float64).tiny)  # an item without gain is never relevant
+    # Items without any gain are never relevant.
+    threshold = max(threshold - GAIN_TOLERANCE, np.finfo(np.float64).tiny)
     hit = gain >= threshold
     relevant = np.bincount(query, pair_gain >= threshold, minlength=num_queries).astype(np.float64)
     values: dict[str, Float64s] = {}

@@ -1,4 +1,4 @@
-"""Inputs and building blocks of metrics: scored rows as host arrays, and statistics over weighted queries."""
+"""Building blocks of metrics: scored rows in host memory, and statistics over weighted queries."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,15 @@ import numpy as np
 from pipeline.core.arrays import Bools, Float64s, Int64s
 
 GAIN_TOLERANCE = 1e-6
-"""Gains are stored as float32, so 0.7 is read back as 0.69999999 and must still reach a threshold of 0.7."""
+"""Gains are stored as float32, which turns 0.7 into 0.69999999. This must still reach a threshold of 0.7."""
 
 
 @dataclass(frozen=True, eq=False)
 class SliceColumn:
-    """A categorical column: codes [N] into `names`, -1 for a row without a value."""
+    """A categorical column that splits N rows into slices.
+
+    `codes` [N] are indices into `names`. Rows without a value have the code -1.
+    """
 
     codes: Int64s
     names: tuple[str, ...]
@@ -23,17 +26,20 @@ class SliceColumn:
 
 @dataclass(frozen=True, eq=False)
 class ScoredRows:
-    """N rows with their labels and the probabilities of a model, in an order that depends on neither.
+    """N rows with their labels and with the probabilities that a model predicts for them.
+
+    The order of the rows must not depend on labels or probabilities.
 
     Attributes:
-        query_id: [N]. Rows of a query need not be adjacent.
-        label: [N], index into `labels`, -1 for an unlabelled row.
-        gain: [N], graded relevance, 0 or more.
-        probabilities: [N, K], one per label. May contain NaN and infinity, see `unusable`.
-        labels: K names, least to most relevant.
-        label_gains: K gains. The expected gain is the score that ranks the rows of a query.
-        slices: columns by name.
-        meaningless: reason why the probabilities cannot be judged (an untrained head), or empty.
+        query_id: The query ids [N]. The rows of a query do not have to be adjacent.
+        label: The indices [N] of the true labels, or -1 for unlabelled rows.
+        gain: The graded relevance [N], which is at least 0.
+        probabilities: The predicted probabilities [N, K] of all labels. They may contain NaN and infinity.
+        labels: The names of the K labels, from least to most relevant.
+        label_gains: The gain of each label. A model ranks the rows of a query by their expected gain.
+        slices: The slice columns by name.
+        meaningless: The reason why the probabilities cannot be judged (for example because the relevance head is
+            untrained), or an empty string.
     """
 
     query_id: Int64s
@@ -55,15 +61,16 @@ class ScoredRows:
 
     @cached_property
     def unusable(self) -> Bools:
-        """Mask [N] of rows with a NaN or infinite probability."""
+        """Return a mask [N] of the rows with a NaN or infinite probability."""
         unusable: Bools = np.logical_or.reduce(~np.isfinite(self.probabilities), axis=1)
         return unusable
 
     @cached_property
     def relevance(self) -> Float64s:
-        """Expected gain [N], by which the rows of a query are ranked."""
+        """The expected gain [N], by which the rows of a query are ranked."""
         gains = np.array(self.label_gains, dtype=np.float64)
-        relevance: Float64s = (self.probabilities * gains).sum(axis=1)  # not @: there equal rows may differ by rounding
+        # Do not use a matrix product here, because its rounding may break ties between rows with equal probabilities.
+        relevance: Float64s = (self.probabilities * gains).sum(axis=1)
         return relevance
 
     def select(self, mask: Bools) -> "ScoredRows":
@@ -82,30 +89,37 @@ class ScoredRows:
 
 @dataclass(frozen=True, eq=False)
 class PerQuery:
-    """Metric values of each of Q queries by name, ids ascending. NaN if undefined for a query."""
+    """The values of several metrics for each of Q queries, in ascending order of their ids.
+
+    A metric is NaN for queries for which it is undefined.
+    """
 
     query_id: Int64s
     values: Mapping[str, Float64s]
 
 
-# A statistic is a metric as a function of query weights. With all weights 1 it is the metric itself, with drawn
-# multiplicities it is one bootstrap resample. One definition serves both, so the gate judges the reported quantity.
+# A statistic is a metric that can be evaluated with different query weights. If all weights are 1, the result is the
+# metric itself. If the weights are how often each query was drawn, it is the metric of a bootstrap resample. Using the
+# same definition for both ensures that the gate judges exactly the metric that is reported.
 
 
 class Statistic(Protocol):
-    """A metric over Q queries."""
+    """A metric over Q queries that can be evaluated for bootstrap resamples."""
 
     @property
     def counted(self) -> Bools:
-        """Mask [Q] of the queries that contribute to the metric."""
+        """Return a mask [Q] of the queries that contribute to the metric."""
 
     def at(self, weights: Float64s) -> Float64s:
-        """Evaluate R resamples: query counts [R, Q] (whole numbers) to values [R], NaN if undefined."""
+        """Evaluate the metric for R resamples.
+
+        `weights` [R, Q] are how often each query was drawn. Returns the values [R], which are NaN where undefined.
+        """
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A metric that cannot be computed, with the reason."""
+    """The result of a metric that cannot be computed, with the reason."""
 
     reason: str
     value: ClassVar[None] = None
@@ -114,7 +128,10 @@ class Missing:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """A function of C sums over queries. `parts` is [Q, C]. `combine` maps sums [R, C] to values [R]."""
+    """A statistic that is a function of C sums over queries.
+
+    `parts` [Q, C] are the summands, and `combine` maps the sums [R, C] of R resamples to values [R].
+    """
 
     parts: Float64s
     combine: Callable[[Float64s], Float64s]
@@ -125,31 +142,34 @@ class Sums:
 
 
 def mean_over_queries(values: Float64s) -> Sums:
-    """Average values [Q], ignoring NaN."""
+    """Return the mean of values [Q] as a statistic, ignoring NaN."""
     defined = ~np.isnan(values)
     return Sums(np.stack([np.where(defined, values, 0.0), defined], axis=1), ratio, defined)
 
 
 def ratio(sums: Float64s) -> Float64s:
-    """Divide the first column of [R, 2] by the second. NaN for 0 / 0."""
+    """Divide the first column of [R, 2] by the second. Returns NaN where the second is 0."""
     return divided(sums[:, 0], sums[:, 1])
 
 
 def divided(over: Float64s, under: Float64s) -> Float64s:
-    """Divide element by element. NaN if `under` is 0."""
+    """Divide elementwise. Returns NaN where `under` is 0."""
     out = np.full(np.broadcast(over, under).shape, np.nan)
     np.divide(over, under, out=out, where=under != 0)
     return out
 
 
 def value_of(statistic: Statistic) -> float:
-    """Return the metric itself, with every query counted once."""
+    """Evaluate a statistic with all weights set to 1, which gives the metric itself."""
     return float(statistic.at(np.ones((1, len(statistic.counted))))[0])
 
 
 @dataclass(frozen=True, eq=False)
 class QueryGroups:
-    """Assignment of N rows to Q queries: ids [Q] ascending, index [N] into them."""
+    """An assignment of N rows to Q queries.
+
+    `ids` [Q] are the query ids in ascending order, and `index` [N] is the position of each row's query among them.
+    """
 
     ids: Int64s
     index: Int64s
@@ -160,11 +180,11 @@ class QueryGroups:
         return cls(ids, index)
 
     def sums(self, values: Float64s | Bools) -> Float64s:
-        """Sum values [N] by query, [Q]."""
+        """Sum up values [N] for each query, [Q]."""
         return np.bincount(self.index, values, minlength=len(self.ids)).astype(np.float64)
 
     def table(self, column: Int64s, num_columns: int, values: Float64s | Bools) -> Float64s:
-        """Sum values [N] by query and column, [Q, C]. Rows with column -1 are ignored."""
+        """Sum up values [N] for each query and column, [Q, C]. Rows whose column is -1 are ignored."""
         kept = column >= 0
         cells = self.index[kept] * num_columns + column[kept]
         size = len(self.ids) * num_columns

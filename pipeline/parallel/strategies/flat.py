@@ -1,10 +1,11 @@
-"""Plain data parallelism: a full model on every rank, its parameters stored in a few flat vectors.
+"""Plain data parallelism, where every rank holds the full model with its parameters stored in a few flat vectors.
 
-The optimizer, the gradient reduction and the norm then run over a few tensors instead of a hundred. Tracing clipping
-and AdamW over a hundred tensors costs 65 ms of host time per step on XLA, over a few flat vectors 2.3 ms (`python -m
-bench --only host_share`). There are more than two, because a collective of the full gradient cannot start before
-backward has ended, and vectors of hundreds of MiB exceed limits of the Neuron compiler (aws-neuron-sdk issue 1118).
-torch_xla's wrapper for Neuron reduces 50 MB at once (torch_xla 2.9, _internal/neuron.py).
+With flat vectors, the optimizer, the gradient reduction and the gradient norm process a few tensors instead of a
+hundred. On XLA, tracing gradient clipping and AdamW takes 65 ms of host time per step for a hundred tensors, but only
+2.3 ms for a few flat vectors (`python -m bench --only host_share`). We still split the parameters into several chunks,
+because a collective over the full gradient couldn't start until the backward pass has finished, and because vectors
+of hundreds of MiB exceed limits of the Neuron compiler (aws-neuron-sdk issue 1118). For comparison, the Neuron wrapper
+in torch_xla reduces 50 MB at a time (torch_xla 2.9, _internal/neuron.py).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,26 +24,30 @@ from pipeline.model.relevance import RelevanceModel, RelevanceOutputs, inputs_of
 from pipeline.parallel.activations import checkpointed_call
 from pipeline.parallel.strategies import FlatVector, ParallelStrategy, Precision, State
 
-_WIDEST = 4  # largest out / in of a feed-forward layer (embedding tables have a larger ratio)
-ALIGNED = 16  # elements, see _segments
+_WIDEST = 4  # largest out / in ratio of a feed-forward layer, which is exceeded by embedding tables
+ALIGNED = 16  # in elements, see _segments
 _FEWEST_SEGMENTS, _LARGEST_SEGMENT = 32, 2**21
 _ENCODER = "encoder."
 CHUNK_MIB = 32.0
-"""Maximum MiB (fp32) of parameters in one vector, which is updated and reduced over ranks at once."""
+"""Maximum size of a flat vector in MiB (fp32). Each vector is updated and reduced as a whole."""
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The layout of named tensors in chunks: decayed parameters, then others, each starting with the encoder's."""
+    """The layout of named tensors in chunks.
+
+    Parameters with weight decay precede those without. Within each of the two groups, those of the encoder come first.
+    """
 
     chunks: tuple[FlatVector, ...]
 
     @staticmethod
     def of(module: nn.Module, chunk_mib: float = CHUNK_MIB, *, has_one_rate: bool = False) -> "FlatLayout":
-        """Divide a module's parameters into chunks of at most `chunk_mib` (fp32), or of one segment if it is larger.
+        """Divide the parameters of a module into chunks of at most `chunk_mib` MiB (fp32).
 
-        `has_one_rate`: a chunk may contain parameters of the encoder and of later layers, in the same order and the
-        same segments. Tied parameters are not supported.
+        A segment that exceeds the limit gets a chunk to itself. Tied parameters are not supported.
+        `has_one_rate`: whether a chunk may contain parameters of both the encoder and later layers, which is possible
+        if they have the same learning rate. This doesn't change the order or the segments.
         """
         named = [(name, parameter.shape) for name, parameter in module.named_parameters()]
         limit = int(chunk_mib * 2**20 / 4)
@@ -66,14 +71,17 @@ class FlatLayout:
         return sum(chunk.size for chunk in self.chunks)
 
     def pack(self, state: Mapping[str, Tensor]) -> list[Tensor]:
-        """Concatenate named tensors to flat vectors, fp32 on CPU."""
+        """Concatenate named tensors into flat fp32 vectors on the CPU."""
         return [
             torch.cat([_flatten(state[name].detach().to("cpu", torch.float32)) for name in chunk.names])
             for chunk in self.chunks
         ]
 
     def unpack(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return differentiable named views of flat vectors. The gradient is one concatenation per chunk."""
+        """Return differentiable named views of flat vectors.
+
+        In the backward pass, the gradients of each chunk are concatenated once.
+        """
         named: dict[str, Tensor] = {}
         for chunk, flat in zip(self.chunks, flats, strict=True):
             views: tuple[Tensor, ...] = _Views.apply(flat, chunk.shapes)  # type: ignore[no-untyped-call]
@@ -81,7 +89,10 @@ class FlatLayout:
         return named
 
     def sum_of_squares(self, flats: Sequence[Tensor], *, traced: bool = False) -> Tensor:
-        """Sum the squares of all elements, by segment and in order, so that the bits do not depend on the chunks."""
+        """Compute the sum of squares of all elements.
+
+        Segments are summed first, and in a fixed order, so that the result doesn't depend on the chunk size.
+        """
         pairs = zip(self.chunks, flats, strict=True)
         sums = [part.sum() for chunk, flat in pairs for part in torch.split(flat * flat, list(chunk.segments))]
         return torch.stack(sums).sum() if traced else sum(sums[1:], start=sums[0])
@@ -91,10 +102,11 @@ Parameter = tuple[str, torch.Size]
 
 
 def _segments(group: Sequence[Parameter], target: int) -> Iterator[list[Parameter]]:
-    """Yield runs of at least `target` elements (the last may be shorter), split only at multiples of ALIGNED elements.
+    """Split parameters into runs of at least `target` elements, except that the last one may be shorter.
 
-    PyTorch's fused AdamW computes the remainder of a vector register with other instructions, which differ in the last
-    bits (aten/src/ATen/native/cpu/FusedAdamKernel.cpp). A split elsewhere would change the result.
+    Runs only end at multiples of ALIGNED elements. Splitting elsewhere would change the results in the last bits,
+    because PyTorch's fused AdamW uses different instructions for elements that do not fill a vector register
+    (aten/src/ATen/native/cpu/FusedAdamKernel.cpp).
     """
     run: list[Parameter] = []
     for parameter, end in zip(group, accumulate(shape.numel() for _, shape in group), strict=True):
@@ -107,7 +119,7 @@ def _segments(group: Sequence[Parameter], target: int) -> Iterator[list[Paramete
 
 
 def _runs(segments: Iterable[list[Parameter]], limit: int) -> Iterator[list[list[Parameter]]]:
-    """Yield runs of segments with at most `limit` elements, or of a single larger segment."""
+    """Group consecutive segments into runs of at most `limit` elements. A larger segment forms its own run."""
     run: list[list[Parameter]] = []
     for segment in segments:
         if run and sum(map(_size, run)) + _size(segment) > limit:
@@ -123,7 +135,10 @@ def _size(parameters: Sequence[Parameter]) -> int:
 
 
 class _Views(torch.autograd.Function):
-    """Split a vector into shaped views. Backward concatenates, where torch's own would add padded full vectors."""
+    """Split a vector into views with the given shapes.
+
+    The backward pass concatenates the gradients. By default, autograd would sum up one zero-padded vector per view.
+    """
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, shapes: tuple[torch.Size, ...]) -> tuple[Tensor, ...]:
@@ -139,9 +154,10 @@ class _Views(torch.autograd.Function):
 
 
 def _is_transposed(shape: Sequence[int]) -> bool:
-    """Return whether a matrix is stored transposed: that of a layer that widens, [out, in] with out > in.
+    """Return whether a matrix is stored transposed, which applies to linear layers with more outputs than inputs.
 
-    Its gradient is computed 1.4x faster as [in, out] on XLA:CPU. Embedding tables are read by row, so not transposed.
+    On XLA:CPU, computing the gradient is 1.4x faster with shape [in, out]. Embedding tables are not transposed, since
+    lookups read their rows.
     """
     return len(shape) == 2 and shape[1] < shape[0] <= _WIDEST * shape[1]
 
@@ -150,7 +166,8 @@ def _flatten(tensor: Tensor) -> Tensor:
     return (tensor.t() if _is_transposed(tensor.shape) else tensor).reshape(-1)
 
 
-# The forward pass with flat vectors as weights. Training and evaluation share this code, and therefore the graph.
+# The forward pass with flat vectors as weights. Training and evaluation share this code so that they trace the same
+# graph.
 
 
 def flat_forward(
@@ -162,8 +179,9 @@ def flat_forward(
     backend: Backend,
     precision: Precision,
 ) -> RelevanceOutputs:
-    """Compute scores and embeddings of one batch with the structure of `model` and the weights `flats`."""
-    # torch_xla replays in-place updates for every view of a tensor, but not for views of a copy, which XLA elides.
+    """Compute scores and embeddings for a batch, taking the structure from `model` and the weights from `flats`."""
+    # torch_xla replays in-place updates for every view of a tensor. We avoid this by creating the views from a copy,
+    # which XLA elides.
     if precision == "bf16":
         flats = [flat.to(torch.bfloat16, copy=backend.is_lazy) for flat in flats]
     elif backend.is_lazy:
@@ -175,7 +193,10 @@ def flat_forward(
 
 
 def parameters_to_meta(model: RelevanceModel, backend: Backend) -> RelevanceModel:
-    """Move a model's parameters to the meta device, and buffers (of a factory's module) to the backend's device."""
+    """Move the parameters of a model to the meta device and its buffers to the backend's device.
+
+    Only models built by a factory have buffers.
+    """
     buffers = [
         (child, name, buffer.to(backend.device))
         for child in model.modules()
@@ -191,7 +212,7 @@ def parameters_to_meta(model: RelevanceModel, backend: Backend) -> RelevanceMode
 
 
 class FlatStrategy(ParallelStrategy):
-    """A strategy with all weights on this rank's device, which computes gradients for the masters."""
+    """Strategy that keeps all weights on each rank's device and computes gradients for the masters."""
 
     def __init__(
         self,
@@ -206,9 +227,11 @@ class FlatStrategy(ParallelStrategy):
         host_mean: HostMean,
         host_gather: HostGather = list,
     ) -> None:
-        """Move the weights of `model` to flat vectors on the device. `chunk_mib`, `has_one_rate`: see FlatLayout.
+        """Move the weights of `model` to flat vectors on the device.
 
-        `host_*`: collectives of CPU tensors over ranks. `recompute`: keep only the inputs of the encoder's layers.
+        `chunk_mib`, `has_one_rate`: see FlatLayout.
+        `recompute`: whether to use activation checkpointing for the layers of the encoder.
+        `host_mean`, `host_gather`: collectives for CPU tensors.
         """
         self.backend, self.world_size = backend, world_size
         self._precision: Precision = precision
@@ -217,13 +240,13 @@ class FlatStrategy(ParallelStrategy):
         self.parts: Sequence[FlatVector] = self.layout.chunks
         self.size = self.layout.size
         self.weights, self.masters = self._to_device(self.layout.pack(model.state_dict()))
-        self.model = parameters_to_meta(model, backend)  # the masters hold its parameters
+        self.model = parameters_to_meta(model, backend)  # the parameters are stored in the masters
         self.template = self.model.state_dict()
         if recompute:
             if not len(model.encoder.layers):
                 raise ConfigError(
                     "train.parallel.recompute units does not support model.factory, whose layers are unknown",
-                    expected="recompute none, or shard all, which finds the layers",
+                    expected="recompute none, or shard all, which detects the layers automatically",
                     next_command="--train.parallel.recompute none, or --train.parallel.shard all",
                 )
             self.model.encoder.run_layer = partial(checkpointed_call, backend)
@@ -239,18 +262,19 @@ class FlatStrategy(ParallelStrategy):
         )
 
     def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
-        """Return the gradient of each weight in its final form, because a later conversion would be another graph."""
+        """Compute the gradient of each weight in its final form, since a later conversion would be a separate graph."""
         del is_last
-        with torch.autograd.set_multithreading_enabled(False):  # the engine's thread would keep gradients alive longer
+        with torch.autograd.set_multithreading_enabled(False):  # the autograd thread would keep gradients alive longer
             return list(torch.autograd.grad(loss, self.weights, materialize_grads=True))
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         return self.backend.gather(tensors, self._host_gather) if self.world_size > 1 else tensors
 
     def reduce(self, sums: list[Tensor]) -> list[Tensor]:
-        """Average the gradients by master, and the loss, which is the last tensor, over ranks in place.
+        """Average the gradients and the loss, which is the last tensor, over ranks in place.
 
-        In the graph this is one collective per vector, the loss with the last one. On the host it is one for all.
+        In a graph, this uses one collective per vector, and the loss is reduced together with the last vector. On the
+        host, a single call reduces all tensors.
         """
         if self.world_size == 1:
             return sums
@@ -264,10 +288,10 @@ class FlatStrategy(ParallelStrategy):
         return torch.sqrt(self.layout.sum_of_squares(grads, traced=self.backend.is_lazy))
 
     def publish(self) -> None:
-        """Do nothing: the weights are the masters."""
+        """Do nothing, because the weights are the masters."""
 
     def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copy weights and optimizer state to host memory with one synchronisation of the device."""
+        """Copy weights and optimizer state to host memory, synchronizing with the device only once."""
         host = iter(self.backend.to_host([*self.weights, *chain.from_iterable(state.values())]))
         weights = self.layout.unpack(list(islice(host, len(self.weights))))
         parts = {name: list(islice(host, len(tensors))) for name, tensors in state.items()}
@@ -283,16 +307,16 @@ class FlatStrategy(ParallelStrategy):
         self.backend.synchronise()
 
     def _weight_pairs(self, flats: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Pair each tensor that holds weights with its new values from full chunks."""
+        """Pair each tensor that holds weights with its new values, which are taken from full chunks."""
         return list(zip(self.weights, flats, strict=True))
 
     def _split(self, name: str, vector: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the values of `tensors` in a checkpoint's vector. Raises CheckpointError if its size differs."""
+        """Split a checkpoint's vector into new values for `tensors`. Raises CheckpointError if sizes don't match."""
         return split_saved(name, vector, [tensor.numel() for tensor in tensors])
 
 
 def split_saved(name: str, vector: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Split a checkpoint's vector into `sizes`. Raises CheckpointError if its size differs."""
+    """Split a checkpoint's vector into parts of the given sizes. Raises CheckpointError if the total doesn't match."""
     if list(vector.shape) != [sum(sizes)]:
         raise CheckpointError(f"{name} has shape {list(vector.shape)}", expected=f"[{sum(sizes)}] for this model")
     return torch.split(vector, list(sizes))

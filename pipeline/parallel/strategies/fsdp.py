@@ -1,8 +1,8 @@
-"""FSDP2 sharding of units, with tensor parallelism, recomputation and offloading.
+"""A strategy that shards each unit with FSDP2 and supports tensor parallelism, recomputation and offloading.
 
-With a shard degree of 1 the same calls replicate the model. The masters are this rank's shards, one per parameter.
-Checkpoints have the format of the flat strategy (full named tensors, and moments in the order of FlatLayout), so a run
-can resume with another strategy.
+If the shard degree is 1, the model is replicated instead. Each master is this rank's shard of a parameter. Checkpoints
+use the same format as the flat strategy, which consists of full named tensors and moments in the order of FlatLayout.
+A run can therefore resume with a different strategy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from pipeline.parallel.tensors import full_cpu_tensor, fused_parts, load_shard, 
 
 
 class FsdpStrategy(ParallelStrategy):
-    """A strategy that shards each parameter of a module over the ranks of a mesh."""
+    """Strategy that shards each parameter of a module over the ranks of a mesh."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class FsdpStrategy(ParallelStrategy):
         host_mean: HostMean = list,
         host_gather: HostGather = list,
     ) -> None:
-        """Shard `model` in place. `host_*`: collectives of CPU tensors over all ranks."""
+        """Shard `model` in place. `host_mean`, `host_gather`: collectives for CPU tensors over all ranks."""
         self.mesh, self.backend = mesh, mesh.backend
         self._precision: Precision = precision
         self._host_mean, self._host_gather = host_mean, host_gather
@@ -52,16 +52,17 @@ class FsdpStrategy(ParallelStrategy):
         self.names = [part.names[0] for part in self.parts]
         self.size = flat.size
         self.model = model
-        self._root: Any = None  # the FSDPModule, None if every rank has the full model
+        self._root: Any = None  # the FSDPModule, or None if every rank has the full model
         if self.backend.compiles_steps and mesh.layout.shard_size == mesh.layout.tensor_size == 1:
-            # Every rank has the full model, and ranks communicate once per step.
+            # Every rank has the full model, so the ranks only communicate once per step.
             if mesh.plan.recompute == "units":
                 recompute_units([unit for _, unit in find_units(model)])
             model.to(self.backend.device)
             self._compute = self.backend.compiled(self._run_model)
         else:
             self._root = cast(Any, parallelize(model, mesh))
-            # The first forward pass would move shards that need padding, after which the masters would be copies.
+            # Initialize FSDP now. Otherwise, the first forward pass would reallocate any shards that need padding, and
+            # the masters would no longer share their storage.
             self._root._get_fsdp_state()._lazy_init()
             self._compute = self._run_model
         parameters = dict(model.named_parameters())
@@ -79,10 +80,10 @@ class FsdpStrategy(ParallelStrategy):
             self._norms.setdefault(shard_groups(parameter), []).append(index)
 
     def publish(self) -> None:
-        """Do nothing, because units gather their weights from the masters when they are used."""
+        """Do nothing, because each unit gathers its weights from the masters before it runs."""
 
     def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
-        """Compute scores and embeddings. All ranks must call it."""
+        """Compute scores and embeddings. This must be called on all ranks."""
         context = self.backend.autocast(torch.bfloat16) if self._precision == "autocast" else nullcontext()
         with context, collective_errors("computing", mixed=True):
             return self._compute(inputs_of(batch))
@@ -91,18 +92,18 @@ class FsdpStrategy(ParallelStrategy):
         outputs: RelevanceOutputs
         if self._root is not None or self._precision != "bf16":
             outputs = self.model(inputs)
-        else:  # without FSDP there is no mixed precision policy that casts
+        else:  # without FSDP, no mixed precision policy casts the weights
             weights = {name: parameter.to(torch.bfloat16) for name, parameter in self.model.named_parameters()}
             outputs = torch.func.functional_call(self.model, weights, (inputs,))
         return outputs
 
     def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
-        """Return the sums over all micro-batches of the step, by master, at the last of them.
+        """Accumulate the gradient of a micro-batch and return the sums, one per master, after the last one.
 
-        Sharded gradients are reduce-scattered in each micro-batch, otherwise ranks would keep full gradients between
-        them. Replicas are reduced in the last micro-batch only.
+        Sharded gradients are reduce-scattered in every micro-batch, since ranks would otherwise have to keep the full
+        gradients in between. The all-reduce over replicas only runs in the last micro-batch.
         """
-        if self._root is None:  # summed by a step program, since eager additions would compile for each shape
+        if self._root is None:  # use a step program, since eager additions would trigger a compile for each shape
             grads = list(torch.autograd.grad(loss, self._parameters, materialize_grads=True))
             sums = self._add(self._sums, grads) if self._sums else grads
             self._sums = [] if is_last else sums
@@ -132,7 +133,7 @@ class FsdpStrategy(ParallelStrategy):
         return [torch.cat(rows.chunk(layout.world_size)[:: layout.tensor_size]) for rows in gathered]
 
     def reduce(self, sums: list[Tensor]) -> list[Tensor]:
-        """Average the loss and the gradients of unsharded parameters. FSDP has reduced the others."""
+        """Average the loss and the gradients of unsharded parameters. FSDP has already reduced the other gradients."""
         pairs = zip(sums, self._parameters, strict=False)
         unsharded = [grad for grad, parameter in pairs if not isinstance(parameter, DTensor)]
         if self.mesh.layout.world_size > 1:
@@ -141,7 +142,7 @@ class FsdpStrategy(ParallelStrategy):
         return sums
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return the norm from the sums of squares of all shards, each counted once."""
+        """Compute the norm from the sums of squares of all shards, counting each shard once."""
         total = torch.zeros((), dtype=torch.float32, device=self.backend.device)
         with collective_errors("summing gradients", mixed=True):
             for groups, indices in self._norms.items():
@@ -153,7 +154,10 @@ class FsdpStrategy(ParallelStrategy):
 
     @torch.no_grad()
     def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copy to host memory of rank 0 and return nothing on other ranks, gathering one full tensor at a time."""
+        """Gather weights and optimizer state in host memory on rank 0, one full tensor at a time.
+
+        Returns empty dictionaries on the other ranks.
+        """
         weights: dict[str, Tensor] = {}
         vectors: dict[str, list[Tensor]] = {}
         is_main = self.mesh.layout.rank == 0
@@ -170,7 +174,10 @@ class FsdpStrategy(ParallelStrategy):
         return weights, {name: torch.cat(tensors) for name, tensors in vectors.items()}
 
     def _indices(self, name: str) -> list[int | None]:
-        """Return the indices of the masters that a checkpoint's vector belongs to, or [None] for a separate value."""
+        """Return the indices of the masters that a vector of the checkpoint covers.
+
+        Returns [None] if the vector is a value that does not belong to any master.
+        """
         decayed = KINDS.get(name.rpartition(".")[2])
         return [index for index, part in enumerate(self.parts) if part.decayed == decayed] or [None]
 
@@ -181,14 +188,14 @@ class FsdpStrategy(ParallelStrategy):
         return torch.empty_like(self._parameters[index], requires_grad=False)
 
     def _full(self, index: int, tensor: Tensor) -> Tensor:
-        """Gather the shards of parameter `index`, or of one of its moments, in host memory."""
+        """Gather the full tensor of parameter `index`, or of one of its moments, in host memory."""
         sharded = self._empty_like(index)
         local_shard(sharded).copy_(tensor)
         return full_cpu_tensor(sharded, self._fused[index])
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None, state: State) -> None:
-        """Load weights and optimizer state. Each rank reads only its shards of tensors that are mapped from files."""
+        """Load weights and optimizer state. If tensors are memory-mapped, each rank only reads its own shards."""
         for number, name in enumerate(self.names):
             self._load(number, self.masters[number], weights[name])
         for name, vector in (saved or {}).items():
@@ -202,11 +209,11 @@ class FsdpStrategy(ParallelStrategy):
                     self._load(index, target, unpacked[self.names[index]])
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # parameters that are still gathered, after a forward pass alone, are outdated
+                module.reshard()  # parameters that are still gathered from an earlier forward pass are outdated
         self.backend.synchronise()
 
     def _load(self, index: int, target: Tensor, full: Tensor) -> None:
-        """Copy this rank's shard of a full parameter, or of one of its moments, without reading the rest."""
+        """Copy this rank's shard of a full parameter, or of one of its moments, without reading the other shards."""
         sharded = self._empty_like(index)
         load_shard(sharded, full, self._fused[index])
         target.copy_(local_shard(sharded))

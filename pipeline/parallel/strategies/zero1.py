@@ -1,8 +1,9 @@
-"""ZeRO-1 over flat vectors: each rank of a shard group has slices of the master weights and moments.
+"""ZeRO-1 for flat vectors, where each rank in a shard group owns a slice of the master weights and moments.
 
-The gradient is reduce-scattered, each rank updates its slices, and the new weights are all-gathered, which moves as
-many bytes as an all-reduce (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-SC 2020, 5.1). It is the only sharding supported for Neuron on XLA, where both collectives are part of the graph.
+Gradients are reduce-scattered, each rank updates its slices, and the updated weights are then all-gathered. In total,
+this has the same communication volume as an all-reduce (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models", SC 2020, 5.1). This is the only kind of sharding that we support for Neuron on XLA, where
+both collectives are part of the graph.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,36 +23,38 @@ from pipeline.parallel.strategies import KINDS, Precision, State
 from pipeline.parallel.strategies.flat import ALIGNED, CHUNK_MIB, FlatLayout, FlatStrategy, split_saved
 
 LARGEST_BYTES, LARGEST_UNDER_AUTOCAST_BYTES = 130_000_000, 65_000_000
-"""Maximum size of one reduce-scatter or all-gather, as in neuronx-distributed (trainer/trainer.py): "Bucket cap > 140
-MB causes NaN at step 3".
+"""Maximum size of a single reduce-scatter or all-gather.
+
+The limit is from neuronx-distributed (trainer/trainer.py): "Bucket cap > 140 MB causes NaN at step 3".
 """
 
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Elements `start` to `stop` of a chunk, moved by one collective and sliced over the ranks of a shard group.
+    """A range of elements of a chunk that is communicated in a single collective.
 
-    Slices are equal and multiples of ALIGNED, so that the fused AdamW is bit-identical to one over full chunks (except
-    for the last few elements of a chunk that is not a multiple).
+    The range is padded and split into equal slices, one per rank in the shard group. The length of a slice is a
+    multiple of ALIGNED, so that the results of fused AdamW are bitwise identical to updating full chunks. If the size
+    of a chunk is not a multiple of ALIGNED, this doesn't hold for its last few elements.
     """
 
     chunk: int
     start: int
     stop: int
     padding: int
-    """Number of zeros appended to the elements."""
+    """Number of zeros that are appended."""
 
     @property
     def size(self) -> int:
         return self.stop - self.start
 
     def local_slice(self, flat: Tensor, ranks: RankGroup) -> Tensor:
-        """Return this rank's slice of the bucket's elements `flat`."""
+        """Return this rank's slice of `flat`, which contains the elements of this bucket."""
         return F.pad(flat, (0, self.padding)).view(ranks.size, -1)[ranks.index].clone()
 
 
 def buckets_of(layout: FlatLayout, shards: int, largest_bytes: int) -> tuple[GradientBucket, ...]:
-    """Split each chunk, in order, into as few buckets as possible of at most `largest_bytes` in fp32 with padding."""
+    """Split each chunk into as few buckets as possible of at most `largest_bytes` in fp32, including padding."""
     unit = ALIGNED * shards
     limit = max(1, largest_bytes // 4 // unit) * unit
     buckets = []
@@ -65,7 +68,7 @@ def buckets_of(layout: FlatLayout, shards: int, largest_bytes: int) -> tuple[Gra
 
 
 class Zero1Strategy(FlatStrategy):
-    """A strategy with full weights on every rank, and master weights and moments in slices of buckets."""
+    """Strategy that keeps the full weights on every rank, but shards the master weights and moments."""
 
     def __init__(
         self,
@@ -81,13 +84,18 @@ class Zero1Strategy(FlatStrategy):
         host_gather: HostGather = list,
         largest_bytes: int = 0,
     ) -> None:
-        """Take over the weights of `model`. `replicas`: ranks with equal slices. `largest_bytes`: 0: by precision."""
+        """Move the weights of `model` to the device and slice the masters.
+
+        `shards`: the group of ranks to shard over. `replicas`: the group of ranks that own the same slices.
+        `largest_bytes`: maximum bucket size, where 0 selects the default for the precision.
+        """
         self._shards, self._replicas = shards, replicas
         self._weight_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self._largest_bytes = largest_bytes or (
             LARGEST_UNDER_AUTOCAST_BYTES if precision == "autocast" else LARGEST_BYTES
         )
-        # Collectives on the host also compute their inputs on the host, which would be a separate graph on the device.
+        # If collectives run on the host, so does the computation of their inputs, which would otherwise be a separate
+        # graph on the device.
         self._uses_host = backend.is_lazy and not backend.reduces_in_graph
         super().__init__(
             model,
@@ -102,19 +110,22 @@ class Zero1Strategy(FlatStrategy):
         )
 
     def _to_device(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (weights, slices of masters), sliced on the host because offsets in a graph would differ by rank."""
+        """Return the weights and this rank's slices of the masters.
+
+        The masters are sliced on the host, because the offsets would result in a different graph on each rank.
+        """
         self.buckets = buckets_of(self.layout, self._shards.size, self._largest_bytes)
         self.parts = [self.layout.chunks[bucket.chunk] for bucket in self.buckets]
         weights = [flat.to(self._weight_dtype).to(self.backend.device).requires_grad_() for flat in flats]
         return weights, [slice_.to(self.backend.device) for slice_ in self._slices(flats)]
 
     def _slices(self, flats: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield this rank's slices of full chunks, by master."""
+        """Yield this rank's slices of full chunks, one per master."""
         for bucket in self.buckets:
             yield bucket.local_slice(flats[bucket.chunk][bucket.start : bucket.stop], self._shards)
 
     def _join_buckets(self, padded: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield chunks, each the concatenation of its padded buckets without their padding."""
+        """Remove the padding from buckets and yield their concatenation for each chunk."""
         pairs = zip(self.buckets, padded, strict=True)
         for index in range(len(self.layout.chunks)):
             count = sum(bucket.chunk == index for bucket in self.buckets)
@@ -125,9 +136,9 @@ class Zero1Strategy(FlatStrategy):
         return [grad.float() for grad in super().gradient(loss, is_last=is_last)]
 
     def reduce(self, sums: list[Tensor]) -> list[Tensor]:
-        """Return means over ranks of this rank's slices of the gradient, by master, and of the loss.
+        """Average the gradients and the loss over ranks, and return this rank's gradient slices followed by the loss.
 
-        Each bucket takes one reduce-scatter over shards, then one all-reduce of the slice over replicas, if any.
+        Each bucket requires one reduce-scatter over the shards and, if there are replicas, one all-reduce of the slice.
         """
         *grads, loss = self.backend.to_host(sums) if self._uses_host else sums
         slices, loss = [], loss / self.world_size
@@ -140,7 +151,7 @@ class Zero1Strategy(FlatStrategy):
             return [*slices, self.backend.all_reduce(loss, self._shards)]
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return the norm from the sums of squares of all slices."""
+        """Compute the norm from the sums of squares of all slices."""
         slices = self.backend.to_host(grads) if self._uses_host else grads
         square = torch.stack([(slice_ * slice_).sum() for slice_ in slices]).sum()
         with self._convert_errors("summing squares of the gradient"):
@@ -148,9 +159,10 @@ class Zero1Strategy(FlatStrategy):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Gather the weights from the masters of all shards, with one all-gather per bucket in the weights' precision.
+        """Update the weights by gathering the masters of all shards, after converting them to the weights' data type.
 
-        All buckets are gathered before the first is copied, because a gather on the host waits for the device.
+        This uses one all-gather per bucket. All buckets are gathered before the first one is copied, because a gather
+        on the host has to wait for the device.
         """
         masters = self.backend.to_host(self.masters) if self._uses_host else self.masters
         with self._convert_errors("gathering weights"):
@@ -159,13 +171,14 @@ class Zero1Strategy(FlatStrategy):
             weight.copy_(chunk)
 
     def _convert_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Convert errors of gloo to those of other ranks. pipeline/health/device.py classifies errors of devices."""
+        """Convert errors raised by gloo. Device errors are classified in pipeline/health/device.py instead."""
         return collective_errors(doing) if self.backend.shares_host_memory else nullcontext()
 
     def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copy (named fp32 weights, optimizer state) to host memory of rank 0 and return nothing on other ranks.
+        """Gather the named fp32 weights and the optimizer state in host memory on rank 0.
 
-        Slices are gathered on the host, which needs no device memory and no additional graph.
+        Returns empty dictionaries on the other ranks. Slices are gathered on the host, which doesn't require device
+        memory or an additional graph.
         """
         source = self.weights if self._weight_dtype == torch.float32 else self.masters
         host = iter(self.backend.to_host([*source, *chain.from_iterable(state.values())]))
@@ -186,13 +199,13 @@ class Zero1Strategy(FlatStrategy):
         return weights, {name: torch.cat(tensors) for name, tensors in vectors.items()}
 
     def _gather_on_main(self, slice_: Tensor) -> Tensor:
-        """Concatenate the slices of the shard group on rank 0, and return the local slice on other ranks."""
+        """Gather and concatenate the slices of the shard group on rank 0. Other ranks return their local slice."""
         slices = [torch.empty_like(slice_) for _ in range(self._shards.size)] if self._shards.rank == 0 else []
         dist.gather(slice_.contiguous(), slices or None, dst=0, group=self._shards.process_group)
         return torch.cat(slices) if slices else slice_
 
     def _buckets(self, name: str) -> list[GradientBucket]:
-        """Return the buckets of a checkpoint's vector, empty if its tensors are not sliced."""
+        """Return the buckets that a vector of the checkpoint covers, or an empty list if its tensors are not sliced."""
         decayed = KINDS.get(name.rpartition(".")[2])
         return [bucket for bucket, part in zip(self.buckets, self.parts, strict=True) if part.decayed == decayed]
 

@@ -44,7 +44,7 @@ def test_a_mistake_is_named_and_started_again(trnjobs: Trnjobs) -> None:
     pasted = shlex.split(text.partition("to resume it with its settings: ")[2].splitlines()[0])
     assert (code, trnjobs.ran()) == (65, [])
     assert pasted[-5:] == ["retry", "--workspace", str(trnjobs.place / "workspace"), "--cycle", "2026-11-20"]
-    assert "not used: data.columns.query: query -> search_term" in trnjobs("retry", RIGHT[0])[1]
+    assert "ignored: data.columns.query: query -> search_term" in trnjobs("retry", RIGHT[0])[1]
     trnjobs.ran()
 
     first = jobs_file(trnjobs, "plan.json")

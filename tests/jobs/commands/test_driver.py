@@ -73,7 +73,7 @@ def test_it_starts_the_cycle_of_its_time_and_a_second_delivery_goes_on_with_it(w
 @pytest.mark.parametrize("other", ["2026-11-19", "experiment"])
 def test_an_overlap_is_refused_until_the_other_cycle_has_ended(world: World, other: str) -> None:
     store = world.claim(other)
-    with pytest.raises(TransientError, match=f"{other} is under way: cycle 2026-11-20 would overlap"):
+    with pytest.raises(TransientError, match=f"{other} is under way, and cycle 2026-11-20 would overlap"):
         world.deliver()
     assert world.submissions == [] and {one.state for one in store.records()} == {JobState.RUNNING}
     world.state = JobState.SUCCEEDED

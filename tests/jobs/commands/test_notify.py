@@ -82,7 +82,7 @@ def test_an_address_that_is_down_changes_nothing_and_holds_no_other(
     team.down = {"one.example"}
     trnjobs.ends_with("train", 1)
     code, text = told(trnjobs, "submit")
-    assert (code, "did not take a message" in text, team.titles()) == (1, True, ["FAILED"])
+    assert (code, "did not accept a message" in text, team.titles()) == (1, True, ["FAILED"])
     assert trnjobs.status()["closed"]["outcome"] == "failed"
     assert told(trnjobs, "notify")[0] == 75
     team.down = set()

@@ -203,7 +203,7 @@ def test_the_preset_fits_what_infra_makes(
 ) -> None:
     code, text = fit(planned(tmp_path / "plan.json", **changes), capsys)
     assert code == 0 and text.startswith(first)
-    assert "8 jobs fit the planned queues; the first cycle by the schedule is 2" in text.splitlines()[-1]
+    assert "8 jobs fit the planned queues, the first scheduled cycle is 2" in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_script_that_has_ended_runs_again_when_it_is_asked_to(
     assert (code, ran, "run-mine failed" in text, "script.sh is unchanged" in text) == (3, 1, True, True)
     write(place, ends.format(0))
     code, text, ran = run("")
-    assert (code, ran, "nothing ran: ./script.sh is not the file" in text, "--again" in text) == (78, 1, True, True)
+    assert (code, ran, "nothing ran: ./script.sh has changed" in text, "--again" in text) == (78, 1, True, True)
     assert run("--again", "")[::2] == (0, 2)
     code, text, ran = run("")
     assert (code, ran, "already succeeded" in text, "SUCCEEDED" in text) == (0, 2, True, False)

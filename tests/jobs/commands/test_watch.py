@@ -21,7 +21,7 @@ from jobs.cycle.page.gather import PageData
 from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle
-from jobs.targets.base import no_log_error
+from jobs.targets.base import no_log
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -105,7 +105,7 @@ class Target:
         return tuple(look)
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
-        raise no_log_error(record, attempt, node)
+        raise no_log(record, attempt, node)
 
     def newest_line(self, record: JobRecord) -> str:
         return f"of {record.name} | \x1b[2Ka line"
@@ -206,7 +206,7 @@ WAITS = under_way("embed", "PENDING")
                 "                         eta 3m12s",
                 "embed    PENDING    -",
                 "29s ago: train started, step 60",
-                "stopping: saving state (press Ctrl-C again to stop at once)",
+                "stopping: saving state (press Ctrl-C again to exit immediately)",
             ],
         ),
         (

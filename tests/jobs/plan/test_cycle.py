@@ -147,7 +147,11 @@ def test_a_job_lasts_longer_than_its_stage_allows_itself() -> None:
         ("verify", {"processes": 2}, "jobs.verify.processes is 2"),
         ("report", {"workers": 2}, "jobs.report.workers is 2"),
         ("train", {"workers": 3}, "jobs.train.workers is 3"),
-        ("train", {"instance": "trn1.32xlrage"}, "jobs.train.instance is trn1.32xlrage, an unknown instance type"),
+        (
+            "train",
+            {"instance": "trn1.32xlrage"},
+            "jobs.train.instance is trn1.32xlrage, which is not a known instance type",
+        ),
         ("train", {"instance": "m7i.large", "vcpus": 2}, "jobs.train.instance is m7i.large"),
     ],
 )
@@ -244,10 +248,10 @@ def test_steps_among_the_stages() -> None:
     ("steps", "seen"),
     [
         ((step("a", after=("b",)), step("b", after=("a",))), "a, b depend on each other"),
-        ((step("a", after=("nothing",)),), "refers to nothing, which is not a job"),
-        ((step("train"),), "train is the name of two jobs"),
+        ((step("a", after=("nothing",)),), "refers to a job nothing that does not exist"),
+        ((step("train"),), "two jobs are named train"),
         ((step("a", environment={"RANK": "1"}),), "sets the reserved variable RANK"),
-        ((step("a", instance="m9.huge"),), "unknown instance"),
+        ((step("a", instance="m9.huge"),), "not a known instance"),
         ((step("a", "python"),), "python without a script"),
         ((step("a", "python", "--version"),), "python with option --version"),
         ((step("a", "./notify.sh", nodes=2),), "on 2 nodes with 1 processes"),

@@ -8,7 +8,7 @@ import pytest
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import JobRecord, SubmittedJob, outcome_of
 from jobs.cycle.tables import NO_LOG, failure_lines
-from jobs.targets.base import NO_OUTPUT, no_log_error, with_errors
+from jobs.targets.base import NO_OUTPUT, no_log, with_errors
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
@@ -55,7 +55,7 @@ def test_the_last_attempt_s_log_where_its_node_has_left_nothing(store: CycleStor
     assert error_of(store, TRAIN, Logs()) == (NO_OUTPUT, 0)
 
 
-@pytest.mark.parametrize("error", [no_log_error(TRAIN, 2, 0), TransientError("throttled"), OSError("gone")])
+@pytest.mark.parametrize("error", [no_log(TRAIN, 2, 0), TransientError("throttled"), OSError("gone")])
 def test_a_log_that_is_gone_is_told(store: CycleStore, error: BaseException) -> None:
     found = with_errors(store, [TRAIN], Logs(error=error), {})
     lines = failure_lines(found, "file:///my w", "c")
