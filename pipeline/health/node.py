@@ -119,7 +119,7 @@ class HostChecks:
         if now > EARLIEST:
             return CheckResult("clock", HealthVerdict.PASS)
         seen, expected = f"the clock is at {now:%Y-%m-%d %H:%M}", f"{EARLIEST:%Y} or later"
-        advice = "retry the job on another machine, and run chronyc tracking on this one"
+        advice = "retry the job on a different machine, and run chronyc tracking on this one"
         return CheckResult("clock", HealthVerdict.RETRY, seen, expected, advice)
 
     def address(self, ctx: CheckContext) -> list[CheckResult]:
@@ -322,7 +322,7 @@ def _release(version: str) -> tuple[int, int] | None:
 # Run nccom-test to check the correctness and bandwidth of collectives across the cores of this machine.
 
 NAME = "nccom-test"
-_ADVICE = "retry the job on another machine; on this one run nccom-test --debug and dmesg | grep -i neuron"
+_ADVICE = "retry the job on a different machine, and run nccom-test --debug and dmesg | grep -i neuron on this one"
 _USAGE = re.compile(r"^usage:|unrecognized arguments|invalid choice", re.MULTILINE)
 _FAILED = re.compile(
     r"^[^\n]*(?:\bFailure\b|\b[1-9]\d* errors? found|test failed|Driver is not running)[^\n]*", re.MULTILINE
