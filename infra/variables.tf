@@ -41,7 +41,7 @@ variable "vpc_cidr" {
   }
 
   validation {
-    # Each interface takes an address, and so does the container of a gang; the rest is for endpoints and CPU machines.
+    # Each interface takes an address, and so does the container of a multi-node job; the rest is for endpoints and CPU machines.
     condition = try(
       var.max_nodes * (local.trainium[var.instance_type].efa_interfaces + 2) + 64 <= pow(2, 31 - tonumber(split("/", var.vpc_cidr)[1])), true
     )

@@ -7,7 +7,7 @@ locals {
 
 variable "instance_type" {
   type        = string
-  description = "Trainium instances of the gang."
+  description = "Trainium instances of a multi-node job."
   default     = "trn1.32xlarge"
 
   validation {

@@ -105,7 +105,7 @@ variable "watch_expression" {
 
 variable "driver_attempts" {
   type        = number
-  description = "Tries of the driver and of the watch; both may be run twice without harm."
+  description = "Attempts of the driver and of the watch; both may be run twice without harm."
   default     = 2
 
   validation {

@@ -144,7 +144,7 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(message, expected=self._usage_line(), next_command=f"{self.prog} --help")
 
     def read(self, arguments: Sequence[str], model: "type[S]") -> "tuple[argparse.Namespace, Resolved[S]] | None":
-        """Parse the arguments and resolve the settings. Returns None if the user asked for help, which is printed.
+        """Parse the arguments and resolve the settings. Returns None if the user requested help, which is printed.
 
         The flags of settings are also available as `flags` in the returned namespace.
         """
@@ -185,10 +185,10 @@ class CommandParser(argparse.ArgumentParser):
                 groups.setdefault(name.rpartition(".")[0] or "general", []).append(name)
         else:
             groups = {"settings": named} if named else {"common settings": common}
-            more = f"{self._name} {HELP_ALL} shows all {len(read)} settings of this command"
+            more = f"Run {self._name} {HELP_ALL} to list all {len(read)} settings of this command"
             sections = [name.rpartition(".")[0] or name for name in (*self._usage.common.split(), *reads)]
             section = next((name for name in sections if name not in GENERAL), "" if reads else "train.loss")
-            more += f", {self._name} --help {section} shows those of a section" if section else ""
+            more += f", or {self._name} --help {section} for those in a section" if section else ""
             self.epilog = wrapped(f"{_SETTINGS}\n\n{more}.")
         usage = self._usage_line()  # set this before adding flags for settings, so that it doesn't list them
         self.usage = wrapped(usage, help_width() - len("usage: "), " " * len("usage: "))

@@ -41,7 +41,7 @@ class StageResult(Record):
     cycle: str = Field(description="Name of the cycle")
     status: Status = Field(description="done, or already_done if an earlier result exists (never stored)")
     inputs: dict[str, str] = Field(description="Fingerprint (or committed prefix) of each input by name")
-    outputs: dict[str, str] = Field(default={}, description="Key of each artefact by name, relative to the workspace")
+    outputs: dict[str, str] = Field(default={}, description="Key of each artifact by name, relative to the workspace")
     figures: dict[str, Figure] = Field(default={}, description="Measured values, with the unit in the name")
     settings_hash: str
     code_version: str
@@ -90,7 +90,7 @@ class StageContext:
     settings_hash: str
     code_version: str
     command_line: tuple[str, ...] = ()
-    """The command line, which some stages need to start additional processes of themselves."""
+    """The command line. Some stages need this to launch additional processes with the same command."""
 
     def earlier(self, stage: str) -> StageResult | None:
         """Load the result of an earlier stage of this cycle, see `load_result`."""
@@ -105,7 +105,7 @@ class StageContext:
         outputs: Mapping[str, str],
         figures: Mapping[str, Figure],
     ) -> StageResult:
-        """Create the result of a stage that finishes now. The caller must store it with `store_result`."""
+        """Create the result for a stage that has just finished. The caller must store it with `store_result`."""
         return StageResult(
             stage=stage,
             cycle=self.cycle,
@@ -187,7 +187,7 @@ def check_workspace(workspace: Storage) -> None:
 def scratch_folder(settings: Settings, workspace: Storage, env: Mapping[str, str]) -> Path:
     """Create the folder for temporary files and return it. All attempts use the same folder, so downloads are reused.
 
-    Unless `scratch` is set, the folder is inside of the workspace if that is local, so that files can be published by
+    Unless `scratch` is set, the folder is inside the workspace if that is local, so that files can be published by
     renaming them. Otherwise, it is a subfolder of the cache folder (io/paths.py). Raises ConfigError if the folder
     can't be created.
     """
@@ -221,9 +221,8 @@ bench/results/graphs.json). Eager PyTorch on the CPU doesn't need to compile any
 def with_backend(settings: Settings, ctx: StageContext, stage: str) -> Settings:
     """Replace the backend `auto` on hosts without an accelerator and return the new settings.
 
-    Small models run on XLA:CPU, and larger models run on the CPU without compiling, in which case a message is printed.
-    However, if the cycle has already compiled graphs for this host or has started training with XLA:CPU, it continues
-    to use XLA:CPU.
+    Small models use XLA:CPU. Larger models use eager PyTorch on the CPU, in which case a message is printed. However, a
+    cycle that has already compiled graphs for XLA:CPU or started training with it continues to use it.
     """
     if not auto_uses_xla_cpu(settings.backend, os.environ):
         return settings

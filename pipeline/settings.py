@@ -101,7 +101,7 @@ class Settings(BaseSettings):
         description="Device; auto selects the first available of cuda, neuron, xla (only tiny models on XLA:CPU), cpu",
     )
     scratch: str | None = Field(
-        None, description="Local folder for temporary files (default: inside of a local workspace, or the user's cache)"
+        None, description="Local folder for temporary files (default: inside a local workspace, or the user's cache)"
     )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()

@@ -241,7 +241,7 @@ def test_unknown_keys_are_refused_with_source_and_nearest(
         (
             "--train.max-steps",
             "many",
-            ["train.max_steps = 'many'", "flag --train.max-steps", "integer", "int - Optimizer"],
+            ["train.max_steps = 'many'", "flag --train.max-steps", "integer", "int - Number of optimizer"],
         ),
         ("--train.max-steps", "-1", ["train.max_steps = '-1'", "greater than or equal to 0"]),
         ("--backend", "tpu", ["backend = 'tpu'", "auto|xla|neuron|cpu|cuda"]),

@@ -53,12 +53,12 @@ run "trn1_with_eight_efa_interfaces_and_spot_for_the_rest" {
 
   assert {
     condition     = aws_batch_compute_environment.trainium.compute_resources[0].placement_group == "relevance-trainium" && aws_placement_group.trainium[0].strategy == "cluster"
-    error_message = "nodes of a gang stand together"
+    error_message = "the nodes of a multi-node job are placed together"
   }
 
   assert {
     condition     = aws_batch_compute_environment.trainium.compute_resources[0].type == "EC2" && aws_batch_compute_environment.trainium.compute_resources[0].allocation_strategy == "BEST_FIT_PROGRESSIVE"
-    error_message = "on demand (AWS Batch runs no gang on Spot), and updatable"
+    error_message = "on demand (AWS Batch runs no multi-node job on Spot), and updatable"
   }
 
   assert {

@@ -1,1 +1,4 @@
-"""The entry point of a container: run and supervise one command in step with the other nodes of its job. No torch."""
+"""The entry point of a container, which runs a command and coordinates it with the other nodes of its job.
+
+This package must not import torch.
+"""

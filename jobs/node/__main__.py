@@ -1,4 +1,4 @@
-"""Run a command as a job of a cycle: `trnjobs-entry -- COMMAND [ARGUMENT ...]`, also as `python -m jobs.node`."""
+"""The command line `trnjobs-entry -- COMMAND [ARGUMENT ...]`, which is also available as `python -m jobs.node`."""
 
 import os
 import sys
@@ -13,11 +13,11 @@ USAGE = "trnjobs-entry -- COMMAND [ARGUMENT ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit code of the job (see pipeline/core/errors.py)."""
+    """Run the command and return the exit code of the job. See pipeline/core/errors.py for all exit codes."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] != ["--"] or len(arguments) == 1:
-            raise ConfigError(f"no command in the arguments {arguments}", expected=USAGE, next_command=USAGE)
+            raise ConfigError(f"the arguments {arguments} contain no command", expected=USAGE, next_command=USAGE)
         return run(arguments[1:], os.environ, say)
     except (TrnpipeError, KeyboardInterrupt) as error:
         say(f"{type(error).__name__}: {error}")
@@ -31,12 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def say(text: str) -> None:
-    """Print a line of the entry itself, with a prefix that separates it from the output of the command."""
+    """Print a message to standard error, with a prefix that distinguishes it from the output of the command."""
     print(f"trnjobs-entry: {text}", file=sys.stderr, flush=True)
 
 
 def script() -> None:
-    """Run `main` and exit at once, because a hanging storage request must not delay the exit code."""
+    """Run `main` and exit immediately, so that a storage request that hangs cannot delay the exit."""
     code = main()
     sys.stdout.flush()
     os._exit(code)

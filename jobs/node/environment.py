@@ -1,16 +1,16 @@
-"""Environment of a node: which job, node and attempt it is, and time limits.
+"""The environment of a node, from which it learns its job, node rank, attempt and time limits.
 
-Processes under `trnjobs-entry` read these variables on every platform, in addition to those set at submission
-(`job_variables`) and torchrun's MASTER_ADDR and MASTER_PORT. The local engine sets them itself. On AWS Batch and
-SageMaker they are derived here from the platform's variables and files.
+Processes that are started by `trnjobs-entry` can rely on the following variables on every platform, in addition to
+those that are set at submission (see `job_variables`) and to torchrun's MASTER_ADDR and MASTER_PORT. The local engine
+sets them itself. On AWS Batch and SageMaker, this module derives them from the variables and files of the platform.
 
-    TRNJOBS_JOB_ID   the same on all nodes of a job, different for each task of an array
-    TRNJOBS_ATTEMPT  number of the attempt, from 1
-    TRNJOBS_NODE     rank of the node, 0 is the main node
-    TRNJOBS_NODES    number of nodes, unset for a single-node job
-    TRNJOBS_MAIN     address of the main node, for the others
-    TRNJOBS_INDEX    index of an array task, from 0
-    TRNJOBS_ROUND    number of the submission, unset for the first
+    TRNJOBS_JOB_ID   id of the job, which is the same on all nodes but different for each task of an array
+    TRNJOBS_ATTEMPT  number of the attempt, starting at 1
+    TRNJOBS_NODE     rank of the node, where 0 is the main node
+    TRNJOBS_NODES    number of nodes (not set for single-node jobs)
+    TRNJOBS_MAIN     address of the main node (only needed on the other nodes)
+    TRNJOBS_INDEX    index of the array task, starting at 0
+    TRNJOBS_ROUND    number of the submission (not set for the first one)
 """
 
 import hashlib
@@ -43,15 +43,16 @@ from pipeline.parallel.world import (
 from pipeline.proc.children import COMMAND_S
 
 SUBMISSION = "TRNJOBS_ROUND"
-LOOPBACK = ("127.0.0.1", "localhost")  # main address of a node group on one machine, which may have no network
+LOOPBACK = ("127.0.0.1", "localhost")  # main address if all nodes run on one machine, which may not have a network
 
 
 @dataclass(frozen=True)
 class NodeIdentity:
-    """One node of one attempt of a job.
+    """Identifies a node of one attempt of a job.
 
-    `job`: name in the plan, for an array task with `-index`. `submission`: number of the submission, each of which
-    counts attempts from 1. Node 0 is the main node, which listens at `port` of `main_address` (empty: all interfaces).
+    `job` is the name of the job in the plan, followed by `-INDEX` for an array task. `attempt` starts at 1 for each
+    submission. Node 0 is the main node, which listens at `port` of `main_address`, or on all interfaces if the address
+    is empty.
     """
 
     workspace: str
@@ -67,12 +68,13 @@ class NodeIdentity:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self:
-        """Read the environment variables. Raises ConfigError if they are inconsistent."""
+        """Determine the identity from environment variables. Raises ConfigError if they are inconsistent."""
         node, num_nodes = node_from_env(env)
-        address = env.get("MASTER_ADDR") or (env.get(MAIN_ADDRESS, "") if node > 0 else "")  # as for torchrun
+        address = env.get("MASTER_ADDR") or (env.get(MAIN_ADDRESS, "") if node > 0 else "")  # same as torchrun
         if node > 0 and not address:
             raise ConfigError(
-                f"node {node} of {num_nodes} has no address of the main node", expected=f"the address in {MAIN_ADDRESS}"
+                f"node {node} of {num_nodes} does not know the address of the main node",
+                expected=f"the address in {MAIN_ADDRESS}",
             )
         index = env.get(ARRAY_INDEX, "")
         return cls(
@@ -90,7 +92,7 @@ class NodeIdentity:
 
     @property
     def token(self) -> str:
-        """Token shared by the nodes of this attempt. A node left over from an earlier attempt has a different one."""
+        """Return a token that only the nodes of this attempt share, which rules out nodes of an earlier attempt."""
         return hashlib.sha256(f"{self.job_id}\n{self.attempt}".encode()).hexdigest()
 
     @property
@@ -102,27 +104,27 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Timing(Record):
-    """Time limits in seconds. `TRNJOBS_GATHER_S` in the environment sets `gather_s`, and likewise for the others."""
+    """Time limits in seconds, which can be set by environment variables such as TRNJOBS_GATHER_S for `gather_s`."""
 
     heartbeat_s: Seconds = 5.0
-    lost_after_s: Seconds = 30.0  # a node is lost after this time without a heartbeat
-    gather_s: Seconds = 900.0  # Time for all nodes to connect. AWS Batch starts them in any order, minutes apart.
-    grace_s: Seconds = COMMAND_S  # Time from SIGTERM to SIGKILL of the command. AWS Batch kills the container after 30.
-    bundle_s: Seconds = 10.0  # time to write the post-mortem
+    lost_after_s: Seconds = 30.0  # a node is considered lost after this long without a heartbeat
+    gather_s: Seconds = 900.0  # Limit for all nodes to connect. AWS Batch may start them several minutes apart.
+    grace_s: Seconds = COMMAND_S  # Time between SIGTERM and SIGKILL. AWS Batch kills the whole container after 30 s.
+    bundle_s: Seconds = 10.0  # limit for writing the post-mortem
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self:
-        """Read the environment variables. Raises ConfigError unless all are positive numbers."""
+        """Read the time limits from environment variables. Raises ConfigError if one is not a positive number."""
         variables = {name: f"TRNJOBS_{name.upper()}" for name in cls.model_fields}
         try:
             return cls.model_validate({name: env[text] for name, text in variables.items() if text in env})
         except ValidationError as error:
             variable = variables[str(error.errors()[0]["loc"][0])]
-            raise ConfigError(f"{variable}={env[variable]!r}", expected="a number of seconds above 0") from error
+            raise ConfigError(f"{variable}={env[variable]!r}", expected="a positive number of seconds") from error
 
 
 def job_variables(plan: JobPlan, job: JobSpec, submission: int) -> dict[str, str]:
-    """Return the variables that are set at submission on every platform."""
+    """Return the environment variables to set for a job at submission, which are the same on all platforms."""
     variables = {"TRNPIPE_CYCLE": plan.cycle, "TRNPIPE_WORKSPACE": plan.workspace, "TRNJOBS_JOB": job.name}
     return variables | ({SUBMISSION: str(submission)} if submission > 1 else {})
 
@@ -130,7 +132,7 @@ def job_variables(plan: JobPlan, job: JobSpec, submission: int) -> dict[str, str
 def _whole(env: Mapping[str, str], variable: str, default: int) -> int:
     text = env.get(variable, str(default))
     if not text.isdecimal():
-        raise ConfigError(f"{variable}={text!r}", expected="a whole number")
+        raise ConfigError(f"{variable}={text!r}", expected="an integer")
     return int(text)
 
 
@@ -144,9 +146,10 @@ _BATCH_VARIABLES = {
 
 
 def batch_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Translate the variables of AWS Batch, if any. Raises ConfigError if they are inconsistent.
+    """Translate the environment variables of AWS Batch, if there are any.
 
-    Nodes are renumbered so that the main node is node 0. The job ids of nodes end in `#<node index>`.
+    AWS Batch appends `#<node index>` to the job id of each node, which is removed. Nodes are renumbered so that the
+    main node is node 0. Raises ConfigError if the variables are inconsistent.
     """
     variables = {name: env[batch_name] for batch_name, name in _BATCH_VARIABLES.items() if batch_name in env}
     if JOB_ID in variables:
@@ -156,28 +159,30 @@ def batch_variables(env: Mapping[str, str]) -> dict[str, str]:
             nodes, index = int(variables[NUM_NODES]), int(env["AWS_BATCH_JOB_NODE_INDEX"])
             variables[NODE] = str((index - int(env["AWS_BATCH_JOB_MAIN_NODE_INDEX"])) % nodes)
         except (KeyError, ValueError, ZeroDivisionError) as error:
-            raise ConfigError(f"AWS_BATCH_JOB_* variables of this multi-node job are incomplete: {error}") from error
+            raise ConfigError(f"the AWS_BATCH_JOB_* variables of this multi-node job are invalid: {error}") from error
     return variables
 
 
-# A node of a SageMaker training job. Source: SageMaker developer guide, "How Amazon SageMaker provides training
-# information" (resourceconfig.json: hosts sorted by name as text, the network interface, and names that may not resolve
-# immediately) and "how Amazon SageMaker signals algorithm success and failure" (`/opt/ml/output/failure`, of which
-# 1,024 characters are shown).
+# SageMaker training jobs. See the SageMaker developer guide, "How Amazon SageMaker provides training information", for
+# resourceconfig.json, which lists the hosts sorted by name and the network interface, and which warns that host names
+# may not resolve immediately. "How Amazon SageMaker signals algorithm success and failure" describes the file
+# /opt/ml/output/failure, of which the first 1,024 characters are shown to users.
 
 TRAINING_JOB = "TRAINING_JOB_NAME"  # set by SageMaker in every container
-ML_ROOT = "TRNJOBS_ML_ROOT"  # folder to use instead of /opt/ml, for tests on other machines
+ML_ROOT = "TRNJOBS_ML_ROOT"  # a folder to use instead of /opt/ml, which allows tests on other machines
 MAX_FAILURE_BYTES = 1024
 RESOLVE_PAUSE_S = 1.0
 _NAMES = {rule.exit_code: rule.name for rule in EXIT_TABLE}
 
 
 def sagemaker_variables(env: Mapping[str, str], *, gather_s: float) -> dict[str, str]:
-    """Return the variables of a node and its network. Empty if this is not a SageMaker training job.
+    """Return the variables of a node of a SageMaker training job, or an empty dict on other platforms.
 
-    Waits up to `gather_s` for the name of the main node to resolve. Every attempt is a separate training job, numbered
-    by TRNJOBS_ATTEMPT or by `count_start`. Raises ConfigError if the files are inconsistent, TransientError if the name
-    does not resolve in time.
+    Every attempt is a separate training job, so the attempt is not included. Its number is set at submission
+    (TRNJOBS_ATTEMPT) or determined by `count_start`.
+
+    Raises ConfigError if SageMaker's files do not identify this host, and TransientError if the name of the main node
+    does not resolve within `gather_s`.
     """
     if TRAINING_JOB not in env:
         return {}
@@ -200,23 +205,24 @@ def sagemaker_variables(env: Mapping[str, str], *, gather_s: float) -> dict[str,
         except OSError as error:
             if time.monotonic() >= until:
                 raise TransientError(
-                    f"the main node {hosts[0]} has no address after {gather_s:g} s: {error}",
+                    f"the name of the main node {hosts[0]} has not resolved within {gather_s:g} s: {error}",
                     expected="a name that resolves within TRNJOBS_GATHER_S",
                     next_command="trnjobs retry",
                 ) from error
             time.sleep(RESOLVE_PAUSE_S)
     variables |= {NUM_NODES: str(len(hosts)), NODE: str(node), MAIN_ADDRESS: address, "MASTER_ADDR": address}
-    if interface:  # overrides the image, because the interface differs between machines
+    if interface:  # overrides the interface set in the image, because machines have different interfaces
         variables |= dict.fromkeys(("CCOM_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
     return variables
 
 
 def write_failure(env: Mapping[str, str], code: int, reason: str) -> None:
-    """Write the exit code and reason to SageMaker's failure file, just before a node exits. Does nothing elsewhere.
+    """Report a failure to SageMaker by writing the exit code and the reason to its failure file.
 
-    The code is first, because SageMaker shows the beginning of the text and AWS Batch retries by it. All nodes write
-    the file, because it is not documented which one counts. If writing fails (a user other than root may lack the
-    permission), a line is logged and the exit code does not change.
+    This does nothing on other platforms. The text starts with the exit code, because SageMaker only shows the beginning
+    and AWS Batch decides by the exit code whether to retry. Since it is not documented which node's file is used, all
+    nodes write it. If this fails (users other than root may not have the permission), an error is logged and the exit
+    code stays the same.
     """
     if TRAINING_JOB not in env or code == EXIT_OK:
         return
@@ -226,7 +232,7 @@ def write_failure(env: Mapping[str, str], code: int, reason: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(text.encode()[:MAX_FAILURE_BYTES].decode(errors="ignore").encode())
     except OSError as error:
-        message = f"trnjobs-entry: cannot write {file}: {error}. Not reported to SageMaker: {text}"
+        message = f"trnjobs-entry: cannot write {file}: {error}. SageMaker was not notified of: {text}"
         print(message, file=sys.stderr, flush=True)
 
 
@@ -234,17 +240,18 @@ def _ml_root(env: Mapping[str, str]) -> Path:
     return Path(env.get(ML_ROOT, "/opt/ml"))
 
 
-# Some platforms restart the same job by themselves (Spot capacity, service jobs), and two starts would share tokens,
-# barriers and names. The main node counts starts in the workspace, one object each with the platform's job id, and
-# sends the result to the other nodes with the `go` message.
+# Some platforms restart a job automatically, for example on Spot capacity or as a service job. Without further
+# measures, two starts of the same job would use the same tokens, barriers and names. We therefore count starts by
+# writing one object per start to the workspace. This is done by the main node, which then sends the number to the other
+# nodes with the `go` message.
 
 STARTS = "TRNJOBS_STARTS"
-"""Set at submission of such a job: the name under which its starts are counted, the same for all attempts."""
+"""Set at submission if the platform may restart the job. The value is the name under which its starts are counted."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a job: a `job_id` that is unique to it, and the number of its attempt, from 1."""
+    """A start of a job, with a `job_id` that is different for each start and the number of its attempt."""
 
     job_id: str
     attempt: int
@@ -255,9 +262,10 @@ class Start:
 
 
 def count_start(storage: Storage, cycle: str, env: Mapping[str, str]) -> Start:
-    """Record one more start. After an interruption a number may stay unused, but none is used twice.
+    """Record a start of this job and determine its job id and attempt number.
 
-    Each platform job id is an attempt, unless TRNJOBS_ATTEMPT is set.
+    Each job id of the platform counts as one attempt, unless TRNJOBS_ATTEMPT is set. If a start is interrupted, its
+    number may never be used, but no number is used twice.
     """
     job_id, earlier = env[JOB_ID], list[str]()
     folder = f"cycles/{cycle}/jobs/starts/{env[STARTS]}"

@@ -1,14 +1,16 @@
-"""The node group of one attempt of a multi-node job: connect the nodes, detect failures, agree on the exit code.
+"""The nodes of a multi-node job: wait until all are connected, detect failures, and agree on an exit code.
 
-Every other node has one TCP connection to the main node. A message is one line with a JSON object, and an empty line is
-a heartbeat. AWS Batch does not notify nodes when another one dies. A broken connection shows it immediately, missing
-heartbeats after a while. (A TCPStore requires torch, whose import takes 1.5 s of CPU and 480 MiB.)
+AWS Batch does not notify the nodes when one of them dies, so we keep a TCP connection between the main node and each
+of the others. If a node dies, its connection usually breaks immediately. If not, this is detected by missing
+heartbeats. We do not use a TCPStore, because it requires torch, which takes 1.5 s of CPU time and 480 MiB to import.
+
+Each message is a line with a JSON object, and an empty line is a heartbeat. There are four kinds of messages:
 
     hello   other -> main    a node of this attempt has connected
     go      main -> others   all nodes are connected, start the command
     stop    main -> others   stop the command
-    end     other -> main    the command of the node has ended
-            main -> others   all commands have ended (with the exit code of the job)
+    end     other -> main    the command has ended on this node
+            main -> others   the command has ended on all nodes (with the exit code of the job)
 """
 
 import hmac
@@ -29,14 +31,18 @@ from pipeline.core.record import Record
 from pipeline.parallel.launch import ranks_exit_code
 
 MAX_LINE_BYTES = 4096
-MAX_REASON_CHARACTERS = 500  # fits into a line even if JSON escapes every character
-SETTLE_S = 2.0  # after the grace period, for messages from nodes that were just killed
+MAX_REASON_CHARACTERS = 500  # fits into a line even if JSON has to escape every character
+SETTLE_S = 2.0  # how long to wait after the grace period for messages of nodes whose command was just killed
 CONNECT_S, PAUSE_S = 1.0, 0.25
 
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A node in a post-mortem. `heard_s_ago` is None for this node and one that never connected. `lost`: the reason."""
+    """The status of a node, as included in a post-mortem.
+
+    `heard_s_ago` is None for this node itself and for nodes that have never connected. `lost` is the reason why the
+    node is considered lost, or empty if it is not.
+    """
 
     node: int
     heard_s_ago: float | None
@@ -53,11 +59,15 @@ class _Node:
 
 
 class NodeGroup:
-    """The node group as seen by one node. The main node (0) tracks all nodes, the others the main node and themselves.
+    """The node group from the perspective of one node.
 
-    `ready`: all nodes are connected and the command may start. `failure`: the first failure, which requires stopping
-    the command, or empty. `start`: this start of the job, if starts are counted. It is set on the main node before all
-    nodes are connected. `job_result`: exit code and reason of the job, received from the main node.
+    The main node (0) keeps track of all nodes, while the other nodes only keep track of the main node and themselves.
+
+    Attributes:
+        ready: Whether all nodes are connected, so that the command can be started.
+        failure: The first failure, after which the command has to be stopped, or an empty string.
+        start: This start of the job, if starts are counted. The main node has to set it before all nodes are connected.
+        job_result: The exit code and the reason of the job, once the main node has sent them.
     """
 
     def __init__(
@@ -67,7 +77,7 @@ class NodeGroup:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Listen on the main node, at `main_address` or on all interfaces. Raises TransientError if that fails."""
+        """Start listening if this is the main node. Raises TransientError if the port is not available."""
         self._identity, self._timing, self._say, self._clock = identity, timing, say, clock
         self._is_main = identity.node == 0
         self._nodes = {node: _Node() for node in (range(identity.num_nodes) if self._is_main else (0, identity.node))}
@@ -85,13 +95,16 @@ class NodeGroup:
             except OSError as error:
                 raise TransientError(
                     f"cannot listen at {identity.main_address or 'all interfaces'}:{identity.port}: {error.strerror}",
-                    next_command="run the job again; set MASTER_PORT if several jobs share a machine",
+                    next_command="run the job again, and set MASTER_PORT if several jobs run on the same machine",
                 ) from error
             self._listener.setblocking(False)
 
     @property
     def settled(self) -> bool:
-        """True if nothing is left to wait for: all outcomes on the main node, the job result on the others."""
+        """Return whether there is nothing left to wait for.
+
+        The main node waits for the outcome of every node. The other nodes wait for the result of the job.
+        """
         if not self._is_main:
             return self.job_result is not None or bool(self._nodes[0].lost)
         late = self._missing() if self.failure else []
@@ -99,7 +112,7 @@ class NodeGroup:
         return complete or self._clock() - self._stop_at > self._timing.grace_s + SETTLE_S
 
     def poll(self) -> None:
-        """Receive and send messages and detect failures. Never blocks for long."""
+        """Receive and send messages, and detect failures. This must be called regularly and does not block for long."""
         if self._identity.num_nodes == 1 or (not self._is_main and self.settled):
             return
         now, own = self._clock(), self._nodes[self._identity.node]
@@ -123,7 +136,7 @@ class NodeGroup:
             if is_silent and not state.ended and not state.lost and (self._is_main or self.ready):
                 self.mark_lost(node, f"no heartbeat for {format_duration(self._timing.lost_after_s)}")
                 for link in [link for link in self._links if link.node == node]:
-                    self._drop(link, "silent")  # if the node resumes, it notices the closed connection
+                    self._drop(link, "silent")  # if the node recovers, it will notice the closed connection
         missing, is_late = self._missing(), not self.ready and now - self._opened > self._timing.gather_s
         limit = format_duration(self._timing.gather_s)
         if is_late and not self._is_main:
@@ -141,9 +154,10 @@ class NodeGroup:
             self.stop(self.failure)
 
     def report(self, code: int, node: int | None = None) -> None:
-        """Record the exit code of the command on a node (default: this node).
+        """Record that the command has ended on a node (by default this node).
 
-        A bug after the first failure is ignored, because commands may fail arbitrarily when another node is lost.
+        After the first failure, the exit code for a bug is ignored on the main node, because a command can fail in
+        arbitrary ways when another node has been lost.
         """
         state = self._nodes[self._identity.node if node is None else node]
         state.ended, state.code = True, None if self._is_main and self.failure and code == EXIT_BUG else code
@@ -151,22 +165,26 @@ class NodeGroup:
             self.failure = self.failure or f"node {node or 0} exited with {code}"
 
     def mark_lost(self, node: int, why: str) -> None:
-        """Record that a node is lost, unless it has ended."""
+        """Record that a node is lost, unless its command has already ended."""
         state = self._nodes[node]
         if not state.ended and not state.lost:
             state.lost = why
             self.failure = self.failure or f"{f'node {node}' if node else 'the main node'} is lost: {why}"
 
     def stop(self, reason: str) -> None:
-        """Send the stop message to all nodes once. Does nothing except on the main node."""
+        """Request that all nodes stop. Only the main node sends this message, and only once."""
         if self._is_main and not self._stop_reason:
             self._stop_at, self._stop_reason = self._clock(), reason[:MAX_REASON_CHARACTERS]
             self._send(NodeMessage(kind="stop", text=self._stop_reason))
 
     def exit_code(self, own: int, *, stopped: bool) -> int:
-        """Return the exit code of the entry on this node. AWS Batch uses that of the main node for the job.
+        """Determine the exit code of `trnjobs-entry` on this node.
 
-        `stopped`: this node received a signal.
+        AWS Batch uses the exit code of the main node as that of the job.
+
+        Args:
+            own: The exit code of the command on this node.
+            stopped: Whether this node has received a signal to stop.
         """
         if self._is_main and self._identity.num_nodes > 1:
             return ranks_exit_code([state.code for state in self._nodes.values()], stopped=stopped)
@@ -174,24 +192,28 @@ class NodeGroup:
         return TransientError.exit_code if is_unknown else own
 
     def status(self) -> list[NodeStatus]:
-        """Return the status of all tracked nodes for the post-mortem."""
+        """Return the status of all nodes that this node keeps track of, for the post-mortem."""
         now, nodes = self._clock(), self._nodes
         ago = {node: round(now - state.heard, 3) for node, state in nodes.items() if state.heard is not None}
         return [NodeStatus(node, ago.get(node), state.code, state.lost) for node, state in nodes.items()]
 
     def acknowledge(self, code: int, reason: str) -> None:
-        """Send the exit code of the job from the main node to the others, which wait for it before they exit."""
+        """Send the exit code of the job to all other nodes, which wait for it before they exit (main node only)."""
         if self._is_main:
             self._send(NodeMessage(kind="end", code=code, text=reason[:MAX_REASON_CHARACTERS]))
             for link in self._links:
-                with suppress(OSError):  # the other end has closed first
-                    link.socket.shutdown(socket.SHUT_WR)  # sent messages still arrive
+                with suppress(OSError):  # the other end may already have closed the connection
+                    link.socket.shutdown(socket.SHUT_WR)  # messages that were already sent will still arrive
 
     def close(self, limit_s: float) -> None:
-        """Close all connections. The main node first waits up to `limit_s` for the others, which end with it."""
+        """Close all connections.
+
+        The main node first waits up to `limit_s` until the other nodes have closed their connections, because they may
+        be terminated as soon as the main node exits.
+        """
         until = time.monotonic() + limit_s
         for link in self._links:
-            with suppress(OSError):  # timed out, or the connection is broken
+            with suppress(OSError):  # a timeout or a broken connection
                 link.socket.settimeout(max(0.001, until - time.monotonic()))
                 while self._is_main and link.node is not None and link.socket.recv(65536):
                     link.socket.settimeout(max(0.001, until - time.monotonic()))
@@ -203,7 +225,7 @@ class NodeGroup:
         return [node for node, state in self._nodes.items() if node != self._identity.node and state.heard is None]
 
     def _connect(self, now: float) -> None:
-        """Accept connections on the main node. On the others connect to it, and retry until it has sent `go`."""
+        """Accept connections if this is the main node, otherwise connect to it if there is no connection."""
         identity = self._identity
         if self._listener:
             with suppress(BlockingIOError, ConnectionAbortedError):
@@ -220,13 +242,13 @@ class NodeGroup:
             self._send(NodeMessage(kind="hello", token=identity.token, node=identity.node))
 
     def _handle(self, link: "Connection", message: "NodeMessage") -> None:
-        """Act on a message. Raises NodeGone if the connection is not from a node of this attempt."""
+        """Handle a message. Raises NodeGone if the connection is not from a node of this attempt."""
         if link.node is None:
             expected = self._identity.token.encode()
             if message.kind != "hello" or not hmac.compare_digest(message.token.encode(), expected):
-                raise NodeGone("it is not a node of this attempt (wrong token)")
+                raise NodeGone("it is not from a node of this attempt (wrong token)")
             if message.node not in self._missing():
-                raise NodeGone(f"node {message.node} is already connected, or not part of this job")
+                raise NodeGone(f"node {message.node} is already connected, or is not part of this job")
             link.node = message.node
             if self._stop_reason:
                 link.send(NodeMessage(kind="stop", text=self._stop_reason))
@@ -241,7 +263,6 @@ class NodeGroup:
             self.failure = self.failure or f"stopped by the main node: {message.text}"
 
     def _send(self, message: "NodeMessage | None") -> None:
-
         for link in [link for link in self._links if link.node is not None]:
             try:
                 link.send(message)
@@ -269,13 +290,14 @@ class NodeMessage(Record):
 
 
 class NodeGone(Exception):
-    """The other end has closed the connection or does not speak this protocol, as the message states."""
+    """Raised if the other end has closed the connection or does not follow the protocol."""
 
 
 class Connection:
-    """One end of a non-blocking connection. Messages are short and few enough for the kernel's buffer.
+    """One end of a non-blocking connection.
 
-    `node`: rank of the node at the other end, known after its hello message.
+    There is no send buffer, because messages are short and rare enough to fit into the buffer of the kernel. `node` is
+    the rank of the node at the other end, which is only known once it has sent its hello message.
     """
 
     def __init__(self, connection: socket.socket, now: float, node: int | None = None) -> None:
@@ -285,7 +307,7 @@ class Connection:
         self._unread = b""
 
     def send(self, message: NodeMessage | None) -> None:
-        """Send a message, or a heartbeat if it is None. Raises NodeGone if the connection is broken."""
+        """Send a message, or a heartbeat if `message` is None. Raises NodeGone if the connection is broken."""
         line = (message.model_dump_json(exclude_defaults=True) if message else "").encode() + b"\n"
         try:
             sent = self.socket.send(line)
@@ -294,10 +316,13 @@ class Connection:
         except OSError as error:
             raise NodeGone(f"the connection is broken ({error.strerror or error})") from None
         if sent != len(line):
-            raise NodeGone("the other end does not read")
+            raise NodeGone("the other end is not reading")
 
     def receive(self, now: float) -> list[NodeMessage]:
-        """Return received messages in order. Raises NodeGone if the other end has closed and everything was read."""
+        """Return the messages that have been received, in order.
+
+        Raises NodeGone if the other end has closed the connection and all messages have been read.
+        """
         try:
             block = self.socket.recv(65536)
         except BlockingIOError:
@@ -309,7 +334,7 @@ class Connection:
         self.heard = now
         *lines, self._unread = (self._unread + block).split(b"\n")
         if any(len(line) > MAX_LINE_BYTES for line in (*lines, self._unread)):
-            raise NodeGone(f"a line of more than {MAX_LINE_BYTES} bytes")
+            raise NodeGone(f"it sent a line of more than {MAX_LINE_BYTES} bytes")
         try:
             return [NodeMessage.model_validate_json(line) for line in lines if line]
         except ValidationError:

@@ -1,4 +1,4 @@
-"""Run one attempt of a job on one node, from the environment to the exit code."""
+"""Run one attempt of a job on a node: start the command, supervise it, and determine the exit code."""
 
 import json
 import os
@@ -54,7 +54,7 @@ Say = Callable[[str], None]
 EVENTS_BYTES = 512 * 1024
 MIN_BUNDLE_S = 1.0
 LINGER_S = 1.0
-STACKS_S = 1.0  # for processes to show their stacks before they are killed
+STACKS_S = 1.0  # how long processes have to write their stack traces before they are killed
 UNKILLABLE_S = 4.0
 POLL_S = 0.05
 TAIL_BYTES = BLOCK_BYTES = 64 * 1024
@@ -62,19 +62,22 @@ END_S = 2.0
 
 
 def run(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
-    """Run a command as this node's part of the job and return the exit code.
+    """Run a command as this node's part of the job, and return the exit code.
 
-    All processes of the command have ended when this returns. If this process is killed, its container or the keeper of
-    the local target ends them. Main thread only (signal handlers). Raises ConfigError if the environment is invalid.
+    When this function returns, all processes of the command have ended. If this process itself is killed, they are
+    ended along with the container, or by the keeper of the local target.
+
+    This function sets signal handlers, so it must be called in the main thread. Raises ConfigError if the environment
+    is invalid.
     """
     timing = Timing.from_env(env)
     variables = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)
     identity = NodeIdentity.from_env({**env, **variables})
     stop = StopSignal()
-    for signum in (signal.SIGTERM, signal.SIGINT):  # required for PID 1, which ignores signals without a handler
+    for signum in (signal.SIGTERM, signal.SIGINT):  # PID 1 ignores signals without a handler
         signal.signal(signum, lambda number, frame: stop.set(signal.Signals(number).name))
     with guarded_temp_folder() as folder:
-        env = {**env, **variables}  # after the guard, which also sets variables
+        env = {**env, **variables}  # the guard has also set variables, so do this afterwards
         group, linger_s = NodeGroup(identity, timing, say), 0.0
         try:
             attempt = Attempt(identity, timing, command, env, folder, group, stop, say)
@@ -82,7 +85,7 @@ def run(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
             code = attempt.code
             if attempt.reason:
                 say(f"exit {code}: {attempt.reason}")
-            # One line without secrets: the reason, or else the error in the log.
+            # Report a single line without secrets, which is the reason or, if there is none, the error in the log.
             error = error_in_log(attempt.process.log(), code) if attempt.process else ()
             reason = str(without_secrets(attempt.reason or headline(error), secret_values(attempt.env)))
             group.acknowledge(code, reason)
@@ -96,10 +99,13 @@ def run(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
 
 
 class Command:
-    """A command as a child process. Its output is copied to standard output, and the end of it is kept."""
+    """A command that runs as a child process.
+
+    Its output is copied to standard output. The last lines are also kept for the post-mortem.
+    """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], stacks: Path) -> None:
-        """Start the command without a shell. `stacks`: an empty folder for stack traces of its Python processes.
+        """Start the command without a shell. Its Python processes write stack traces to the empty folder `stacks`.
 
         Raises ConfigError if the command cannot be started.
         """
@@ -107,7 +113,8 @@ class Command:
         adopt_orphans()
         source, target = os.pipe()
         try:
-            # Use a new session, so that a signal to this process group is forwarded only once.
+            # Use a new session. Otherwise, a signal to our process group would reach the command twice, because we also
+            # forward it.
             self._process = subprocess.Popen(  # noqa: S603 - a list, no shell
                 command,
                 env={**env, STACKS_VARIABLE: str(stacks)},
@@ -121,7 +128,7 @@ class Command:
             raise ConfigError(
                 f"{command[0]!r} cannot be started: {error.strerror}",
                 expected="a command that exists in the image",
-                next_command="run it in that image by hand",
+                next_command="run the command manually in the same image",
             ) from error
         finally:
             os.close(target)
@@ -130,11 +137,14 @@ class Command:
         self._pump.start()
 
     def log(self) -> tuple[str, ...]:
-        """Return the last lines of the output, with invalid UTF-8 replaced."""
+        """Return the last lines of the output. Invalid UTF-8 is replaced."""
         return tuple(self._tail.decode(errors="replace").splitlines())
 
     def returncode(self) -> int | None:
-        """Return the return code (minus a signal), or None while the command runs. Also reaps orphans."""
+        """Return the return code, or None while the command is still running. It is negative for a signal.
+
+        This also reaps orphaned processes that this process has adopted.
+        """
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -149,11 +159,11 @@ class Command:
                     os.waitpid(ended.si_pid, os.WNOHANG)
 
     def send_signal(self, signum: signal.Signals) -> None:
-        """Send a signal to the command itself, not to its children."""
+        """Send a signal to the command itself, but not to its children."""
         self._process.send_signal(signum)
 
     def request_stacks(self) -> None:
-        """Request stack traces from every Python process of the command that supports it."""
+        """Ask all Python processes of the command that support it to write their stack traces."""
         for process in self._descendants():
             with suppress(psutil.Error, ProcessLookupError):
                 if has_stack_dumps(process.pid, self._stacks):
@@ -168,14 +178,14 @@ class Command:
         """Return the status of all running processes of the command."""
         statuses = []
         for process in self._descendants():
-            with suppress(psutil.Error), process.oneshot():  # the process has ended
+            with suppress(psutil.Error), process.oneshot():  # the process may have ended in the meantime
                 times, words = process.cpu_times(), tuple(process.cmdline())
                 cpu_s, memory_bytes = round(times.user + times.system, 3), process.memory_info().rss
                 statuses.append(ProcessStatus(process.pid, words, process.status(), cpu_s, memory_bytes))
         return tuple(statuses)
 
     def end(self) -> None:
-        """Kill all remaining processes and wait for the rest of the output."""
+        """Kill all remaining processes of the command, and wait for the rest of its output."""
         until = time.monotonic() + END_S
         while (processes := self._descendants()) and time.monotonic() < until:
             for process in processes:
@@ -186,14 +196,17 @@ class Command:
         self._pump.join(max(0.1, until - time.monotonic()))
 
     def _descendants(self) -> list[psutil.Process]:
-        """Return the living descendants of this process, including adopted orphans (see `adopt_orphans`)."""
+        """Return all running descendants of this process, including adopted orphans (see `adopt_orphans`)."""
         with suppress(psutil.Error):
             children = psutil.Process().children(recursive=True)
             return [process for process in children if process.status() != psutil.STATUS_ZOMBIE]
         return []
 
     def _copy_output(self, source: int) -> None:
-        """Copy the output until it is closed. If standard output fails, keep reading so the command can continue."""
+        """Copy the output until it is closed.
+
+        If we cannot write to standard output, we continue to read, because otherwise the command would block.
+        """
         target: int | None = 1
         while block := os.read(source, BLOCK_BYTES):
             self._tail = (self._tail + block)[-TAIL_BYTES:]
@@ -207,11 +220,11 @@ class Command:
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 TRANSIENT_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT})
-"""Caused by the out-of-memory killer, a faulty device or its driver, so another attempt may succeed."""
+"""Signals caused by the out-of-memory killer, a faulty device or its driver, in which case a retry may succeed."""
 
 
 def exit_code_of_return(returncode: int) -> int:
-    """Convert the return code of a process, which is minus the signal that ended it, to an exit code."""
+    """Convert the return code of a process to an exit code. It is negative if a signal ended the process."""
     if returncode >= 0:
         return returncode
     if -returncode in STOP_SIGNALS:
@@ -221,12 +234,16 @@ def exit_code_of_return(returncode: int) -> int:
 
 @dataclass
 class Attempt:
-    """One attempt of a job on this node, from the start of all nodes until the outcome of every node is known.
+    """One attempt of a job on this node, which ends when the outcome on all nodes is known.
 
-    Results after `run`: `code` is the exit code of the job as known to this node, `own_code` that of the command.
-    `returncode` is that of the process, None if it never ran. `reason` is why the command was stopped or did not start,
-    empty if it ended by itself. `stop_requested_at` is on the monotonic clock. `killed` is True if the command did not
-    stop within the grace period, and `processes` are those that were left.
+    The following attributes are the results of `run`:
+        code: The exit code of the job, as far as this node knows.
+        own_code: The exit code of the command on this node.
+        returncode: The return code of the command's process, or None if it never ran.
+        reason: Why the command was stopped or could not be started. Empty if it ended without being stopped.
+        stop_requested_at: When the command was first asked to stop, on the monotonic clock.
+        killed: Whether the command had to be killed, because it did not stop within the grace period.
+        processes: The processes that were still running at that time.
     """
 
     identity: NodeIdentity
@@ -253,18 +270,18 @@ class Attempt:
 
     @property
     def stopped(self) -> bool:
-        """True if this node received a signal."""
+        """Return whether this node has received a signal to stop."""
         return self.stop.is_set()
 
     def run(self) -> None:
-        """Run the command, or record why it did not start."""
+        """Run the command until it has ended on all nodes. If it cannot be started, the reason is recorded."""
         self._prepare()
         while self.own_code is None or not self.group.settled:
             self.group.poll()
             if self.process is not None and self.own_code is None:
                 self.returncode = self.process.returncode()
                 if self.returncode is not None:
-                    self.process.end()  # also ends its children
+                    self.process.end()  # its children may still be running
                     self._end(self._code_when_killed() if self.killed else exit_code_of_return(self.returncode))
             self._stop_if_requested()
             if self.process is None and self.own_code is None and self.group.ready:
@@ -293,7 +310,7 @@ class Attempt:
             if self.process is None:
                 self._end(self._code_when_killed())
                 return
-            if not received:  # it may hang in a collective, so record where
+            if not received:  # the command may hang in a collective, so record its stack traces
                 self.process.request_stacks()
             self.process.send_signal(received or signal.SIGTERM)
         elif self.process is not None and self.own_code is None:
@@ -302,11 +319,11 @@ class Attempt:
                 self._stacks_requested = True
                 self.process.request_stacks()
             if waited_s > self.timing.grace_s and not self.killed:
-                self.say(f"killing the command, which has not stopped within {self.timing.grace_s:g} s")
+                self.say(f"killing the command, because it has not stopped within {self.timing.grace_s:g} s")
                 self.killed = True
                 self.processes = self.process.processes()
                 self.process.end()
-            elif waited_s > self.timing.grace_s + UNKILLABLE_S:  # stuck in a driver
+            elif waited_s > self.timing.grace_s + UNKILLABLE_S:  # processes that hang in a driver cannot be killed
                 self._end(self._code_when_killed())
 
     def _code_when_killed(self) -> int:
@@ -320,9 +337,9 @@ class Attempt:
         self.group.poll()
 
     def _prepare(self) -> None:
-        """Configure the network of a node group and read the settings of the cycle.
+        """Configure the network of a multi-node job, and read the settings of the cycle.
 
-        Errors are raised later by `_start`, so that the other nodes are notified of them.
+        Errors are not raised here but later in `_start`, so that the other nodes are notified.
         """
         try:
             if self.identity.num_nodes > 1 and self.identity.main_address not in LOOPBACK:
@@ -330,7 +347,7 @@ class Attempt:
                 self.env = {**network, **self.env}
             if self.identity.is_in_cycle:
                 storage = open_storage(self.identity.workspace, stop=self.stop)
-                with suppress(KeyNotFound):  # the job was not submitted by trnjobs
+                with suppress(KeyNotFound):  # there are no settings if the job was not submitted by trnjobs
                     self._settings = storage.read_bytes(f"cycles/{self.identity.cycle}/jobs/settings.json")
                 if STARTS in self.env and self.identity.node == 0:
                     self.group.start = count_start(storage, self.identity.cycle, self.env)
@@ -338,32 +355,40 @@ class Attempt:
             self._failure = error
 
     def _start(self) -> Command:
-        """Start the command. Raises the error of `_prepare`, if any, and ConfigError if the command does not exist."""
+        """Start the command.
+
+        Raises the error that occurred in `_prepare`, if any, and ConfigError if the command does not exist.
+        """
         if self._failure is not None:
             raise self._failure
         start = self.group.start
         if start is None and STARTS in self.env and self.identity.is_in_cycle:
-            raise TransientError("the main node sent no start number", next_command="see the log of the main node")
+            raise TransientError(
+                "the main node did not send the number of this start", next_command="see the log of the main node"
+            )
         if start is not None:
             self.env = {**self.env, **start.variables}
             self.identity = replace(self.identity, job_id=start.job_id, attempt=start.attempt)
         command = list(self.command)
-        # `trnpipe ...` or `trnjobs ...`, at any path, or `python [-u -P] -m ...`. Other commands are not changed.
+        # Pass the settings to `trnpipe` and `trnjobs`, whether they are called by name, by path or as a Python module.
+        # Other commands are not changed.
         module = command[command.index("-m") + 1 :][:1] if "-m" in command[1:4] else []
         takes_settings = Path(command[0]).name in ("trnpipe", "trnjobs") or module in (["pipeline"], ["jobs"])
         if self._settings is not None and takes_settings:
             file = self.folder / "settings.json"
             file.write_bytes(self._settings)
-            end = command.index("--") if "--" in command else len(command)  # a command of the user follows `--`
+            end = (
+                command.index("--") if "--" in command else len(command)
+            )  # anything after `--` belongs to the user's own command
             command[end:end] = ["--config", str(file)]
         stacks = self.folder / "stacks"
         stacks.mkdir()
         return Command(command, self.env, stacks)
 
     def write_post_mortem(self) -> None:
-        """Write a post-mortem of a failed attempt, without affecting the exit code.
+        """Write a post-mortem if the attempt has failed. This never affects the exit code.
 
-        A refusal by the gate is not a failure, nor is a command that stopped on request.
+        It does not count as a failure if the gate refuses a candidate, or if the command stops because it was asked to.
         """
         code = self.own_code or self.code
         is_expected = code in (EXIT_OK, GateRefused.exit_code) or (self.stopped and code == Preempted.exit_code)
@@ -377,7 +402,7 @@ class Attempt:
         writer = threading.Thread(target=self._write, args=(messages,), name="post-mortem", daemon=True)
         writer.start()
         writer.join(limit_s)
-        self.say(messages[0] if messages else f"no post-mortem: not written within {limit_s:g} s")
+        self.say(messages[0] if messages else f"could not write a post-mortem within {limit_s:g} s")
 
     def _write(self, messages: list[str]) -> None:
         try:
@@ -423,5 +448,6 @@ class Attempt:
             )
             storage.write_bytes(key, as_bytes(bundle, secret_values(self.env)))
             messages.append(f"post-mortem: {storage.uri(key)}")
-        except Exception as error:  # must not hide the original exit code
-            messages.append(f"no post-mortem: {type(error).__name__}: {''.join(str(error).splitlines()[:1])}")
+        except Exception as error:  # the exit code of the command is more important
+            text = "".join(str(error).splitlines()[:1])
+            messages.append(f"could not write a post-mortem: {type(error).__name__}: {text}")

@@ -221,7 +221,7 @@ def _script_command(step: Step) -> tuple[str, ...]:
     if step.nodes > 1 or step.processes > 1:
         raise ConfigError(
             f"step {step.name} runs {first} on {step.nodes} nodes with {step.processes} processes",
-            expected="a Python script, because other commands run only once",
+            expected="a Python script, because other commands are only run once",
             next_command="use -- python SCRIPT.py, or 1 node with 1 process",
         )
     return (*ENTRY, *step.command)

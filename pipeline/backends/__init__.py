@@ -59,7 +59,7 @@ def lazy_device_name(env: Mapping[str, str]) -> str:
 def is_lazy_host(device_name: str) -> bool:
     """Return whether a device is XLA:CPU.
 
-    It compiles a graph within seconds, but doesn't support collectives inside of a graph.
+    It compiles a graph within seconds, but doesn't support collectives inside a graph.
     """
     return device_name == "xla:CPU"
 

@@ -26,7 +26,7 @@ Batch = dict[str, "Tensor"]
 class RankGroup:
     """The group of ranks that this rank communicates with.
 
-    Collectives inside of a graph need to know all groups that the world is divided into, so this keeps track of all of
+    Collectives inside a graph need to know all groups that the world is divided into, so this keeps track of all of
     them. All groups have the same size.
     """
 
@@ -35,7 +35,7 @@ class RankGroup:
     groups: tuple[tuple[int, ...], ...]
     """The global ranks in each group."""
     process_group: "ProcessGroup | None" = None
-    """The group of this rank, for collectives outside of a graph. None is the default process group."""
+    """The group of this rank, for collectives outside a graph. None is the default process group."""
 
     @property
     def size(self) -> int:
@@ -139,7 +139,10 @@ class Backend(Protocol):
         return lambda: [tensor.detach().cpu() for tensor in tensors]
 
     def barrier(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
-        """Return tensors with the same values, but prevent the compiler from reusing any earlier results for them."""
+        """Return tensors with the same values, but hide this from the compiler.
+
+        This prevents it from reusing earlier results when the same computation is repeated on the new tensors.
+        """
         return list(tensors)
 
     def replay(self) -> Callable[[], AbstractContextManager[None]]:

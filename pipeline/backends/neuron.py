@@ -69,7 +69,7 @@ class NeuronBackend(Accelerator):
     name = "neuron"
     is_neuron = True
     compiles_steps = True
-    # These are supported according to training/best-practices and torch/guides/torch-distributed, which recommend FSDP2
+    # These are supported according to training/best-practices and torch/guides/torch-distributed, which describe FSDP2
     # with eager operations. The documentation mentions neither offloading nor other collectives.
     parallelism = frozenset({"parameters", "tensor"})
     default_tokens = 4096

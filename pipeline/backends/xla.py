@@ -59,7 +59,7 @@ class XlaBackend(Backend):
             # xla_model.all_reduce in torch_xla 2.9).
             self._pjrt.initialize_multiprocess(local_rank, local_world_size)
         self.device: torch.device = self._xla.device()
-        self._host = CpuBackend()  # for collectives outside of a graph
+        self._host = CpuBackend()  # for collectives outside a graph
 
     def runtime_world_size(self) -> int:
         if self.reduces_in_graph:

@@ -97,25 +97,21 @@ class TrainState(Record):
     origin: Origin | None = Field(None, description="Source of the checkpoint if it was imported")
     published: PublishedWeights | None = Field(
         None,
-        description="Pretrained weights that the first run of the lineage started from; none if it started from random"
-        " weights or this is unknown",
+        description="Pretrained weights that the first run of the lineage started from, if any",
     )
     max_tokens: int | None = Field(
         None,
         description="Maximum length of texts used to train the encoder, including [CLS] and [SEP]; none if unknown",
     )
     trained_head: bool = Field(
-        True, description="Whether the relevance head was trained; otherwise, scores are not meaningful"
+        True, description="Whether the relevance head was trained, which is required for meaningful scores"
     )
     settings_hash: str
     code_version: str
 
 
 def checkpoint_manifest(storage: Storage, prefix: str, *, next_command: str) -> Manifest:
-    """Return the manifest of a committed checkpoint.
-
-    Raises CheckpointError, which suggests `next_command`, if there is no such checkpoint.
-    """
+    """Return the manifest of a committed checkpoint. Raises CheckpointError with `next_command` if there is none."""
     manifest = read_manifest(storage, prefix)
     if manifest is None or manifest.kind != KIND:
         raise CheckpointError(

@@ -113,10 +113,7 @@ class CacheEntry:
 
 
 def list_entries(storage: Storage, key: str = "") -> list[CacheEntry]:
-    """List all entries of a cache, or only the entry `key`, without reading any files.
-
-    Raises ConfigError if the cache can't be listed.
-    """
+    """List all entries of a cache, or only the entry `key`. Raises ConfigError if the cache can't be listed."""
     root, entries = storage.local_path(""), dict[str, dict[str, CacheFile]]()
     files = _local_files(root, key) if root else ((s.key, s.size_bytes, s.age_s) for s in storage.list(key))
     for path, size_bytes, age_s in files:
@@ -236,10 +233,7 @@ def _flags_texts(storage: Storage, entries: Sequence[CacheEntry]) -> dict[str, s
 
 @contextmanager
 def cache_lock(root: Path, stop: StopSignal) -> Iterator[Path]:
-    """Hold the lock that prevents concurrent syncs and repairs of a local cache.
-
-    Yields a folder for temporary files, which compilers ignore.
-    """
+    """Prevent concurrent syncs and repairs of a local cache, and yield a temporary folder that compilers ignore."""
     folder = root / LOCK_DIR
     with os_errors("writing", f"file://{folder}"):
         atomic.make_dirs(folder)
@@ -266,18 +260,12 @@ def repair(storage: Storage, *, stale_s: float = STALE_LOCK_S, compilers: Compil
 
 
 def release_locks(storage: Storage, *, stale_s: float = 0.0, compilers: Compilers = live_compilers) -> list[str]:
-    """Delete the locks of compilers that were killed, so that waiting processes can continue.
-
-    Returns a line for each lock that was deleted.
-    """
+    """Delete the locks of killed compilers, so that waiting processes can continue, and return a line for each."""
     return list(_clean(storage, stale_s, compilers, ()))
 
 
 def _clean(storage: Storage, stale_s: float, compilers: Compilers, dropped: Collection[EntryState]) -> Iterator[str]:
-    """Delete stale locks, as well as entire entries if they are in one of the `dropped` states.
-
-    Yields a line for each deletion.
-    """
+    """Delete stale locks, and entire entries in one of the `dropped` states. Yields a line for each deletion."""
     for listed in list_entries(storage):
         storage.stop.raise_if_set("repairing the compile cache")
         # List the entry again, since a compiler may have started in the meantime.

@@ -1,7 +1,4 @@
-"""Graph manifests, which are recorded by the compile stage and enforced by later runs.
-
-A manifest lists all graphs of a cycle.
-"""
+"""Graph manifests, which list all graphs of a cycle, are recorded by the compile stage and enforced by later runs."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +44,7 @@ class GraphManifest(Record):
     """All graphs for a plan, which includes the settings, device, world size, compiler flags and versions."""
 
     schema_version: Literal[1, 2] = Field(
-        2, description="Version of the keys; those of version 1 don't match any graph"
+        2, description="Version of the graph keys, where keys of version 1 never match"
     )
     plan: dict[str, PlanValue] = Field(description="Everything that determines the graphs, by name")
     graphs: tuple[GraphRecord, ...]
@@ -305,4 +302,4 @@ class Guard(GraphWatch):
             return "a manifest with at least one graph"
         nearest_position = GraphPosition(nearest.phase, nearest.bucket, nearest.batch_size)
         changes = describe(difference(nearest.op_counts, counts))
-        return f"a graph in the manifest; compared to the most similar one, {nearest_position}, this one has {changes}"
+        return f"a graph in the manifest, the most similar of which is {nearest_position} (differences: {changes})"

@@ -1,7 +1,7 @@
 """Compile the graphs of a cycle with `neuron_parallel_compile`, which traces a trial run and compiles in parallel.
 
 The tool has several pitfalls. It deletes its work folder, parses the options of the command that it runs, silently
-skips locked graphs, reuses cached failures, and leaves locks behind when it is killed. The exit code is the number of
+skips locked graphs, reuses cached failures, and doesn't release locks when it is killed. The exit code is the number of
 failed graphs, so that 256 failures result in exit code 0. To work around this, each run uses a separate folder and a
 wrapper script, and a graph is only considered to be compiled if its cache entry is complete. When parsing the log, we
 only match the text of messages. The prefix of messages changed between releases, and lines can't be relied on, since
@@ -306,10 +306,12 @@ class NeuronCompile:
     def run(self) -> NeuronCompileResult:
         """Repair the cache and run the tool. If any graphs are missing, retry once.
 
-        If a compiler was killed, the retry only compiles one graph at a time. Raises the error that corresponds to the
-        exit code of the trial run. Otherwise, raises ConfigError if the compiler rejects a graph, if a single compiler
-        runs out of memory, or if the tools are not installed; TransientError if the time limit is exceeded, if the
-        retry also crashes, or if another node fails; and Preempted within about 10 s when stopped.
+        If a compiler was killed, the retry only compiles one graph at a time.
+
+        If the trial run fails, raises the error that corresponds to its exit code. Raises ConfigError if the compiler
+        rejects a graph, if a single compiler runs out of memory, or if the tools are not installed. Raises
+        TransientError if the time limit is exceeded, if the retry also crashes, or if another node fails. Raises
+        Preempted within about 10 s when stopped.
         """
         self.stop.raise_if_set("starting to compile")
         self._repair()

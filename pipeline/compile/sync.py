@@ -49,7 +49,7 @@ from pipeline.parallel.world import TRACE_FILE, node_from_env
 from pipeline.settings import Settings
 
 WITHDRAWN = b""
-NUM_ENTRY_THREADS = 4  # number of entries to copy in parallel; the files of each entry are also copied in parallel
+NUM_ENTRY_THREADS = 4  # number of entries to copy in parallel, in addition to copying the files of each in parallel
 
 
 @dataclass(frozen=True)

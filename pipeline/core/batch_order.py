@@ -24,7 +24,7 @@ from pipeline.core.shuffle import mix64, permute, permute_runs, stream_key
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """One static shape: tokens per query and tokens per product (special tokens included)."""
+    """A static shape, given by the number of tokens per query and per product. This includes special tokens."""
 
     query_tokens: int
     product_tokens: int
@@ -53,7 +53,7 @@ def check_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
     if not ordered or ordered[0].query_tokens < 3 or ordered[0].product_tokens < 3:
         raise ConfigError(
             f"invalid buckets {[bucket.name for bucket in ordered]}",
-            expected="at least one bucket, each with 3 or more tokens per side",
+            expected="at least one bucket, and at least 3 tokens per side in each bucket",
         )
     for small, large in pairwise(ordered):
         if small.product_tokens > large.product_tokens:
@@ -204,7 +204,7 @@ _ORDER_OF_BATCHES, _ORDER_IN_POOL = 1, 2
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of one optimizer step. Sample i is row `rows[i]` of pool `pools[i]`."""
+    """The samples of one optimizer step, where sample i is row `rows[i]` of pool `pools[i]`."""
 
     epoch: int
     bucket: int
@@ -220,7 +220,7 @@ class BatchPlan:
         pool_sizes: number of groups in each bucket, smallest bucket first.
         batch_size: number of groups in a global batch.
         seed: seed of the shuffle.
-        run: number of neighbouring groups that are shuffled as one block and stay next to each other.
+        run: number of neighboring groups that are shuffled as one block and stay next to each other.
     """
 
     pool_sizes: tuple[int, ...]
@@ -232,8 +232,8 @@ class BatchPlan:
         if self.batches_per_epoch < 1:
             raise DataError(
                 f"{sum(self.pool_sizes)} groups do not fill a global batch of {self.batch_size}",
-                expected="at least one full batch",
-                next_command="lower train.global_batch_size or add data",
+                expected="enough data for at least one full batch",
+                next_command="decrease train.global_batch_size or add more data",
             )
 
     @property

@@ -35,37 +35,37 @@ class TrnpipeError(Exception):
 
 
 class ConfigError(TrnpipeError):
-    """The settings or the command line are invalid."""
+    """Raised if the settings or the command line are invalid."""
 
     exit_code = 78
 
 
 class DataError(TrnpipeError):
-    """The input data cannot be used."""
+    """Raised if the input data can't be used."""
 
     exit_code = 65
 
 
 class CheckpointError(TrnpipeError):
-    """There is no valid checkpoint to load."""
+    """Raised if there is no valid checkpoint to load."""
 
     exit_code = 74
 
 
 class NumericError(TrnpipeError):
-    """Training produced NaN or diverged, and kept doing so for longer than the guard tolerates."""
+    """Raised if the loss is NaN or diverges for longer than the guard tolerates."""
 
     exit_code = 70
 
 
 class GateRefused(TrnpipeError):
-    """The candidate did not pass the gate."""
+    """Raised if the candidate doesn't pass the gate."""
 
     exit_code = 80
 
 
 class TransientError(TrnpipeError):
-    """A failure that may not occur again on a retry.
+    """Raised for failures that may not occur again on a retry.
 
     Examples are device errors, a failure on a different rank, a collective that timed out, a storage request that hit
     its deadline, and an unhealthy host.
@@ -76,7 +76,7 @@ class TransientError(TrnpipeError):
 
 
 class Preempted(TrnpipeError):
-    """The process was stopped by SIGTERM or SIGINT. Its state has been saved, so the next attempt can resume."""
+    """Raised if the process is stopped by SIGTERM or SIGINT, so that it can save its state and resume later."""
 
     exit_code = 143
     retry = True

@@ -34,10 +34,7 @@ class EncoderSizes:
 
     @property
     def matrix_parameters(self) -> int:
-        """Number of weights that every token is multiplied with, which are the matrices of all layers.
-
-        This is L (4 D^2 + 2 D I).
-        """
+        """Number of weights in the matrices of all layers, which is L (4 D^2 + 2 D I). Every token uses all of them."""
         return self.layers * (4 * self.width**2 + 2 * self.width * self.intermediate)
 
     @property
@@ -51,7 +48,7 @@ class EncoderSizes:
 
 @dataclass(frozen=True)
 class MeasuredTexts:
-    """The number of texts in one micro-step and the measured costs of encoding one of them in a row by itself."""
+    """The number of texts in one micro-step and the measured cost of encoding each of them separately."""
 
     texts: int
     kept_bytes: int

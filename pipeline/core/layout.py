@@ -74,7 +74,7 @@ def layout_of(rank: int, world_size: int, *, shard_degree: int, tensor_degree: i
         raise ConfigError(
             f"tensor_degree {tensor_degree} does not divide {world_size} ranks",
             expected="a divisor of the number of ranks",
-            next_command=f"tensor_degree {_largest_divisor(world_size, tensor_degree)}, or another number of ranks",
+            next_command=f"use tensor_degree {_largest_divisor(world_size, tensor_degree)}, or change the rank count",
         )
     shard = shard_degree or data
     if data % shard:
@@ -82,7 +82,7 @@ def layout_of(rank: int, world_size: int, *, shard_degree: int, tensor_degree: i
         raise ConfigError(
             f"shard_degree {shard} does not divide {data} data-parallel ranks{derivation}",
             expected="a divisor of the number of data-parallel ranks, or 0 for all of them",
-            next_command=f"shard_degree {_largest_divisor(data, shard)}, or another number of ranks",
+            next_command=f"use shard_degree {_largest_divisor(data, shard)}, or change the rank count",
         )
     return Layout(rank, data // shard, shard, tensor_degree)
 

@@ -1,6 +1,6 @@
-"""The manifest of an artefact, which lists the size and checksum of each file.
+"""The manifest of an artifact, which lists the size and checksum of each file.
 
-An artefact is committed once its manifest exists.
+An artifact is committed once its manifest exists.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 
 
 def _check_name(name: str) -> str:
-    """Verify that a file name cannot escape the artefact's folder, because manifests are untrusted input."""
+    """Verify that a file name cannot escape the artifact's folder, because manifests are untrusted input."""
     if name == MANIFEST_NAME or "\\" in name or "\0" in name or any(p in ("", ".", "..") for p in name.split("/")):
         raise ValueError(f"file name {name!r} is not a plain relative path")
     return name
@@ -44,7 +44,7 @@ class Manifest(Record):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON of all fields. Identical artefacts have the same digest."""
+        """SHA-256 of the canonical JSON of all fields. Identical artifacts have the same digest."""
         return _digest(self.model_dump(mode="json"))
 
     @property
@@ -94,5 +94,5 @@ def _bad(source: str, problem: str) -> DataError:
     return DataError(
         f"{source} {problem}",
         expected="the manifest exactly as it was committed",
-        next_command="delete that folder and run the stage that wrote it again",
+        next_command="delete that folder, then rerun the stage that wrote it",
     )

@@ -47,11 +47,11 @@ class NeuronError:
 
 _REPLACE = "replace the machine: terminate it, or stop and start it"
 _RELOAD = "sudo modprobe -r neuron; sudo modprobe neuron; if it repeats, replace the machine"
-_SOFTWARE = "another machine does not help: report it with the log of the runtime (NEURON_RT_LOG_LEVEL=INFO)"
-_HANG = "check dmesg here and the first error on the other nodes, then run the job again"
-_CORES = f"end the processes that use the cores (neuron-ls) and wait 10 s; else {_RELOAD}"
-_VERSIONS = "compile again with the neuronx-cc of this SDK: compiler, runtime and driver must have matching versions"
-_MEMORY = "fewer loader workers, a smaller micro-batch, or a machine with more memory"
+_SOFTWARE = "this is not specific to this machine: report it with the runtime log (NEURON_RT_LOG_LEVEL=INFO)"
+_HANG = "check dmesg on this node and the first error on the other nodes, then run the job again"
+_CORES = f"stop the processes that use the cores (see neuron-ls) and wait 10 s; if that does not help, {_RELOAD}"
+_VERSIONS = "compile again with neuronx-cc from this SDK, because compiler, runtime and driver versions must match"
+_MEMORY = "use fewer loader workers, a smaller micro-batch, or a machine with more memory"
 ECHO, LIKELY, PROOF = Evidence
 RETRY, FIX = TransientError, ConfigError
 
@@ -59,7 +59,7 @@ ROWS = (
     NeuronError("NRT_FAILURE", RETRY, _CORES, 1, ECHO),
     NeuronError("NRT_INVALID", FIX, _SOFTWARE, 2),
     NeuronError("NRT_INVALID_HANDLE", FIX, _SOFTWARE, 3, ECHO),
-    NeuronError("NRT_RESOURCE", FIX, "out of memory or queues: a smaller micro-batch, fewer loaded graphs", 4),
+    NeuronError("NRT_RESOURCE", FIX, "out of memory or queues: use a smaller micro-batch or load fewer graphs", 4),
     NeuronError("NRT_TIMEOUT", RETRY, f"{_HANG}; or raise NEURON_RT_EXEC_TIMEOUT", 5),
     NeuronError("NRT_HW_ERROR", RETRY, _REPLACE, 6, PROOF),
     NeuronError("NRT_QUEUE_FULL", RETRY, "run the job again", 7),
@@ -71,10 +71,12 @@ ROWS = (
     NeuronError("NRT_QUEUE_EMPTY", FIX, _SOFTWARE, 15, ECHO),
     NeuronError("NRT_EXEC_UNIT_UNRECOVERABLE", RETRY, _RELOAD, 101),
     NeuronError("NRT_EXEC_BAD_INPUT", FIX, _SOFTWARE, 1002),
-    NeuronError("NRT_EXEC_COMPLETED_WITH_NUM_ERR", NumericError, "NaN: check the model and the data", 1003),
-    NeuronError("NRT_EXEC_COMPLETED_WITH_ERR", RETRY, "check dmesg for memory errors; if it repeats, the graph", 1004),
+    NeuronError("NRT_EXEC_COMPLETED_WITH_NUM_ERR", NumericError, "check the model and the data for NaN", 1003),
+    NeuronError(
+        "NRT_EXEC_COMPLETED_WITH_ERR", RETRY, "check dmesg for memory errors; if it repeats, check the graph", 1004
+    ),
     NeuronError("NRT_EXEC_NC_BUSY", RETRY, _CORES, 1005),
-    NeuronError("NRT_EXEC_OOB", FIX, "index out of bounds: check token ids and positions", 1006),
+    NeuronError("NRT_EXEC_OOB", FIX, "check token ids and positions for an index out of bounds", 1006),
     NeuronError("NRT_COLL_PENDING", RETRY, "run the job again", 1100),
     NeuronError("NRT_EXEC_HW_ERR_COLLECTIVES", RETRY, _HANG, 1200),
     NeuronError("NRT_EXEC_HW_ERR_HBM_UE", RETRY, _REPLACE, 1201, PROOF),
@@ -86,7 +88,7 @@ ROWS = (
     NeuronError(
         "hardware error",
         RETRY,
-        f"{_REPLACE}; a memory error may be repaired with: {_RELOAD}",
+        f"{_REPLACE}; to repair a memory error, try {_RELOAD}",
         # Treat unknown types as hardware errors too, because that is how the kernel reports them.
         r"NEURON_HW_ERR=(?!HANG_ON_COLLECTIVES\b)\w|Uncorrectable (?:HBM )?memory error"
         r"|DMA [TR]X engine \d+ is in an abort state",
@@ -115,11 +117,11 @@ ROWS = (
     NeuronError(
         "no EFA for many nodes",
         FIX,
-        "multi-node needs EFA: launch template (InterfaceType efa) and efa-installer in the image",
+        "multi-node jobs need EFA: set InterfaceType efa in the launch template and run efa-installer in the image",
         r"Unable to run multi-instance workload",
     ),
     NeuronError("no libnccom", FIX, "install aws-neuronx-collectives in the image", r"Error opening libnccom\.so"),
-    NeuronError("too many open files", FIX, "nofile ulimit of at least 65535", r"Too many open files"),
+    NeuronError("too many open files", FIX, "set the nofile ulimit to at least 65535", r"Too many open files"),
     NeuronError(
         *("version skew", FIX, _VERSIONS),
         r"NEFF version mismatch|incompatible model|Unsupported hardware operator code",
@@ -131,7 +133,7 @@ ROWS = (
         r"Out of memory: Killed process|neuronx-cc was forcibly killed|\[F137\]"
         r"|neuronx-cc\b[^\n]{0,200}(?:(?<![\w.])-9(?!\.?\w)|SIGKILL|(?:status|code)\D{0,12}70\b)",
     ),
-    NeuronError("killed with SIGTERM", RETRY, "check dmesg for out of memory", r"Received 15 death signal", ECHO),
+    NeuronError("killed with SIGTERM", RETRY, "check dmesg for OOM kills", r"Received 15 death signal", ECHO),
 )
 
 # Examples: `nrt_execute: status=1004`, `nrt_init failed with error code 1`, `Inference completed with err: 1004`.

@@ -1,8 +1,8 @@
 """Optional packages, the commands that install them, and the error to raise if one of them is missing.
 
 A module that uses an optional package imports it at the top. Callers catch the ImportError and convert it with
-`missing_package`. Note that we recommend to install the package itself instead of an extra such as
-`trnpipe[tensorboard]`, because trnpipe is not published on PyPI and that name could belong to someone else.
+`missing_package`. Note that the commands install the package itself instead of an extra such as `trnpipe[tensorboard]`,
+because trnpipe is not published on PyPI, where a package with this name would be someone else's.
 """
 
 import shlex

@@ -1,7 +1,7 @@
 """Shuffle samples with keyed permutations that are computed on the fly, so that they never need to be stored.
 
 The permutation is a Feistel network over the smallest domain with an even number of bits that holds `size` items.
-Results outside of [0, size) are encrypted again until they are in range ("cycle walking"). This yields a bijection of
+Results outside [0, size) are encrypted again until they are in range ("cycle walking"). This yields a bijection of
 [0, size) in O(1) memory for any size. See Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
 """
 
@@ -56,7 +56,7 @@ def permute(positions: Int64s, size: int, key: int) -> Int64s:
 
 
 def permute_runs(positions: Int64s, size: int, key: int, run: int) -> Int64s:
-    """Shuffle like `permute`, but keep blocks of `run` neighbouring items together and in order.
+    """Shuffle like `permute`, but keep blocks of `run` neighboring items together and in order.
 
     The first block starts at an offset that depends on the key, and blocks wrap around at the end. As a result,
     different keys keep different items together. Items that don't fill a block are placed at the end.

@@ -12,7 +12,7 @@ class StopSignal:
         self._event = threading.Event()
         self.reason = ""
         self.has_live_display = False
-        """Whether a live display is using the terminal. It reacts to Ctrl-C itself, so nothing else may be printed."""
+        """Whether a live display is using the terminal. It handles Ctrl-C itself, so nothing else should be printed."""
 
     def set(self, reason: str) -> None:
         """Request that all loops stop at the next safe point. Only the first call sets the reason."""

@@ -12,15 +12,15 @@ from pipeline.core.record import Record
 class ColumnMapping(Record):
     """Names of the input columns. Optional columns may be missing from the input."""
 
-    query: str = Field("query", description="Column of the query text")
-    title: str = Field("title", description="Column of the product title")
-    text: str = Field("text", description="Column of longer product text, appended to the title (optional)")
-    label: str = Field("label", description="Column of the relevance label (class name)")
-    gain: str = Field("gain", description="Column of the graded gain, 0 to 1 (optional)")
-    query_id: str = Field("query_id", description="Column of the query id (optional, default: hash of the query)")
-    product_id: str = Field("product_id", description="Column of the product id (optional, default: hash of the title)")
+    query: str = Field("query", description="Column with the query text")
+    title: str = Field("title", description="Column with the product title")
+    text: str = Field("text", description="Column with longer product text, which is appended to the title (optional)")
+    label: str = Field("label", description="Column with the relevance label (class name)")
+    gain: str = Field("gain", description="Column with the graded gain, from 0 to 1 (optional)")
+    query_id: str = Field("query_id", description="Column with the query id (optional, default: hash of the query)")
+    product_id: str = Field("product_id", description="Column with the product id (optional, default: hash of title)")
     split: str = Field(
-        "split", description="Column with train, valid or test (optional, default: by hash of the query id)"
+        "split", description="Column with train, valid or test (optional, default: split by hash of the query id)"
     )
 
 
@@ -33,7 +33,7 @@ class CategoricalFeature(Record):
 
 
 class SyntheticConfig(Record):
-    """Settings of the built-in, deterministic catalogue, which is used when `data.path` is not set."""
+    """Settings of the built-in, deterministic catalogue, used when `data.path` is not set."""
 
     retired: ClassVar[Mapping[str, Any]] = {"candidates_per_query": 12, "first_day": "2026-01-01", "seed": 17}
     num_queries: int = Field(1500, ge=10, description="Queries per day, each with 12 judged products")

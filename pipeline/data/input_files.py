@@ -107,7 +107,7 @@ def names_of(keys: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files below a path that may contain rows, and the keys of hidden files and documents, which are skipped."""
+    """The files below a path that may contain rows. `skipped` contains the keys of hidden files and documents."""
 
     storage: Storage
     stats: tuple[ObjectStat, ...]
@@ -284,7 +284,7 @@ def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ..
         raise DataError(
             f"{path} has dt= folders, and also {days[FLAT][0].key} outside of them",
             expected="either dt=YYYY-MM-DD/ folders or a flat folder",
-            next_command="move it into a dt= folder",
+            next_command="move it to a dt= folder",
         )
     return tuple(InputPartition(name, tuple(days[name]), extra_ids) for name in sorted(days))
 
@@ -300,7 +300,7 @@ def _day_of(key: str, path: str) -> str:
         raise DataError(
             f"{path} has a file {key} below folders of several days",
             expected="one dt=YYYY-MM-DD folder above each file",
-            next_command="move it into the folder of its day",
+            next_command="move it to the folder for its day",
         )
     if not days and _LIKE_A_DAY.search(unquote("/".join(folders))):
         raise DataError(

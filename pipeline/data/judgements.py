@@ -88,7 +88,7 @@ def _nonzero(counts: Int64s) -> dict[int, int]:
 class JudgementCounts:
     """The judgements in one split, summed over partitions, given the minimum gain of a positive.
 
-    A query that occurs in several partitions is counted once per partition. `mean_gains` has the mean gain of each
+    A query that occurs in several partitions is counted once per partition. `mean_gains` is the mean gain of each
     label, or None if no row has that label.
     """
 
@@ -155,8 +155,8 @@ def training_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, co
         )
     if contrastive and judged.positives and judged.queries_without_negative > _MAX_UNUSABLE * judged.queries:
         warnings["without negative"] = (
-            f"{judged.queries_without_negative:,} of {judged.queries:,} queries have no judged negative, only products"
-            " of other queries. Use trnpipe mine to find hard negatives"
+            f"{judged.queries_without_negative:,} of {judged.queries:,} queries have no judged negative, so only"
+            " products of other queries are used as negatives. Use trnpipe mine to find hard negatives"
         )
     gains = [(name, gain) for name, gain in zip(infos[0].labels, judged.mean_gains, strict=False) if gain is not None]
     if any(worse > better + _GAIN_TOLERANCE for (_, worse), (_, better) in pairwise(gains)):

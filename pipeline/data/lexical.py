@@ -5,7 +5,7 @@ Burmese and related scripts). In these scripts, every character and every pair o
 word, which ensures that a query matches any title that contains it. In all other scripts, a word is a run of letters
 and digits. Vowel signs and other combining marks (categories Mn and Mc) belong to the preceding character.
 
-The features only depend on the two texts. As a result, they can be computed at serving time without any corpus
+The features depend only on the two texts. As a result, they can be computed at serving time without any corpus
 statistics.
 """
 

@@ -19,7 +19,7 @@ from pipeline.model.relevance import GroupInputs, RelevanceInputs
 
 
 class RowSource(Protocol):
-    """A source of rows, which are identified by pool and row number. Texts end at the first padding token."""
+    """A source of rows, identified by pool and row number. Texts end at the first padding token."""
 
     @property
     def pad_id(self) -> int: ...
@@ -31,7 +31,7 @@ class RowSource(Protocol):
 
 
 class GroupSource(Protocol):
-    """A source of groups, which are identified by pool and group number.
+    """A source of groups, identified by pool and group number.
 
     A group consists of a query and several of its products. See `GroupedRows.read` for details.
     """

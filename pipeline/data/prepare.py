@@ -1,13 +1,13 @@
-"""Convert the partitions of the input to token sets, which are committed folders of token shards.
+"""Convert each partition of the input to a token set, a committed folder of token shards.
 
 The prepare stage opens the input, determines the labels, and looks up or trains the tokenizer. Each partition is named
 by a fingerprint of everything that its token set depends on, so partitions that have already been committed are reused.
 All others are tokenised chunk by chunk in worker processes, and each partition is committed once its last chunk is
-finished. A worker process needs enough memory for one chunk (at most 64 MiB of columns), the parent process for two. If
-the run is interrupted, a rerun skips the finished chunks and produces exactly the same bytes.
+finished. A worker process needs enough memory for one chunk (at most 64 MiB of columns), and the parent process needs
+enough for two. If the run is interrupted, a rerun skips the finished chunks and produces exactly the same bytes.
 
 With several workers (the tasks of an array job), each worker prepares every n-th partition. The workers do not need to
-coordinate, because the labels, the tokenizer and the names only depend on the input and the settings. The last worker
+coordinate, because the labels, the tokenizer and the names depend only on the input and the settings. The last worker
 to finish finds all partitions committed.
 """
 
@@ -92,8 +92,8 @@ class Encoding:
 class _PartitionWork:
     """The progress of a partition that is being prepared.
 
-    `rows` and `blank` count the rows and the blank lines that have been read from each file, and `done` has the records
-    of all finished chunks. `num_chunks` is None until all files have been read.
+    `rows` and `blank` count the rows and the blank lines that have been read from each file. `done` contains the
+    records of all finished chunks. `num_chunks` is None until all files have been read.
     """
 
     partition: InputPartition
@@ -151,8 +151,8 @@ def prepare(
         staging = Staging(scratch / "tokens" / prefix.rpartition("/")[2])
         if info := _committed(encoding, prefix, workspace):
             events(EventName.PARTITION_REUSED, partition=info.partition, prefix=prefix, rows=info.rows)
-            # If an earlier attempt was killed right after its commit, its chunk records still exist. Remove them, or
-            # else they would still mark the chunks as finished if the token set is damaged and deleted later.
+            # If an earlier attempt was killed right after its commit, its chunk records still exist. They have to be
+            # removed, because they would mark the chunks as finished even after the token set has been deleted.
             shutil.rmtree(staging.folder, ignore_errors=True)
             infos[prefix] = info
         elif number % config.workers == worker:

@@ -69,7 +69,7 @@ def suffix_format(name: str) -> str | None:
 
 @dataclass
 class _Source:
-    """A file that is being read. `rows` and `blank` count its rows and blank lines so far, independent of batches."""
+    """A file that is being read. `rows` and `blank` count the rows and the blank lines that were read so far."""
 
     storage: Storage
     key: str
@@ -125,7 +125,7 @@ def read_file(
         raise DataError(
             f"{storage.uri(key)} cannot be read as {format_name}: {' '.join(str(error).split())}",
             expected=f"a complete {format_name} file",
-            next_command="write the file again, or give it the suffix of its format",
+            next_command="recreate the file, or rename it so that its suffix matches its format",
         ) from error
     if rows_read != source.rows:
         raise RuntimeError(f"{storage.uri(key)} has {source.rows} rows, but its reader yielded {rows_read}")
@@ -151,7 +151,7 @@ def refuse_unreadable(storage: Storage, key: str, format_name: str) -> None:
         raise DataError(
             f"{uri} is truncated: it starts like a Parquet file but does not have a Parquet footer",
             expected="a complete Parquet file",
-            next_command="write or copy the file again",
+            next_command="recreate the file or copy it again",
         )
 
 
@@ -163,7 +163,7 @@ def _refuse_other_content(uri: str, head: bytes, allowed: bytes = b"\n") -> None
         raise DataError(
             f"{uri} is {content}",
             expected="Parquet, or CSV or JSON lines, optionally compressed with gzip",
-            next_command="download or write the file again in one of these formats, with its suffix",
+            next_command="download or export the file again in one of these formats, with the matching suffix",
         )
 
 
@@ -252,7 +252,7 @@ def _open_text(source: _Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
         _refuse_other_content(uri, head)
         if head.startswith(_BYTE_ORDER_MARKS) or b"\0" in re.split(rb"[\r\n]", head)[0]:
             raise DataError(
-                f"{uri} is not UTF-8: its first line has a byte order mark or zero bytes of another encoding",
+                f"{uri} is not UTF-8: its first line contains zero bytes or a different encoding's byte order mark",
                 expected="UTF-8",
                 next_command="iconv -f UTF-16 -t UTF-8 FILE > CONVERTED (or -f UTF-32)",
             )
@@ -314,7 +314,7 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
                         raise DataError(
                             f"{uri} has {', '.join(map(repr, new))} for the first time in row {row}",
                             expected=f"every column in at least one of the first {_PEEK_LINES} rows",
-                            next_command="write it as null in the first row",
+                            next_command="add it to the first row with the value null",
                         )
                 values = list[bytes | None]()
                 for column, may_join in zip(plan.inputs, joined, strict=True):
@@ -328,10 +328,10 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
 
 
 def _type_error(message: str) -> DataError:
-    """Create the error for a column whose values are neither texts nor numbers."""
+    """Create the error for a column whose values are neither strings nor numbers."""
     return DataError(
         message,
-        expected="text, bytes, numbers or dates (or lists of texts in the query, title and text columns)",
+        expected="strings, bytes, numbers or dates (or lists of strings in the query, title and text columns)",
         next_command="write the column as text, or choose a different column with --data.columns",
     )
 
@@ -380,7 +380,7 @@ def _parse(line: bytes) -> dict[str, Any] | Malformed:
 
 
 def _json_bytes(value: Any, may_join: bool) -> bytes | None:
-    """Convert a JSON value to text. Raises TypeError if it is an object, or a list and `may_join` is not set."""
+    """Convert a JSON value to text. Raises TypeError if it is an object, or if it is a list that must not be joined."""
     if isinstance(value, dict):
         raise TypeError("an object")
     if isinstance(value, list):

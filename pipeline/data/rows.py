@@ -101,14 +101,14 @@ class RowChunk:
 
 
 def batch_rows(rows_per_chunk: int) -> int:
-    """Return the batch size with which a whole number of batches fills a chunk as closely as possible."""
+    """Return the number of rows that a reader should yield at a time so that batches fill up a chunk."""
     return rows_per_chunk // -(-rows_per_chunk // _BATCH_ROWS)
 
 
 def cut_chunks(file: str, batches: Iterable[RawBatch], rows_per_chunk: int) -> Iterator[RowChunk]:
     """Group the batches of one file into chunks of at most `rows_per_chunk` rows and about CHUNK_BYTES.
 
-    Chunk boundaries only depend on the file and the settings, so that a rerun can skip the chunks that are finished.
+    Chunk boundaries depend only on the file and the settings, so that a rerun can skip the chunks that are finished.
     """
     buffered: list[RawBatch] = []
     rows = size = 0
@@ -312,9 +312,9 @@ def _setting(field: str) -> str:
 # Canonical values, which do not depend on the file format.
 
 READER_VERSION = 2  # part of the names of prepared data. Increase it when readers return different texts for a file
-JOINED_FIELDS = frozenset({"query", "title", "text"})  # fields in which a list of texts is joined with spaces
+JOINED_FIELDS = frozenset({"query", "title", "text"})  # fields in which a list of strings is joined with spaces
 _INTEGER = r"-?(?:0|[1-9][0-9]*)\.0+"
-_SCIENTIFIC = r"-?[0-9](?:\.[0-9]+[eE]\+?|[eE]\+)[0-9]{1,3}"  # requires a point or plus: 1e3 may be a product name
+_SCIENTIFIC = r"-?[0-9](?:\.[0-9]+[eE]\+?|[eE]\+)[0-9]{1,3}"  # requires a point or plus since 1e3 may be a product
 _BOOLEAN = "True|TRUE|False|FALSE"
 _VARIANT = rf"^\s*(?:{_INTEGER}|{_SCIENTIFIC}|{_BOOLEAN})\s*$"
 _LARGEST_EXPONENT = 308
@@ -338,16 +338,16 @@ def canonical_text(text: str) -> str:
 
 
 def join_texts(values: list[Any] | None) -> str | None:
-    """Join a list of texts with spaces. Raises TypeError if the list contains values that are not texts."""
+    """Join a list of strings with spaces. Raises TypeError if the list contains any other values."""
     if values is None:
         return None
     if not all(value is None or isinstance(value, str) for value in values):
-        raise TypeError("a list with values that are not texts")
+        raise TypeError("a list with values that are not strings")
     return " ".join(filter(None, values))
 
 
 def is_text_list(kind: pa.DataType) -> bool:
-    """Return whether an Arrow type is a list of texts."""
+    """Return whether an Arrow type is a list of strings."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         return False
     value = kind.value_type
@@ -359,7 +359,7 @@ def as_field(array: pa.Array, field: str) -> pa.Array:
 
     Numbers in numeric fields are converted to float64, which rounds integers beyond 2^53. Everything else is converted
     to large_binary. NaN is considered a missing value. Whether bytes are valid UTF-8 is checked later. Raises
-    pa.ArrowException for nested types, except for lists of texts in JOINED_FIELDS.
+    pa.ArrowException for nested types, except for lists of strings in JOINED_FIELDS.
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -397,7 +397,7 @@ def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:
     """Convert input columns to the fields of a plan.
 
     The name of the input column is stored in the metadata of each field. Raises pa.ArrowTypeError if a column contains
-    neither texts nor numbers.
+    neither strings nor numbers.
     """
     arrays = list[pa.Array]()
     for field, column in plan.pairs:

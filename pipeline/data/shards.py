@@ -124,7 +124,7 @@ class TokenRows:
                     ) from error
                 raise DataError(
                     f"token shard {path} cannot be read: {error}",
-                    expected="the file committed by prepare",
+                    expected="the file that was committed by the prepare stage",
                     next_command="delete its folder and run trnpipe prepare again",
                 ) from error
             self._maps[shard] = arrays

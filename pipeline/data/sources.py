@@ -49,9 +49,9 @@ from pipeline.io.storage import ObjectStat, Storage, os_errors
 class Source:
     """An input that has been opened.
 
-    `reader` takes a file and the fields to read (None: all). If the dataset defines its own labels, `fixed_labels` has
-    their gains, least relevant label first. Otherwise it is empty. `skipped` has the keys of files below the path that
-    are not read, and `warnings` describes potential problems with the input.
+    `reader` takes a file and the fields to read (None: all). If the dataset defines its own labels, `fixed_labels`
+    contains their gains, least relevant first. Otherwise it is empty. `skipped` contains the keys of files below the
+    path that are not read, and `warnings` describes potential problems with the input.
     """
 
     partitions: tuple[InputPartition, ...]

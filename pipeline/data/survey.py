@@ -22,13 +22,13 @@ from pipeline.data.tokenizer import SAMPLE_ROWS
 from pipeline.data.validate import filter_mask, to_floats
 
 MAX_LABELS = 1000
-SAMPLE_BYTES = 128 * 2**20  # maximum size of the sample. As Python objects, with the trainer's copy, it is 5x as large
+SAMPLE_BYTES = 128 * 2**20  # maximum size of the sampled text, which takes 5x as much memory during training
 _TEXT_FIELDS = ("query", "title", "text")
 
 
 @dataclass
 class TextSample:
-    """A sample of every `stride`-th row, which is taken in a single pass.
+    """A sample of every `stride`-th row, taken in a single pass.
 
     Whenever the sample exceeds its limits, the stride is doubled. Row numbers start at n in the n-th file, instead of
     continuing from the previous file. As a result, the rows sampled from a file do not depend on the sizes of other
@@ -152,7 +152,7 @@ _RARE = 0.005  # labels of a smaller fraction of the rows are likely mistakes if
 
 @dataclass(frozen=True)
 class LabelSet:
-    """The labels and their gains, least relevant first. `row_gains` has the gains of rows without a gain, by label."""
+    """The labels and their gains, least relevant first. `row_gains` contains the default gain of a row, by label."""
 
     gains: dict[str, float]
     row_gains: tuple[float, ...]

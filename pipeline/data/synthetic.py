@@ -44,7 +44,7 @@ def _kind(table: dict[str, Any]) -> Kind:
 
 
 _TABLES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_bytes())
-"""The vocabulary, which consists of fictitious brands, and of real kinds of products with their synonyms."""
+"""The vocabulary of fictitious brands, and of real kinds of products with their synonyms."""
 KINDS = [_kind(table) for table in _TABLES["kinds"]]
 BRANDS: Sequence[str] = _TABLES["brands"]
 FILLERS: Sequence[str] = _TABLES["fillers"]
@@ -76,7 +76,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Product:
-    """A product. `values` has a value for each attribute of its kind."""
+    """A product with a value for each attribute of its kind."""
 
     kind: Kind
     brand: str

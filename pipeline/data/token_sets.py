@@ -77,10 +77,10 @@ RowContent = str | dict[str, str | int | float | None]
 
 
 class QuarantinedRow(Record):
-    """A bad row, which is stored as one line of quarantine.jsonl.
+    """A bad row, stored as one line of quarantine.jsonl.
 
     `row` is its 0-based number in the input file, not counting the header. `line` is the 1-based number of its first
-    line in a text file, or 0 in other formats. `content` has its values by column, or the text if it cannot be parsed.
+    line in a text file, or 0 in other formats. `content` is its values by column, or its text if it cannot be parsed.
     """
 
     file: str
@@ -98,7 +98,7 @@ class QuarantinedRow(Record):
 class TokenSetInfo(Record):
     """The metadata of a prepared partition.
 
-    `rows_read` counts the rows that pass the filter, including bad rows. `label_gains` has the mean gain of each label.
+    `rows_read` counts the rows that pass the filter, including bad rows. `label_gains` is the mean gain of each label.
     If the data does not have gains, they are spaced evenly between 0 and 1.
     """
 
@@ -151,7 +151,7 @@ class TokenSetInfo(Record):
 
 @dataclass(frozen=True)
 class Partition:
-    """A prepared partition, which is named `dt=YYYY-MM-DD`, or `flat` if it does not have a date as its watermark."""
+    """A prepared partition. It is named `dt=YYYY-MM-DD`, or `flat` if it does not have a date as its watermark."""
 
     name: str
     watermark: str
@@ -223,8 +223,8 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
         manifest = read_manifest(workspace, prefix)
         if manifest is None or manifest.kind != KIND:
             raise DataError(
-                f"{workspace.uri(prefix)} contains no prepared data",
-                expected="the token shards of the prepare stage",
+                f"{workspace.uri(prefix)} does not contain prepared data",
+                expected="token shards that were committed by the prepare stage",
                 next_command="trnpipe prepare",
             )
         try:

@@ -168,7 +168,7 @@ def _text_key(tokens: Int32s, pad_id: int) -> Int64s:
 
 @dataclass(frozen=True)
 class MinedGroups:
-    """The assignment of mined products to G groups, which are ordered by their sequence length.
+    """The assignment of mined products to G groups, ordered by sequence length.
 
     Args:
         starts: The first group of each length.
@@ -313,7 +313,7 @@ class GroupedRows:
 class TrainingPools:
     """All new groups, and a sample of the old groups that are replayed.
 
-    The sample only depends on the seed. `num_replayed` is the number of old groups for each sequence length. `topic` is
+    The sample depends only on the seed. `num_replayed` is the number of old groups for each sequence length. `topic` is
     the number of adjacent groups that are kept together when groups are sampled.
     """
 

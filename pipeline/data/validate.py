@@ -80,7 +80,7 @@ def to_codes(values: Int64s, names: Sequence[str]) -> Int64s:
     if any(value not in codes for value in hashes.tolist()):
         raise DataError(
             "token shards contain a slice value that is not listed in their manifest",
-            expected="the shards committed by prepare",
+            expected="the shards that were committed by the prepare stage",
             next_command="delete the token set and run trnpipe prepare again",
         )
     return np.array([codes[value] for value in hashes.tolist()], dtype=np.int64)[inverse]
@@ -93,7 +93,7 @@ def to_codes(values: Int64s, names: Sequence[str]) -> Int64s:
 class RowRules:
     """The rules by which the rows of a partition are validated.
 
-    `label_gains` has the gain of each label, which is used for rows without a gain. If `carve_valid` is set, some rows
+    `label_gains` is the gain of each label, used for rows that do not have a gain. If `carve_valid` is set, some rows
     are moved from the train split to the validation split, because datasets such as ESCI do not have the latter.
     """
 
@@ -135,7 +135,7 @@ def filter_mask(columns: pa.RecordBatch | pa.Table, conditions: Mapping[str, str
 def to_floats(column: pa.Array) -> npt.NDArray[np.float64]:
     """Convert a field of floats or bytes to numbers.
 
-    Booleans are converted to 1 and 0. Nulls and all texts that are not numbers are converted to NaN.
+    Booleans are converted to 1 and 0. Nulls and all strings that are not numbers are converted to NaN.
     """
     if pa.types.is_floating(column.type):
         return np.asarray(column.fill_null(float("nan")).to_numpy(zero_copy_only=False), dtype=np.float64)
@@ -261,8 +261,8 @@ def category_id(value: bytes | None, num_ids: int) -> int:
 def _queries_and_splits(rows: _Rows, rules: RowRules, queries: Sequence[str]) -> tuple[Int64s, npt.NDArray[np.int8]]:
     """Return the hashed query id and the split of each row.
 
-    If a row does not have a query id, its query in lower case is hashed instead. Without a split column, the split only
-    depends on the query id, which ensures that all rows of a query are in the same split.
+    If a row does not have a query id, its query in lower case is hashed instead. Without a split column, the split
+    depends only on the query id, which ensures that all rows of a query are in the same split.
     """
     keys = [text or query.lower() for text, query in zip(rows.text("query_id"), queries, strict=True)]
     hashes = {key: hash63(key) for key in set(keys)}

@@ -1,4 +1,4 @@
-"""Reuse the vectors of an earlier cycle: find the cycle, and look up its rows by hashes of id and text."""
+"""Find the vectors of an earlier cycle that can be reused, and look them up by the hashes of their ids and texts."""
 
 import mmap
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ _READ_THREADS = 16
 
 
 class EarlierCycle(Record):
-    """Vectors that were complete when this cycle was planned."""
+    """A cycle whose vectors were complete when the current cycle was planned."""
 
     cycle: str
-    digest: str = Field(description="Digest of their manifest")
+    digest: str = Field(description="Digest of the vectors' manifest")
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,10 @@ class Earlier:
 def find_earlier(
     workspace: Storage, cycle: str, mode: str, made_by: Mapping[str, JsonValue], layout: VectorLayout
 ) -> Earlier:
-    """Find complete vectors of other cycles: the newest, and the newest from the same model and settings.
+    """Find the newest complete vectors of any other cycle, and the newest ones that can be reused.
 
-    Vectors that are incomplete, damaged or of another version are skipped. `mode` is output.carry_over.
+    Vectors can be reused if they were made with the same model and settings and if `mode`, the setting
+    output.carry_over, is "auto". Vectors that are incomplete, damaged or from a different version are skipped.
     """
 
     def complete_vectors(name: str) -> VectorSet | None:
@@ -52,7 +53,7 @@ def find_earlier(
             return None
 
     def reuse_key(made_by: Mapping[str, JsonValue], layout: VectorLayout) -> dict[str, JsonValue]:
-        """Return the values that must be equal for vectors to be reused. The file format may differ."""
+        """Return the values that must be equal for vectors to be reused. The file format is allowed to differ."""
         return {**made_by, **layout.model_dump(exclude={"format"})}
 
     def reference(vectors: VectorSet | None) -> EarlierCycle | None:
@@ -70,7 +71,7 @@ def find_earlier(
 
 
 def open_earlier(workspace: Storage, earlier: EarlierCycle) -> VectorSet:
-    """Open the earlier vectors of a plan. Raises DataError if they were deleted or changed."""
+    """Open the earlier vectors that a plan refers to. Raises DataError if they have been deleted or changed."""
     vectors = find_vectors(workspace, earlier.cycle)
     if vectors.manifest.digest != earlier.digest:
         raise DataError(
@@ -85,17 +86,20 @@ _PART_BITS = 32
 
 
 def encode_row(part: int, rows: Int64s) -> Int64s:
-    """Encode part and row as one number."""
+    """Encode the part and the row as a single integer."""
     return (part << _PART_BITS) + rows
 
 
 def decode_row(code: Int64s) -> tuple[Int64s, Int64s]:
-    """Return (part, row): the inverse of `encode_row`."""
+    """Return (part, row). This is the inverse of `encode_row`."""
     return code >> _PART_BITS, code & ((1 << _PART_BITS) - 1)
 
 
 def open_row_index(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Path:
-    """Return the row index of complete vectors, built once per machine below `scratch`. Takes 40 bytes per row."""
+    """Return the path of the row index of complete vectors, and build it if this machine does not have it yet.
+
+    Building the index takes 40 bytes of memory per row.
+    """
     path, doing = scratch / "embed" / "index" / f"{vectors.manifest.digest}.npy", "reading the earlier vectors' ids"
     with os_errors("writing", f"file://{path}"), atomic.exclusive(path.with_suffix(".lock"), stop):
         if path.exists():
@@ -120,13 +124,16 @@ def open_row_index(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Path:
 
 
 class RowIndex:
-    """A complete index, mapped into memory. Its pages are released after each look-up."""
+    """A memory-mapped row index. Its pages are released after each look-up, so that it does not fill the memory."""
 
     def __init__(self, path: Path) -> None:
         self._index = np.load(path, mmap_mode="r")
 
     def look_up(self, id_hash: UInt64s, text_hash: UInt64s | None = None) -> tuple[Int64s, Bools]:
-        """Return row codes [N] of rows with these hashes of id and text (None: any), or -1, and which ids exist [N]."""
+        """Look up rows by the hashes of their ids and, unless `text_hash` is None, of their texts.
+
+        Returns the row codes [N], which are -1 for rows without a match, and a mask [N] of the ids that exist.
+        """
         ids, texts, codes = self._index
         positions = np.searchsorted(ids, id_hash)
         exists = positions < len(ids)

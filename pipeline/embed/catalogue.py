@@ -1,4 +1,8 @@
-"""The catalogue: Parquet files with an id and a text per row. Reads footers, plans work shards, tokenises rows."""
+"""Read a catalogue of Parquet files with an id and a text in each row.
+
+The catalogue is divided into work shards using only the footers of its files. The rows of a shard are then read in
+small windows, which subprocesses validate, hash and tokenise.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,12 +40,13 @@ from pipeline.embed.vectors import ID_TYPES, IdType
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import ObjectStat, Storage
 
-# Division of a catalogue into work shards. Pure, so that every worker computes the same shards.
+# Divide a catalogue into work shards. The result depends only on the footers, so that every worker computes the same
+# shards.
 
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows `start` to `start + rows` of one row group."""
+    """The rows `start` to `start + rows` of a row group."""
 
     file: int
     group: int
@@ -51,7 +56,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class WorkShard:
-    """Consecutive rows of the catalogue that are written as one part, the unit of work and resume."""
+    """Consecutive rows of the catalogue that are written as one part, which is the unit of work and of resumption."""
 
     index: int
     ranges: tuple[RowRange, ...]
@@ -64,8 +69,8 @@ class WorkShard:
 def plan_shards(groups: Sequence[Sequence[int]], rows_per_shard: int) -> tuple[WorkShard, ...]:
     """Divide files into shards of at most `rows_per_shard` rows, in order.
 
-    `groups[f][g]` is the number of rows of row group g of file f. Row groups that fit are not split, so that few are
-    read twice. Larger ones are split into equal ranges. Small ones, also of several files, are combined.
+    `groups[f][g]` is the number of rows in row group g of file f. A row group is only split if it does not fit in a
+    shard, because some of its rows then have to be decoded twice. Small row groups are combined, even across files.
     """
     shards: list[WorkShard] = []
     ranges: list[RowRange] = []
@@ -88,7 +93,7 @@ NUM_FOOTER_THREADS = 8
 
 
 class CatalogueColumns(Record):
-    """Names of the columns. Only a text column with the default name may be missing."""
+    """Names of the catalogue's columns. Only the text column may be missing, and only if it has the default name."""
 
     id: str
     title: str
@@ -96,7 +101,7 @@ class CatalogueColumns(Record):
     filter: dict[str, str] = Field(default_factory=dict)
 
     def plan(self, available: Sequence[str], file: str) -> ColumnPlan:
-        """Return the columns to read from a file. Raises DataError, listing the existing columns, if one is missing."""
+        """Return the columns to read from a file. Raises DataError that lists the existing ones if one is missing."""
         pairs = [("id", self.id), ("title", self.title)]
         if self.text != self.title:
             pairs.append(("text", self.text))
@@ -105,7 +110,7 @@ class CatalogueColumns(Record):
 
 
 class CatalogueFile(Record):
-    """One Parquet file when the work was planned. `groups`: the number of rows of each row group."""
+    """A Parquet file as it was at planning time. `groups` has the number of rows of each row group."""
 
     key: str
     etag: str
@@ -114,13 +119,13 @@ class CatalogueFile(Record):
 
 
 class Catalogue(Record):
-    """All files, ordered by their keys below `root`. An empty root is the workspace."""
+    """All files of a catalogue, ordered by their keys below `root`. An empty `root` refers to the workspace."""
 
     root: str
     columns: CatalogueColumns
     id_type: IdType
     files: tuple[CatalogueFile, ...]
-    unreadable: dict[str, int] = Field({}, description="Number of unreadable rows, which are in no file, by reason")
+    unreadable: dict[str, int] = Field({}, description="Numbers of rows that could not be converted, by reason")
     unreadable_sample: tuple[QuarantinedRow, ...] = ()
 
     @property
@@ -129,16 +134,19 @@ class Catalogue(Record):
 
     @property
     def digest(self) -> str:
-        """Fingerprint of the content: files, columns and filter."""
+        """Fingerprint of everything that determines the content, including the filter."""
         return fingerprint(self.model_dump(mode="json"))
 
     def shards(self, rows_per_part: int) -> tuple[WorkShard, ...]:
-        """Return the work shards, which depend only on the catalogue."""
+        """Return the work shards."""
         return plan_shards([file.groups for file in self.files], rows_per_part)
 
 
 def read_footers(storage: Storage, stats: Sequence[ObjectStat], columns: CatalogueColumns) -> Catalogue:
-    """Read the footers of files. Raises DataError if one is not Parquet, lacks a column or has ids of another type."""
+    """Read the footers of all files of a catalogue.
+
+    Raises DataError if a file is not Parquet, if it lacks a column, or if the id types of the files differ.
+    """
     footers = run_parallel(
         lambda stat: _footer(storage, stat, columns),
         sorted(stats, key=lambda stat: stat.key.encode()),
@@ -154,7 +162,7 @@ def read_footers(storage: Storage, stats: Sequence[ObjectStat], columns: Catalog
         raise DataError(
             f"the ids in column {columns.id!r} are " + " and ".join(f"{name} in {key}" for name, key in types.items()),
             expected="the same id type in all files",
-            next_command="write the files with one type, or set --embed.catalogue.id to another column",
+            next_command="write all files with the same id type, or set --embed.catalogue.id to a different column",
         )
     catalogue = Catalogue(
         root=storage.root,
@@ -188,11 +196,11 @@ def _footer(storage: Storage, stat: ObjectStat, columns: CatalogueColumns) -> tu
         id_type = "uint64" if kind == pa.uint64() else "int64"
     elif str(kind) in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view"):
         id_type = "string"
-    elif not pa.types.is_null(kind):  # a column of nulls fits any type
+    elif not pa.types.is_null(kind):  # a column that contains only nulls is compatible with any type
         raise DataError(
             f"the id column {columns.id!r} of {uri} has type {kind}",
             expected="text or integers",
-            next_command="set another column with --embed.catalogue.id, or write the ids as text",
+            next_command="set a different column with --embed.catalogue.id, or write the ids as text",
         )
     try:
         to_fields({name: pa.nulls(0, schema.field(name).type) for name in plan.inputs}, plan)
@@ -206,7 +214,7 @@ def _footer(storage: Storage, stat: ObjectStat, columns: CatalogueColumns) -> tu
 
 
 def not_parquet(uri: str, error: Exception) -> DataError:
-    """Return the error for a file that cannot be read."""
+    """Return the error to raise for a file that cannot be read as Parquet."""
     return DataError(
         f"{uri} cannot be read as parquet: {error}",
         expected="a complete Parquet file",
@@ -214,20 +222,21 @@ def not_parquet(uri: str, error: Exception) -> DataError:
     )
 
 
-# Rows of work shards are read in small batches, so that memory is bounded for any size of row groups.
+# The rows of a work shard are read in small windows, so that memory is bounded even if the row groups are large.
 
 BATCH_BYTES = 8 * 2**20
-"""Maximum size of the columns of one window, estimated from the metadata of the row group."""
+"""Maximum size of the columns of a window, estimated from the metadata of the row group."""
 
 
 @dataclass(frozen=True)
 class RawWindow:
-    """Consecutive rows of one file to send to a worker process: id, title, text and filters as an Arrow stream."""
+    """Consecutive rows of a file, serialised to be sent to a worker process."""
 
     file: str
     first_row: int
     """Index of the first row in its file."""
     columns: bytes
+    """The id, title, text and filter columns as an Arrow stream."""
     is_last: bool = False
     """True for the last window of a shard."""
 
@@ -236,10 +245,10 @@ class RawWindow:
 
 
 def read_shard(catalogue: Catalogue, storage: Storage, shard: WorkShard, window_rows: int) -> Iterator[RawWindow]:
-    """Yield the rows of a shard, at most `window_rows` and about BATCH_BYTES at a time.
+    """Yield the rows of a shard in windows of at most `window_rows` rows and about BATCH_BYTES.
 
-    The last window is yielded only after all files of the shard were compared with the plan. Raises DataError if a file
-    has changed, because the result would mix two catalogues.
+    Before the last window is yielded, all files of the shard are compared with the plan. Raises DataError if a file has
+    changed, because the part would otherwise contain a mixture of two catalogues.
     """
     pending: RawWindow | None = None
     for row_range in shard.ranges:
@@ -254,7 +263,7 @@ def read_shard(catalogue: Catalogue, storage: Storage, shard: WorkShard, window_
 
 
 def _read_range(catalogue: Catalogue, storage: Storage, row_range: RowRange, window_rows: int) -> Iterator[RawWindow]:
-    """Yield the windows of a range. Earlier rows of its row group are decoded again, which costs little."""
+    """Yield the windows of a range. Earlier rows of the same row group must be decoded, too, but are skipped."""
     record = catalogue.files[row_range.file]
     first, position, end = sum(record.groups[: row_range.group]), 0, row_range.start + row_range.rows
     _check_unchanged(record, storage)
@@ -288,13 +297,13 @@ def _check_unchanged(planned: CatalogueFile, storage: Storage) -> None:
     if stat is None or (stat.etag, stat.size_bytes) != (planned.etag, planned.size_bytes):
         raise DataError(
             f"{storage.uri(planned.key)} was {'changed' if stat else 'deleted'} after this cycle was planned",
-            expected=f"the file with etag {planned.etag} and {planned.size_bytes} bytes",
+            expected=f"a file with etag {planned.etag} and {planned.size_bytes} bytes",
             next_command="embed the new catalogue in a new cycle (--cycle), or restore the file",
         )
 
 
 def as_fields(batch: pa.RecordBatch, plan: ColumnPlan, id_type: IdType) -> pa.RecordBatch:
-    """Convert input columns to fields: text to large_binary, numeric ids to their type."""
+    """Convert input columns to fields. Text is converted to large_binary, and numeric ids to their integer type."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     fields = to_fields(columns, plan)
     if id_type == "string":
@@ -305,28 +314,26 @@ def as_fields(batch: pa.RecordBatch, plan: ColumnPlan, id_type: IdType) -> pa.Re
     return fields.set_column(index, fields.schema.field(index).with_type(ID_TYPES[id_type]), pc.cast(ids, id_type))
 
 
-# Processing of a window in a worker process: validate rows, hash them, tokenise the texts to embed.
+# Process a window in a worker process: validate and hash its rows, and tokenise the texts to embed.
 
 NO_ID, EMPTY_TEXT, DUPLICATE_ID = "no id", "empty text", "duplicate id"
 
 
 @dataclass(frozen=True)
 class TextRules:
-    """Parameters of `make_window`, the same for all windows.
-
-    `index`: path of the row index of an earlier cycle to reuse vectors from, or empty.
-    """
+    """Parameters of `make_window` that are the same for all windows."""
 
     tokenizer: bytes
     max_tokens: int
-    """Tokens of a text that are read."""
+    """Number of tokens after which texts are truncated."""
     id_type: IdType
     filter: tuple[tuple[str, str], ...] = ()
     index: str = ""
+    """Path of the row index of the earlier cycle from which to reuse vectors, if any."""
     prefix: str = ""
-    """Prepended to every text before tokenising."""
+    """Text to prepend to every text before it is tokenised."""
     chunks: int = 1
-    """Chunks of a text of `max_tokens`."""
+    """Number of chunks into which a text of `max_tokens` is split."""
 
 
 @dataclass(frozen=True)
@@ -337,27 +344,28 @@ class TextRows:
     is_last: bool
     """True for the last window of a shard."""
     table: pa.Table
-    """Columns id, id_hash, text_hash and row (the index of the row in its file)."""
+    """The columns id, id_hash, text_hash and row, which is the index of the row in its file."""
     texts: list[str]
     num_rows: int
-    """All rows of the window."""
+    """Number of rows in the window."""
     num_read: int
-    """Rows that passed the filter, bad ones included."""
+    """Number of rows that passed the filter, including bad rows."""
     bad: tuple[BadRow, ...]
 
 
 @dataclass(frozen=True)
 class Window:
-    """A window ready for the device.
+    """A window whose texts have been tokenised.
 
-    `rows.table` has four more columns: `source` is the row code of the earlier vector to reuse, or -1 for a text to
-    embed. `known` is true if the earlier cycle had the id. `truncated` and `chunked` are true for texts to embed that
-    were cut or split into chunks. `tokens` has only the texts to embed, in order.
+    `rows.table` has four additional columns. `source` is the row code of the earlier vector to reuse, or -1 if the text
+    must be embedded. `known` is true if the earlier cycle had the id. `truncated` and `chunked` are true for texts to
+    embed that were truncated or that will be split into chunks.
     """
 
     rows: TextRows
-    """Without their texts."""
+    """The usable rows. Their texts are dropped, because only the tokens are needed from here on."""
     tokens: Tokens
+    """The tokens of the texts to embed, in order."""
 
     def keep(self, rows: Bools) -> "Window":
         table = self.rows.table
@@ -367,7 +375,7 @@ class Window:
 
 
 def make_window(rules: TextRules, raw: RawWindow) -> Window:
-    """Validate, hash and tokenise a window in a worker process."""
+    """Validate, hash and tokenise a window. This runs in a worker process."""
     rows = validate_rows(rules, raw)
     count = len(rows.texts)
     source, exists = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.bool_)
@@ -389,7 +397,7 @@ def make_window(rules: TextRules, raw: RawWindow) -> Window:
 
 
 def validate_rows(rules: TextRules, raw: RawWindow) -> TextRows:
-    """Apply the filter, then return the id and text of each usable row and the reason for each bad one."""
+    """Apply the filter and return the ids and texts of the usable rows, and the bad rows with their reasons."""
     batch = raw.batch()
     num_rows = len(batch)
     rows = np.arange(raw.first_row, raw.first_row + num_rows, dtype=np.int64)
@@ -420,7 +428,10 @@ def validate_rows(rules: TextRules, raw: RawWindow) -> TextRows:
 
 
 def validate_sample(context: tuple[TextRules, np.uint64], raw: RawWindow) -> TextRows:
-    """Validate rows in a worker process of verify. Keep only the texts of ids whose hash is a multiple of the step."""
+    """Validate the rows of a window and keep only a sample of their texts, to be embedded again by verify.
+
+    The sample consists of the ids whose hash is a multiple of the step. This runs in a worker process.
+    """
     rules, step = context
     rows = validate_rows(rules, raw)
     chosen = np.flatnonzero(rows.table["id_hash"].to_numpy() % step == 0).tolist()
@@ -428,7 +439,7 @@ def validate_sample(context: tuple[TextRules, np.uint64], raw: RawWindow) -> Tex
 
 
 def _validate(name: bytes | int | None, title: bytes | None, text: bytes | None, limit: int) -> tuple[Any, str, str]:
-    """Return (id, text, "") for a usable row, or (_, _, reason). A usable row has an id and a title or text."""
+    """Return (id, text, "") if a row has an id and a title or a text. Otherwise, the third value is the reason."""
     try:
         field = "id"
         value = name.decode() if isinstance(name, bytes) else name
@@ -445,7 +456,7 @@ def _validate(name: bytes | int | None, title: bytes | None, text: bytes | None,
 
 
 def id_hashes(ids: Sequence[Any]) -> UInt64s:
-    """Hash ids as text, so that 7 and "7" are the same id."""
+    """Hash the ids as text, so that 7 and "7" have the same hash."""
     return _hashes([str(value).encode() for value in ids])
 
 
@@ -454,7 +465,7 @@ def _hashes(values: Sequence[bytes]) -> UInt64s:
 
 
 def cut_tokens(tokens: Tokens, limit: int, sep_id: int) -> Tokens:
-    """Cut texts to `limit` tokens, ending with [SEP]."""
+    """Truncate texts to `limit` tokens. The last token of a truncated text is replaced by [SEP]."""
     lengths = np.minimum(tokens.lengths, limit)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     ids = tokens.ids[np.arange(offsets[-1]) + np.repeat(tokens.offsets[:-1] - offsets[:-1], lengths)]
@@ -463,15 +474,16 @@ def cut_tokens(tokens: Tokens, limit: int, sep_id: int) -> Tokens:
 
 
 def chunk_tokens(tokens: Tokens, limit: int, sep_id: int) -> tuple[Tokens, Int64s]:
-    """Split texts into chunks of at most `limit` tokens. Return the chunks and the index of each text's first one [N].
+    """Split texts into chunks of at most `limit` tokens.
 
-    Each chunk begins with the first token of its text, [CLS], and ends with [SEP]. Every other token is in one chunk.
+    Each chunk begins with the first token of its text, which is [CLS], and ends with [SEP]. The chunks do not overlap.
+    Returns the chunks and the index [N] of the first chunk of each text.
     """
     lengths, inner = tokens.lengths, limit - FRAME
     counts = np.where(lengths > limit, -(-(lengths - FRAME) // inner), 1)
     first = np.cumsum(counts) - counts
     text = np.repeat(np.arange(len(lengths)), counts)
-    skipped = (np.arange(len(text)) - first[text]) * inner  # tokens of the text in earlier chunks
+    skipped = (np.arange(len(text)) - first[text]) * inner  # number of tokens of the text that are in earlier chunks
     sizes = np.where(counts[text] > 1, np.minimum(lengths[text] - skipped, limit), lengths[text])
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     ids = tokens.ids[np.arange(offsets[-1]) + np.repeat(tokens.offsets[text] + skipped - offsets[:-1], sizes)]

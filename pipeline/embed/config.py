@@ -10,45 +10,57 @@ from pipeline.core.record import Record
 
 
 class CatalogueConfig(Record):
-    """The catalogue to embed: a table with one row per text."""
+    """Settings of the catalogue to embed, which is a table with one row per text."""
 
     retired: ClassVar[Mapping[str, Any]] = {"quarantine_rows": 1000, "window_rows": 16_384}
 
     path: str | None = Field(
-        None, description="File or folder (file:// or s3://), or none to embed the distinct products of the data input"
+        None,
+        description="File or folder to embed (file:// or s3://). By default, the distinct products of the data input"
+        " are embedded",
     )
-    format: Literal["auto", "parquet", "csv", "jsonl"] = Field("auto", description="Input format (auto: by suffix)")
-    id: str = Field("product_id", min_length=1, description="Column of the unique id (text or integers)")
-    title: str = Field("title", min_length=1, description="Column of the title")
-    text: str = Field("text", min_length=1, description="Column of longer text, appended to the title (optional)")
+    format: Literal["auto", "parquet", "csv", "jsonl"] = Field(
+        "auto", description="Input format (auto: determined by the file name suffix)"
+    )
+    id: str = Field("product_id", min_length=1, description="Column with the unique id (text or integers)")
+    title: str = Field("title", min_length=1, description="Column with the title")
+    text: str = Field("text", min_length=1, description="Optional column with a longer text to append to the title")
     filter: dict[str, str] = Field(
-        {}, description="Keep rows whose column equals the value, as column=value or column=value|value"
+        {}, description="Only embed rows that match these column values: column=value or column=value|value"
     )
     max_bad_fraction: float = Field(
-        0.05, ge=0, le=1, description="Maximum fraction of rows without a usable id or text before the stage fails"
+        0.05, ge=0, le=1, description="Fail if more than this fraction of the rows has no usable id or text"
     )
 
 
 class OutputConfig(Record):
-    """How vectors are stored."""
+    """Settings of the files in which vectors are stored."""
 
     format: Literal["parquet", "npy"] = Field(
         "parquet", description="parquet: ids and vectors in one file. npy: vectors as .npy, ids in a Parquet file"
     )
     dtype: Literal["fp16", "fp32", "int8"] = Field(
-        "fp16", description="Data type of stored vectors (int8 adds a column with one scale per vector)"
+        "fp16", description="Data type of the stored vectors (int8 adds a column with a scale for each vector)"
     )
-    dimensions: int = Field(0, ge=0, description="Leading dimensions to keep, normalised again (0: all)")
-    rows_per_part: int = Field(65_536, ge=1, le=10_000_000, description="Rows per output part, the unit of resume")
+    dimensions: int = Field(
+        0, ge=0, description="Number of leading dimensions to keep, after which vectors are normalised again (0: all)"
+    )
+    rows_per_part: int = Field(
+        65_536,
+        ge=1,
+        le=10_000_000,
+        description="Rows per output part. Interrupted jobs resume after the last complete part",
+    )
     carry_over: Literal["auto", "none"] = Field(
-        "auto", description="auto: reuse vectors of unchanged rows from the newest cycle with equal model and settings"
+        "auto",
+        description="auto: reuse the vectors of unchanged rows from the newest cycle with the same model and settings",
     )
 
 
 FRAME = 2
-"""Tokens of every text: [CLS] and [SEP]."""
+"""Number of special tokens in every text, which are [CLS] and [SEP]."""
 GRAPH_FIELDS = frozenset({"buckets", "tokens_per_batch", "precision"})
-"""Fields of EmbedConfig that determine the graphs."""
+"""Names of the EmbedConfig fields that affect the graphs."""
 
 
 class EmbedConfig(Record):
@@ -60,28 +72,29 @@ class EmbedConfig(Record):
         (128, 512),
         min_length=1,
         max_length=6,
-        description="Static row lengths in tokens, ascending. Texts share rows, longer texts are cut or chunked",
+        description="Static row lengths in tokens, in ascending order. Several short texts share a row, and texts that"
+        " do not fit the longest row are truncated or split into chunks",
     )
     tokens_per_batch: int = Field(
         0,
         ge=0,
-        description="Tokens per batch, padding included. 0: 1024 on cpu, 4096 on xla, 4096 on neuron, 32768 on cuda",
+        description="Tokens per batch, including padding. 0: 1024 on cpu, 4096 on xla, 4096 on neuron, 32768 on cuda",
     )
     chunks: int = Field(
         1,
         ge=1,
         le=64,
-        description="Maximum chunks of a text that exceeds the model's length. Its vector is the token-weighted mean of"
-        " their vectors, and the rest of the text is cut",
+        description="Maximum number of chunks into which to split a text that is too long for the model. Its vector is"
+        " the token-weighted mean of the chunk vectors, and any remaining text is ignored",
     )
     precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Precision of the encoder (bf16 on cpu: only for matrix products)"
+        "fp32", description="Precision of the encoder (on cpu, bf16 is only used for matrix products)"
     )
-    compiled: bool = Field(True, description="On cuda: use torch.compile, which needs a C compiler")
+    compiled: bool = Field(True, description="Use torch.compile on cuda, which requires a C compiler")
     checkpoint: str = Field(
         "", description="Checkpoint to embed with: checkpoints/<cycle>/step-<n> or a URI (empty: the production model)"
     )
-    workers: int = Field(1, ge=1, le=10_000, description="Number of workers, such as the size of an array job")
+    workers: int = Field(1, ge=1, le=10_000, description="Number of workers, for example the size of the array job")
     worker: int | None = Field(
         None, ge=0, description="0-based index of this worker (default: TRNJOBS_INDEX, or 0 for a single worker)"
     )
@@ -97,28 +110,31 @@ class EmbedConfig(Record):
         return self
 
     def batch_tokens(self, default: int) -> int:
-        """Return the tokens of a batch. `default`: Backend.default_tokens of the device."""
+        """Return the number of tokens per batch. `default` is the Backend.default_tokens of the device."""
         return self.tokens_per_batch or max(default, self.buckets[-1])
 
     def chunk_limit(self, max_tokens: int | None, max_positions: int) -> int:
-        """Return the tokens the encoder reads at a time: the trained length (if known), limited by the longest row."""
+        """Return the maximum number of tokens that the encoder reads at a time.
+
+        This is the length that the model was trained on, if known, unless the longest row is shorter.
+        """
         return min(max_tokens or max_positions, max_positions, self.buckets[-1])
 
     def row_limit(self, max_tokens: int | None, max_positions: int) -> int:
-        """Return the tokens of the longest row if it limits the model, else 0."""
+        """Return the length of the longest row if the model could read longer texts, or 0 otherwise."""
         limit = self.chunk_limit(max_tokens, max_positions)
         return limit if limit < min(max_tokens or max_positions, max_positions) else 0
 
     def text_limit(self, max_tokens: int | None, max_positions: int) -> int:
-        """Return the tokens of a text that are read, in one or several chunks."""
+        """Return the maximum number of tokens of a text that are read, in one or several chunks."""
         return max_text_tokens(self.chunk_limit(max_tokens, max_positions), self.chunks)
 
 
 def max_text_tokens(chunk_tokens: int, chunks: int) -> int:
-    """Return the tokens of a text that fills `chunks` chunks, each of which has its [CLS] and [SEP]."""
+    """Return the length of a text that fills `chunks` chunks. Every chunk also has a [CLS] and a [SEP] token."""
     return chunks * (chunk_tokens - FRAME) + FRAME
 
 
 def max_chunk_tokens(max_tokens: int, chunks: int) -> int:
-    """Return the tokens of one of the `chunks` chunks of a text of `max_tokens`: the inverse of `max_text_tokens`."""
+    """Return the length of the chunks into which a text of `max_tokens` is split, the inverse of `max_text_tokens`."""
     return (max_tokens - FRAME) // chunks + FRAME

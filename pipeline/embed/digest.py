@@ -1,4 +1,7 @@
-"""The results of verify for report pages: `cycles/<cycle>/verify/digest.json`. Imports neither torch nor pyarrow."""
+"""The results of `trnpipe embed verify`, as stored in `cycles/<cycle>/verify/digest.json` for the report pages.
+
+This module imports neither torch nor pyarrow, so that the report pages load quickly.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -10,7 +13,7 @@ from pipeline.io.storage import Storage, read_record
 
 
 class VerifyCheck(Record):
-    """The result of one check."""
+    """The result of a single check."""
 
     retired: ClassVar[Mapping[str, Any]] = {"histogram": ...}
 
@@ -25,16 +28,16 @@ class VerifyCheck(Record):
 
 
 class VectorCounts(Record):
-    """Counts of the ids of a catalogue."""
+    """Numbers of ids in a catalogue, compared with the earlier cycle."""
 
     embedded: int
-    carried: int = Field(description="Vectors reused from an earlier cycle")
-    new: int | None = Field(description="Ids that the earlier cycle did not have (none: no vectors were reused)")
-    gone: int | None = Field(description="Ids of the earlier cycle that were removed")
+    carried: int = Field(description="Number of vectors that were reused from an earlier cycle")
+    new: int | None = Field(description="Number of ids that the earlier cycle did not have (none: nothing was reused)")
+    gone: int | None = Field(description="Number of ids of the earlier cycle that have been removed")
 
 
 class VerifyDigest(Record):
-    """`cycles/<cycle>/verify/digest.json`: the results of verify, written whether it passed or not."""
+    """The results of verify for one cycle. They are written even if a check failed."""
 
     retired: ClassVar[Mapping[str, Any]] = dict.fromkeys(("drift", "mean_cosine", "moved_share", "ann_recall"), ...)
 
@@ -55,7 +58,7 @@ def digest_key(cycle: str) -> str:
 
 
 def load_digest(workspace: Storage, cycle: str) -> VerifyDigest | None:
-    """Return the digest of a cycle, or None if it has none. Raises DataError if it cannot be read."""
+    """Return the verify digest of a cycle, or None if there is none. Raises DataError if it cannot be read."""
     return read_record(
         workspace, digest_key(cycle), VerifyDigest, "a digest of verify", f"trnpipe embed verify --cycle {cycle}"
     )

@@ -1,4 +1,8 @@
-"""Embed texts as unit vectors, window by window, while keeping the device busy across windows."""
+"""Embed texts as unit vectors.
+
+Texts are processed in windows. While the device computes a batch, the next ones are already prepared, even if they
+belong to the next window, so that the device stays busy.
+"""
 
 import time
 from collections import deque
@@ -32,40 +36,43 @@ from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.process_group import open_device
 from pipeline.settings import Settings
 
-# Batching of a window of tokens. Batches, and therefore vectors, depend only on the window.
+# Batch texts within a window. Batches, and therefore vectors, depend only on the texts in the same window.
 #
-# Texts of a row do not attend to each other (TextEncoder.rows). So a few static shapes fit any catalogue with little
-# padding: 2.5 % of the tokens of 35,311 real titles in rows of 128 or 512 (`python -m bench.embed`).
+# Several texts can share a row, because they do not attend to each other (see TextEncoder.rows). As a result, a few
+# static shapes are enough for any catalogue. For example, padding accounts for only 2.5 % of the tokens if 35,311 real
+# titles are packed into rows of 128 and 512 tokens (`python -m bench.embed`).
 
 
 @dataclass(frozen=True)
 class Packing:
-    """An assignment of N texts to R rows of static lengths.
-
-    `bucket` [R]: index of each row's length, the longest rows first. `row`, `start` and `slot` [N]: the row of each
-    text, its first token and its number in the row.
-    """
+    """An assignment of N texts to R rows with static lengths."""
 
     bucket: Int64s
+    """Index of the length of each row [R]. The longest rows are first."""
     row: Int64s
+    """Row of each text [N]."""
     start: Int64s
+    """Position of the first token of each text in its row [N]."""
     slot: Int64s
+    """Index of each text among the texts of its row [N]."""
 
 
 def pack_rows(lengths: Int64s, row_lengths: Sequence[int], texts_per_row: Sequence[int]) -> Packing:
-    """Assign texts to rows by best fit, the longest first.
+    """Assign texts to rows by best fit, starting with the longest texts.
+
+    The assignment depends only on how many texts of each length there are, so rows with the same combination of lengths
+    are assigned together.
 
     Args:
-        lengths: tokens of each text [N], each at least 1 and at most the longest row.
-        row_lengths: ascending. A row has the shortest length that fits its longest text.
-        texts_per_row: maximum texts in a row of each length.
-    Only the number of texts of each length matters, so identical rows are assigned together.
+        lengths: number of tokens of each text [N], from 1 to the longest row length.
+        row_lengths: possible row lengths in ascending order. Each row gets the shortest one that fits its longest text.
+        texts_per_row: maximum number of texts in a row of each length.
     """
     if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= row_lengths[-1]:
         raise ValueError(f"texts of {lengths.min()} to {lengths.max()} tokens do not fit rows of {row_lengths[-1]}")
     order = np.argsort(lengths, kind="stable")
     counts = np.bincount(lengths, minlength=1)
-    taken = np.concatenate([[0], np.cumsum(counts)])  # first text of each length in `order` that has no row yet
+    taken = np.concatenate([[0], np.cumsum(counts)])  # position in `order` of the next unassigned text of each length
     row, start, slot = (np.zeros(len(lengths), dtype=np.int64) for _ in range(3))
     bucket: list[Int64s] = []
     num_rows = 0
@@ -87,7 +94,7 @@ def pack_rows(lengths: Int64s, row_lengths: Sequence[int], texts_per_row: Sequen
 
 
 def _fill(counts: Int64s, space: int, max_texts: int) -> list[int]:
-    """Return the lengths of the texts of one row: repeatedly the longest remaining text that fits."""
+    """Return the lengths of the texts to put in a row, by repeatedly adding the longest remaining text that fits."""
     remaining, pattern = counts.copy(), list[int]()
     while space and len(pattern) < max_texts:
         fitting = np.flatnonzero(remaining[: space + 1])
@@ -101,12 +108,12 @@ def _fill(counts: Int64s, space: int, max_texts: int) -> list[int]:
     return pattern
 
 
-_TOKENS_PER_TEXT = 4  # rows of texts that are shorter on average are not filled
+_TOKENS_PER_TEXT = 4  # limits the texts per row. If texts are shorter on average, rows are not completely filled
 
 
 @dataclass(frozen=True)
 class RowShape:
-    """One static shape: `rows` rows of `length` tokens, each of at most `texts` texts."""
+    """The static shape of a batch with `rows` rows of `length` tokens and at most `texts` texts in each row."""
 
     rows: int
     length: int
@@ -118,38 +125,37 @@ class RowShape:
 
 
 def row_shapes(buckets: Sequence[int], tokens: int, *, packed: bool = True) -> tuple[RowShape, ...]:
-    """Return the shape of each bucket, with at most `tokens` tokens. Unless `packed`, a row has one text."""
+    """Return a batch shape of at most `tokens` tokens for each bucket. Unless `packed`, each row has a single text."""
     tokens_per_text = _TOKENS_PER_TEXT if packed else tokens
     return tuple(RowShape(tokens // length, length, max(1, length // tokens_per_text)) for length in buckets)
 
 
 _TOKENS_MULTIPLE = 64
-"""Batches without static shape are padded to a multiple of this, because kernels are built per number of tokens."""
+"""Batches without a static shape are padded to a multiple of this, because a kernel is built per number of tokens."""
 
 
 @dataclass(frozen=True)
 class HostBatch:
-    """One batch before it is sent to the device, with n texts in batch order.
-
-    `texts` [n]: index of each text in the window. `outputs` [n]: index of its vector in the output of the device.
-    `lengths` [n]: its number of tokens.
-    """
+    """A batch of n texts that has not been sent to the device yet."""
 
     tensors: Batch
     texts: Int64s
+    """Index of each text in the window [n]."""
     outputs: Int64s
+    """Index of the vector of each text in the output of the device [n]."""
     lengths: Int64s
+    """Number of tokens of each text [n]."""
 
     @property
     def num_slots(self) -> int:
-        """Number of tokens of the batch, padding included."""
+        """Number of tokens in the batch, including padding."""
         return next(iter(self.tensors.values())).numel()
 
 
 def distinct_texts(window: Tokens, limit: int, sep_id: int) -> tuple[Tokens, Int64s]:
-    """Return the distinct texts, cut to `limit` tokens, and the index of each text of the window among them.
+    """Return the distinct texts, truncated to `limit` tokens, and the index of each text of the window among them.
 
-    One in eight of 35,311 real offers has the same title as another.
+    Duplicates are common. For example, one in eight of 35,311 real offers has the same title as another offer.
     """
     tokens = cut_tokens(window, limit, sep_id) if window.lengths.max(initial=0) > limit else window
     data, numbers = tokens.ids.tobytes(), dict[bytes, int]()
@@ -165,7 +171,10 @@ def distinct_texts(window: Tokens, limit: int, sep_id: int) -> tuple[Tokens, Int
 
 
 def row_batches(tokens: Tokens, shapes: Sequence[RowShape], pad_id: int) -> Iterator[HostBatch]:
-    """Yield batches of static shapes, several texts per row. The last batch of a shape is padded with empty rows."""
+    """Pack several texts into each row and yield batches of static shapes.
+
+    The last batch of each shape is padded with empty rows.
+    """
     lengths = tokens.lengths
     packing = pack_rows(lengths, [shape.length for shape in shapes], [shape.texts for shape in shapes])
     order = np.argsort(packing.row, kind="stable")
@@ -180,7 +189,7 @@ def row_batches(tokens: Tokens, shapes: Sequence[RowShape], pad_id: int) -> Iter
             ]
             row, size = packing.row[texts] - low, lengths[texts]
             ends = np.cumsum(size)
-            positions = np.arange(ends[-1]) - np.repeat(ends - size, size)  # 0, 1, 2, ... within each text
+            positions = np.arange(ends[-1]) - np.repeat(ends - size, size)  # 0, 1, 2, ... for each text
             target = np.repeat(row * shape.length + packing.start[texts], size) + positions
             batch: Batch = {}
             for name, empty, values in (
@@ -195,7 +204,7 @@ def row_batches(tokens: Tokens, shapes: Sequence[RowShape], pad_id: int) -> Iter
 
 
 def flat_batches(tokens: Tokens, budget: int, pad_id: int) -> Iterator[HostBatch]:
-    """Yield batches `ids` [S] without padding between texts, of at most `budget` tokens or one text, longest first."""
+    """Concatenate texts, longest first, and yield batches of at most `budget` tokens (or a single text)."""
     lengths = tokens.lengths
     order = np.argsort(-lengths, kind="stable")
     ends = np.cumsum(lengths[order])
@@ -210,30 +219,30 @@ def flat_batches(tokens: Tokens, budget: int, pad_id: int) -> Iterator[HostBatch
         yield HostBatch({"ids": torch.from_numpy(padded)}, texts, np.arange(len(texts)), lengths[texts])
 
 
-# Device-specific code: how texts are batched and how a batch is computed, with static shapes or on a CPU.
+# The engines determine how texts are batched and computed on a device, either with static shapes or on a CPU.
 
 PHASE = "embed"
 
 
 Wait = Callable[[], Float32s]
-"""Waits for the vectors [n, D] of a started batch, in the order of its texts."""
+"""Waits for a started batch and returns its vectors [n, D], in the order of its texts."""
 Start = Callable[[Batch, HostBatch], Wait]
 _AHEAD = 2
-"""Batches queued in addition to the one that the device computes."""
+"""Number of batches to queue in addition to the one that the device is computing."""
 
 
 class EmbeddingEngine(Protocol):
-    """One device with an encoder."""
+    """Computes batches of texts with an encoder on one device."""
 
     dim: int
     ahead: int
-    """Batches to start before waiting for the first of them."""
+    """Number of batches to start before waiting for the first of them."""
 
     def batches(self, texts: Tokens) -> Iterator[HostBatch]:
-        """Yield texts as batches for the device."""
+        """Divide texts into batches for the device."""
 
     def start_batches(self) -> AbstractContextManager[Start]:
-        """Return a context manager that yields the function to start a batch on the device."""
+        """Return a context manager that yields a function to start a batch on the device."""
 
 
 class RowEncoder(nn.Module):
@@ -242,12 +251,12 @@ class RowEncoder(nn.Module):
         self.encoder = encoder
 
     def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
-        """Return the vectors of TextEncoder.rows, fp32 [R * texts, D]."""
+        """Call TextEncoder.rows and flatten the result to fp32 [R * texts, D]."""
         return self.encoder.rows(tokens, positions, segments, texts).flatten(0, 1)
 
 
 class EmbedProgram:
-    """The engine of devices that need static shapes or run compiled programs best. Takes over the encoder."""
+    """The engine for devices that require static shapes or benefit from compilation. Takes ownership of the encoder."""
 
     ahead = _AHEAD
 
@@ -279,7 +288,10 @@ class EmbedProgram:
 
     @torch.no_grad()
     def vectors(self, batch: Batch) -> Tensor:
-        """Compute unnormalised vectors, fp32 [rows * texts, D], of a batch with one of `shapes`, on the device."""
+        """Compute the unnormalised vectors of a batch on the device. The batch must have one of `shapes`.
+
+        Returns fp32 [rows * texts, D].
+        """
         rows, length = batch["tokens"].shape
         texts = self._texts_per_row[length]
         vectors = self._forward(batch["tokens"], batch["positions"], batch["segments"], texts)
@@ -291,9 +303,10 @@ class EmbedProgram:
 
 
 class CpuEngine:
-    """The engine of a CPU: one batch per thread, because threads that share a batch wait for each other.
+    """The engine for CPUs, which computes a separate batch in each thread.
 
-    Uses PyTorch's number of threads (OMP_NUM_THREADS). Vectors do not depend on it.
+    This is faster than computing one batch with all threads, because these would have to wait for each other. The
+    number of threads is that of PyTorch (OMP_NUM_THREADS) and does not affect the vectors.
     """
 
     def __init__(self, encoder: BertEncoder, backend: Backend, config: EmbedConfig) -> None:
@@ -319,7 +332,7 @@ class CpuEngine:
             yield start
         finally:
             pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(num_threads)  # the threads of the pool changed MKL's limit for the whole process
+            torch.set_num_threads(num_threads)  # the pool's initializer changes MKL's limit for the whole process
 
     def _vectors(self, batch: Batch, host: HostBatch) -> Float32s:
         vectors: Float32s = self._encoder(batch["ids"], host.lengths.tolist()).numpy()
@@ -327,13 +340,13 @@ class CpuEngine:
 
 
 def open_engine(encoder: TextEncoder, backend: Backend, config: EmbedConfig, watch: GraphWatch) -> EmbeddingEngine:
-    """Return the engine of a device. Takes over the encoder. Raises ConfigError if the device's compiler is missing."""
+    """Return the engine for a device. Takes ownership of the encoder. Raises ConfigError if a compiler is missing."""
     if backend.shares_host_memory and not backend.is_lazy and isinstance(encoder, BertEncoder):
         return CpuEngine(encoder, backend, config)
     return EmbedProgram(encoder, backend, config, watch)
 
 
-# Windows of texts to vectors.
+# The embedder converts windows of texts to vectors.
 
 _TINY = np.float32(1e-12)
 
@@ -342,18 +355,18 @@ _TINY = np.float32(1e-12)
 class EmbedFigures:
     texts: int = 0
     tokens: int = 0
-    """Computed tokens without padding. Equal texts of a window are computed once."""
+    """Number of computed tokens, excluding padding. Duplicate texts in a window are computed only once."""
     padded_tokens: int = 0
-    """Computed padding tokens."""
+    """Number of computed padding tokens."""
     seconds: float = 0.0
-    """Time in `stream`."""
+    """Time spent in `stream`."""
     idle_s: float = 0.0
-    """Time in which no batch was started, because input was missing or vectors were being consumed. An upper bound of
-    the device's idle time."""
+    """Time spent waiting for input or for the consumer of the vectors, during which no batch is started. This is an
+    upper bound for the idle time of the device."""
 
     @property
     def padding_share(self) -> float:
-        """Padding as a fraction of all computed tokens."""
+        """Fraction of the computed tokens that are padding."""
         return self.padded_tokens / max(1, self.padded_tokens + self.tokens)
 
     @property
@@ -362,22 +375,25 @@ class EmbedFigures:
 
 
 Embed = Callable[[Iterable[Tokens]], Iterator[Float32s]]
-"""Converts windows of texts to unit vectors [n, D], in order."""
+"""Converts windows of texts to unit vectors [n, D] and yields them in the same order."""
 
 
 @dataclass
 class _Window:
-    """A window in progress: `vectors` [distinct texts, D], and the index of each of its texts among them."""
+    """A window for which some batches have not been computed yet."""
 
     inverse: Int64s
+    """Index of each text among the distinct texts."""
     first: Int64s | None
-    """Index of each text's first chunk, or None if no text is chunked. `vectors` and `sizes` are those of chunks."""
+    """Index of the first chunk of each distinct text, or None if no text is split into chunks."""
     sizes: Int64s
+    """Number of tokens of each chunk."""
     vectors: Float32s
+    """Vectors of the chunks [chunks, D]."""
     pending_batches: int
 
     def pool_chunks(self) -> Float32s:
-        """Return unnormalised vectors of the distinct texts, which are the token-weighted means of their chunks."""
+        """Return the unnormalised vector of each distinct text, which is the token-weighted mean of its chunks."""
         if self.first is None:
             return self.vectors
         weights = self.sizes.astype(np.float32)
@@ -388,12 +404,13 @@ class _Window:
 
 
 class Embedder:
-    """Embeds windows of texts as unit vectors, which depend only on their window.
+    """Embeds windows of texts as unit vectors. A vector depends only on the window that contains its text.
 
     Args:
-        limit: maximum tokens of a text. Longer texts are cut and end with `sep_id`.
-        chunk: maximum tokens read at a time. The vector of a longer text is the token-weighted mean of its chunks.
-        stop: checked at every batch.
+        limit: maximum number of tokens of a text. Longer texts are truncated and end with `sep_id`.
+        chunk: maximum number of tokens that the encoder reads at a time. A longer text is split into chunks, and its
+            vector is the token-weighted mean of the chunk vectors.
+        stop: stop signal, which is checked for every batch.
     """
 
     def __init__(
@@ -412,12 +429,13 @@ class Embedder:
         self.figures = EmbedFigures()
 
     def stream(self, windows: Iterable[Tokens]) -> Iterator[Float32s]:
-        """Yield fp32 [N, D] for each window, in the order of its texts.
+        """Yield the vectors of each window as fp32 [N, D], in the order of its texts.
 
-        Windows are read in the thread of the backend's loader, some batches ahead. Raises Preempted.
+        Windows are read a few batches ahead, in the thread of the backend's loader. Raises Preempted.
         """
         figures, last = self.figures, time.monotonic()
-        open_windows, loading = deque[_Window](), deque[tuple[_Window, HostBatch]]()  # appended by the loader's thread
+        # The loader's thread appends to these two queues.
+        open_windows, loading = deque[_Window](), deque[tuple[_Window, HostBatch]]()
         started = deque[tuple[_Window, HostBatch, Wait]]()
 
         def lap() -> None:
@@ -433,7 +451,7 @@ class Embedder:
             lap()
 
         def finish_batch() -> Iterator[Float32s]:
-            """Wait for the oldest started batch. Yield the windows that it completes."""
+            """Wait for the oldest batch that was started, and yield the windows that it completes."""
             window, host, wait = started.popleft()
             window.vectors[host.texts] = wait()
             window.pending_batches -= 1
@@ -444,7 +462,7 @@ class Embedder:
             return complete()
 
         def complete() -> Iterator[Float32s]:
-            """Yield complete windows, in order."""
+            """Yield the windows for which all batches have been computed, in order."""
             while open_windows and not open_windows[0].pending_batches:
                 window = open_windows.popleft()
                 figures.texts += len(window.inverse)
@@ -469,7 +487,7 @@ class Embedder:
                 self._stop.raise_if_set("embedding")
                 yield from finish_batch()
             if loading:
-                raise RuntimeError(f"{len(loading)} batches were lost: the loader thread ended early")
+                raise RuntimeError(f"{len(loading)} batches were lost, because the loader thread ended early")
             yield from complete()
 
     def _feed(
@@ -490,7 +508,7 @@ class Embedder:
 
 
 def with_progress(vectors: Iterable[Float32s], doing: str, texts: int) -> Iterator[Float32s]:
-    """Yield vectors of windows and show the progress. `texts`: the total number of texts."""
+    """Yield the vectors of each window while displaying the progress. `texts` is the total number of texts."""
     with progress(doing, texts, "texts") as advance:
         for window in vectors:
             advance(len(window))
@@ -505,7 +523,10 @@ def open_embedder(
     *,
     stop: StopSignal | None = None,
 ) -> Embedder:
-    """Load the encoder of a verified checkpoint onto a device. Raises CheckpointError if its weights do not match."""
+    """Load the encoder of a verified checkpoint onto a device.
+
+    Raises CheckpointError if the weights do not match the model.
+    """
     state = checkpoint.state
     with torch.device("meta"):
         model = RelevanceModel(state.model, state.inputs)
@@ -522,7 +543,10 @@ def open_embedder(
 
 
 def open_device_embedder(settings: Settings, ctx: StageContext, checkpoint: Checkpoint) -> Embedder:
-    """Open this rank's device and load the model onto it. Graphs are checked against the workspace's manifests."""
+    """Open the device of this rank and load the model onto it.
+
+    On a device that compiles graphs, each graph is checked against the manifests in the workspace.
+    """
     backend, watch = open_device(settings.backend, ctx.world), None
     if backend.is_lazy or backend.compiles_steps:
         state, device = checkpoint.state, backend.device_name()

@@ -1,6 +1,7 @@
-"""The work of one worker: rows are read, validated and tokenised in processes, embedded, and written in parts.
+"""Embed the shards of a worker.
 
-Texts are embedded while the next ones are tokenised and complete parts are written.
+Subprocesses validate and tokenise the rows, the device embeds them, and a writer thread commits each part once it is
+complete. All of this happens concurrently, so that the device does not wait for input or output.
 """
 
 import threading
@@ -31,21 +32,24 @@ from pipeline.retrieval.products import join_tokens
 from pipeline.telemetry.events import EventName
 
 FEED_DEPTH = 2
-"""Maximum windows of tokens that are queued for the device."""
+"""Maximum number of token windows that are queued for the device."""
 WRITE_DEPTH = 6
-"""Maximum windows of vectors and complete parts that are queued for writing."""
+"""Maximum number of vector windows and complete parts that are queued for writing."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Inputs and outputs of a worker. `workspace` must work after a stop, because complete parts are still written."""
+    """The inputs and outputs of a worker.
+
+    The storage `workspace` must ignore the stop signal, because complete parts are still written after a stop.
+    """
 
     plan: EmbedPlan
     catalogue: Storage
     workspace: Storage
     rules: TextRules
     num_workers: int
-    """Processes that validate and tokenise (0: one per core)."""
+    """Number of subprocesses that validate and tokenise rows (0: one per core)."""
     earlier: VectorSet | None
     stop: StopSignal
 
@@ -58,13 +62,14 @@ def embed_shards(
     on_window: Callable[[], object] = lambda: None,
     on_part: Callable[[PartRecord], object] = lambda record: None,
 ) -> None:
-    """Embed and commit shards. On a TrnpipeError, complete parts are still committed.
+    """Embed shards and commit their parts. If an error is raised, parts that are already complete are still committed.
 
-    `on_window` is called in this thread after each window, `on_part` with each part in the writer thread.
+    `on_window` is called in this thread after each window. `on_part` is called in the writer thread for each part.
     """
     last, failed, lock = time.monotonic(), False, threading.Lock()
-    # Texts sent to the device whose vectors are not back yet, in order, with complete parts in between. Appended by the
-    # thread in which the embedder reads windows. The writer thread converts vectors and writes parts.
+    # `in_flight` has the texts that were sent to the device and still wait for their vectors. Each part follows its
+    # last texts. Items are appended in the thread in which the embedder reads windows. The writer thread converts the
+    # vectors and writes the parts.
     in_flight, writes = deque[Texts | OpenPart](), deque[Future[None]]()
 
     def write(part: OpenPart) -> None:
@@ -84,7 +89,7 @@ def embed_shards(
                 raise
 
     def wait_for_writes(max_pending: int) -> None:
-        """Wait until at most `max_pending` writes are queued. Raises the first error, again on every later call."""
+        """Wait until at most `max_pending` writes are queued. After a failed write, every call raises its error."""
         while len(writes) > max_pending or (writes and writes[0].done()):
             writes[0].result()
             writes.popleft()
@@ -94,7 +99,7 @@ def embed_shards(
         writes.append(writer.submit(unless_failed, work))
 
     def write_complete_parts() -> None:
-        """Write the parts that have all their vectors."""
+        """Queue the parts for which all vectors have been computed."""
         while in_flight and isinstance(first := in_flight[0], OpenPart):
             submit(partial(write, first))
             in_flight.popleft()
@@ -111,7 +116,7 @@ def embed_shards(
     items = feed(flow, shards)
     with (
         _closed_after(items),
-        ThreadPoolExecutor(1, "part-writer") as writer,  # queued parts are written on exit, also after an error
+        ThreadPoolExecutor(1, "part-writer") as writer,  # writes queued parts on exit, even after an error
         prefetched(items, FEED_DEPTH) as ready,
     ):
         for vectors in embed(windows(ready)):
@@ -129,17 +134,18 @@ def embed_shards(
 
 @contextmanager
 def _closed_after(items: Generator[object, None, None]) -> Iterator[None]:
-    """Close the reader and its processes on exit, after the prefetching thread has released them."""
+    """Close the reader and its subprocesses on exit, after the prefetching thread has released them."""
     try:
         yield
     finally:
-        with suppress(ValueError):  # the thread is still in a request, and the processes end with this one
+        # A ValueError means that the thread is still waiting for a request. The subprocesses then exit with this one.
+        with suppress(ValueError):
             items.close()
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of one part to embed, and the rows of the part for their vectors."""
+    """Texts to embed, and the rows of the part in which to store their vectors."""
 
     tokens: Tokens
     rows: Int64s
@@ -147,9 +153,10 @@ class Texts:
 
 
 def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | OpenPart, None, None]:
-    """Yield the texts of all shards in order, `plan.window_rows` at a time, and each part after its texts.
+    """Yield the texts of all shards in order, in windows of `plan.window_rows`. Each part is yielded after its texts.
 
-    A window has texts of only one part, so that vectors do not depend on the number of workers or on interruptions.
+    A window never contains texts of more than one part. This ensures that vectors do not depend on the number of
+    workers or on interruptions.
     """
     plan, limit = flow.plan, flow.plan.window_rows
     raws = (raw for shard in shards for raw in read_shard(plan.catalogue, flow.catalogue, shard, limit))
@@ -178,30 +185,31 @@ def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | OpenPart,
             yield part
 
 
-# Progress of one worker: log lines, events, metrics, and an early failure if too many rows are bad.
+# Report the progress of a worker, and fail early if too many rows are bad.
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass
 class EmbedWatch:
-    """Reports the progress of one worker."""
+    """Reports the progress of one worker through log lines, events and metrics."""
 
     ctx: StageContext
     plan: EmbedPlan
     device: EmbedFigures
     total: int
-    """Rows of the worker's slice."""
+    """Number of rows in the worker's slice."""
     done: int
-    """Rows completed by earlier attempts."""
+    """Number of rows that earlier attempts have completed."""
     max_bad_fraction: float
     clock: Callable[[], float] = time.monotonic
     parts: int = 0
-    """Parts completed by this attempt."""
+    """Number of parts that this attempt has completed."""
 
     def __post_init__(self) -> None:
         self._started = self._last_line_s = self.clock()
-        self._skipped, self._reasons = 0, Counter[str]()  # rows that were not embedded: carried over, bad, filtered out
+        # `_skipped` counts rows that were carried over, bad or filtered out instead of being embedded.
+        self._skipped, self._reasons = 0, Counter[str]()
 
     def on_window(self) -> None:
         """Print a progress line every SECONDS_BETWEEN_LINES."""
@@ -211,7 +219,7 @@ class EmbedWatch:
             self.ctx.console.info(self.line())
 
     def on_part(self, record: PartRecord) -> None:
-        """Record a part. Raises DataError if too many rows of the catalogue are bad."""
+        """Record a committed part. Raises DataError if too many rows of the catalogue are bad."""
         self.parts += 1
         self._skipped += self.plan.shards[record.index].rows - record.counts.embedded
         self.ctx.events.emit(
@@ -224,7 +232,7 @@ class EmbedWatch:
             raise too_many_bad(bad, rows, self._reasons, self.max_bad_fraction, uri)
 
     def line(self) -> str:
-        """Format progress as `embed 120k/1.00M rows | 812 texts/s | 14.1k tokens/s | padding 4.2% | eta 3m12s`."""
+        """Format the progress as `embed 120k/1.00M rows | 812 texts/s | 14.1k tokens/s | padding 4.2% | eta 3m12s`."""
         device, seconds = self.device, self._seconds()
         rows = device.texts + self._skipped
         eta = f" | eta {format_duration((self.total - self.done - rows) * seconds / rows)}" if rows else ""
@@ -235,7 +243,7 @@ class EmbedWatch:
         )
 
     def finish(self) -> dict[str, Figure]:
-        """Print the last progress line. Return the throughput metrics of this attempt."""
+        """Print the final progress line and return the throughput metrics of this attempt."""
         self.ctx.console.info(self.line())
         device, seconds = self.device, self._seconds()
         return {

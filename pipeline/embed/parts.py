@@ -1,7 +1,8 @@
-"""Output parts: the rows of one work shard with their vectors, their records, and the manifest over all parts.
+"""Write the output parts of a catalogue, and publish the manifest once all parts are complete.
 
-The worker that finds all parts complete checks them and publishes the manifest. Several workers may do so at once, or
-again after a kill, because all of them write the same bytes.
+A part has the rows of a work shard and their vectors. The worker that completes the last part checks all of them and
+publishes the manifest. It is safe if several workers do this concurrently, or if one does it again after it was killed,
+because they all write the same bytes.
 """
 
 import io
@@ -55,10 +56,10 @@ from pipeline.telemetry.events import EventName
 
 @dataclass
 class OpenPart:
-    """A part in progress: rows are added as they are read, vectors as they are computed.
+    """A part in progress. Rows are added as they are read, and vectors are filled in as they are computed.
 
     Args:
-        capacity: rows of the shard, some of which may be bad.
+        capacity: number of rows in the shard, which is an upper bound for the rows of the part.
         quarantine_rows: maximum number of bad rows to keep.
     """
 
@@ -70,12 +71,12 @@ class OpenPart:
     def __post_init__(self) -> None:
         self.counts, self.reasons, self.bad = Counter[str](), Counter[str](), list[BadRow]()
         self.rows, self._tables, self._ids = 0, list[pa.Table](), set[Any]()
-        # The system allocates memory as rows are written.
+        # The operating system allocates this memory only as vectors are written to it.
         self._vectors = np.empty((self.capacity, self.layout.dim), dtype=self.layout.numpy_dtype)
         self._scale = np.empty(self.capacity, dtype=np.float32) if self.layout.has_scale else None
 
     def add(self, window: Window) -> tuple[Tokens, Int64s]:
-        """Add rows. Return the tokens to embed and the rows of this part for their vectors."""
+        """Add the rows of a window. Return the tokens to embed and the rows of this part that need their vectors."""
         self.counts["read"] += window.rows.num_read
         self._add_bad(window.rows.bad)
         window = self._without_duplicates(window)
@@ -92,25 +93,28 @@ class OpenPart:
         return window.tokens, target
 
     def fill(self, rows: Int64s, vectors: Float32s) -> None:
-        """Shorten, convert and store vectors [N, D] of rows [N]. Raises NumericError if one has NaN or infinity."""
+        """Shorten vectors [N, D], convert them and store them in rows [N] of this part.
+
+        Raises NumericError if a vector contains NaN or infinity.
+        """
         if not np.isfinite(vectors).all():
             bad = rows[~np.isfinite(vectors).all(axis=1)]
             raise NumericError(
-                f"{len(bad)} vectors of part {self.index} have NaN or infinity, the first in row {bad[0]}",
-                expected="finite numbers",
-                next_command="--embed.precision fp32 (if the error remains, the checkpoint has diverged)",
+                f"{len(bad)} vectors of part {self.index} contain NaN or infinity, the first one in row {bad[0]}",
+                expected="finite values",
+                next_command="--embed.precision fp32 (if the error persists, training has diverged)",
             )
         self._put(rows, *to_stored(shorten_vectors(vectors, self.layout.dim), self.layout))
 
     def carry(self, earlier: VectorSet) -> None:
-        """Copy the vectors to reuse from an earlier cycle."""
+        """Copy the vectors of unchanged rows from an earlier cycle."""
         parts, rows = decode_row(pa.concat_tables(self._tables)["source"].to_numpy())
         for part in np.unique(parts[parts >= 0]).tolist():
             chosen = np.flatnonzero(parts == part)
             self._put(chosen, *earlier.stored(part, rows[chosen]))
 
     def files(self, stem: str, metadata: Mapping[str, str]) -> tuple[pa.Array, dict[str, bytes]]:
-        """Return the ids and the files of a complete part."""
+        """Return the ids and the files of this part, which must be complete."""
         rows = pa.concat_tables(self._tables)
         scale = None if self._scale is None else self._scale[: self.rows]
         return rows["id"], part_files(self.layout, stem, rows, self._vectors[: self.rows], scale, metadata)
@@ -127,7 +131,7 @@ class OpenPart:
         self.bad += rows[: self.quarantine_rows - len(self.bad)]
 
     def _without_duplicates(self, window: Window) -> Window:
-        """Keep the rows with an id that is new in this part. Count the others as bad rows."""
+        """Drop rows with an id that this part already has, and count them as bad rows."""
         rows, ids = window.rows, window.rows.table["id"].to_pylist()
         new = set(ids)
         if len(new) == len(ids) and self._ids.isdisjoint(new):
@@ -144,7 +148,7 @@ class OpenPart:
 
 
 class PartRecord(Part):
-    """The record of a complete part."""
+    """The record that is stored for each complete part."""
 
     rows: int
     id_min: str
@@ -152,7 +156,7 @@ class PartRecord(Part):
     counts: PartCounts
     reasons: dict[str, int]
     quarantined: tuple[QuarantinedRow, ...]
-    seconds: float = Field(description="Time of its worker")
+    seconds: float = Field(description="Time that the worker spent on this part")
 
 
 def part_stem(index: int) -> str:
@@ -160,12 +164,12 @@ def part_stem(index: int) -> str:
 
 
 def records_prefix(plan: EmbedPlan) -> str:
-    """Return the prefix of the part records, which contains the plan's fingerprint."""
+    """Return the prefix of the part records. It contains the fingerprint of the plan."""
     return f"cycles/{plan.cycle}/embed/parts-{plan.fingerprint[:16]}"
 
 
 def part_store(storage: Storage, plan: EmbedPlan) -> Parts[PartRecord]:
-    """Return the store of a plan's parts. Files of an earlier plan of the cycle are replaced."""
+    """Return the store for the parts of a plan. It replaces files that belong to an earlier plan of the same cycle."""
 
     def is_of_plan(last: bytes) -> bool:
         try:
@@ -184,7 +188,7 @@ def part_store(storage: Storage, plan: EmbedPlan) -> Parts[PartRecord]:
 
 
 def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: float) -> PartRecord:
-    """Write the files of one part, then its record. Idempotent. Raises the errors of the storage."""
+    """Write the files of a part, then its record. This is idempotent."""
     ids, files = part.files(part_stem(part.index), plan.metadata)
     low, high = id_range(ids)
     record = PartRecord(
@@ -201,15 +205,16 @@ def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: f
 
 
 def id_range(ids: pa.Array | pa.ChunkedArray) -> tuple[str, str]:
-    """Return the smallest and the largest id as text, or empty texts if there are no ids."""
+    """Return the smallest and the largest id as text, or empty strings if there are no ids."""
     bounds = pc.min_max(ids)
     return tuple("" if bounds[end].as_py() is None else str(bounds[end].as_py()) for end in ("min", "max"))  # type: ignore[return-value]
 
 
 def find_duplicates(vectors: VectorSet, *, limit: int, stop: StopSignal) -> dict[int, Int64s]:
-    """Return, by part, the rows with an id that occurs earlier in catalogue order.
+    """Return the rows of each part whose id already occurs earlier in the catalogue.
 
-    Ids are read for about `limit` rows with equal hashes, to rule out collisions. Memory: 40 bytes per row.
+    Duplicates are detected by their hashes. To rule out collisions, the ids of up to about `limit` such rows are read
+    and compared. This takes 40 bytes of memory per row.
     """
     hashes, codes = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
     for part in range(len(vectors.info.parts)):
@@ -227,7 +232,7 @@ def find_duplicates(vectors: VectorSet, *, limit: int, stop: StopSignal) -> dict
         chosen = np.flatnonzero(parts == part)
         names[chosen] = vectors.ids_at(part, rows[chosen])
     is_duplicate, observed = np.zeros(len(parts), dtype=np.bool_), set[Any]()
-    for number, name in enumerate(names.tolist()):  # ordered by hash, then by part and row
+    for number, name in enumerate(names.tolist()):  # in the order of hashes, then parts, then rows
         is_duplicate[number] = name in observed
         observed.add(name)
     return {part: np.sort(rows[is_duplicate & (parts == part)]) for part in np.unique(parts[is_duplicate]).tolist()}
@@ -239,9 +244,10 @@ _TOP_REASONS = 3
 def finish(
     workspace: Storage, plan: EmbedPlan, scratch: Path, stop: StopSignal, *, max_bad_fraction: float
 ) -> VectorSet:
-    """Publish the manifest over all parts, which must be complete.
+    """Publish the manifest. All parts must be complete.
 
-    An id in several parts is removed from the later ones. Raises DataError if too many rows are bad or none is good.
+    If an id occurs in several parts, it is removed from all but the first. Raises DataError if too many rows are bad or
+    if there is no usable row at all.
     """
     try:
         return _finish(workspace, plan, scratch, stop, max_bad_fraction=max_bad_fraction)
@@ -252,7 +258,7 @@ def finish(
         published = VectorSet(workspace, vectors_prefix(plan.cycle), manifest)
         if published.info.plan != plan.fingerprint:
             raise
-        return published  # another worker was first and removed superseded files while this one read them
+        return published  # another worker published it first, and removed superseded files while this one read them
 
 
 def _finish(
@@ -291,8 +297,8 @@ def _finish(
         raise too_many_bad(counts.bad, counts.read, result.info.reasons, max_bad_fraction, workspace.uri(key))
     workspace.write_bytes(join_key(prefix, QUARANTINE), quarantine)
     check_sizes(workspace, prefix, manifest)
-    workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())  # another worker may have been first
-    # Files of rewritten parts and of an earlier plan.
+    workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())  # unless another worker was faster
+    # Delete the original files of parts without their duplicates, and the files of an earlier plan.
     superseded = {name for name in list_names(workspace, prefix) if name.startswith("part-")} - manifest.files.keys()
     workspace.delete(join_key(prefix, name) for name in sorted(superseded))
     return result
@@ -301,7 +307,7 @@ def _finish(
 def _manifest(
     plan: EmbedPlan, records: list[PartRecord], dropped: PartCounts, files: dict[str, FileRecord], deleted: int | None
 ) -> Manifest:
-    """Build the manifest. `dropped`: adjustment of the counts for duplicate rows that were removed."""
+    """Build the manifest. `dropped` adjusts the counts for the duplicate rows that were removed."""
     reasons = Counter(plan.catalogue.unreadable) + Counter({DUPLICATE_ID: dropped.bad})
     unreadable = sum(plan.catalogue.unreadable.values())
     counts = dropped + PartCounts(read=unreadable, bad=unreadable)
@@ -333,7 +339,10 @@ def _manifest(
 
 
 def _remove_rows(draft: VectorSet, plan: EmbedPlan, record: PartRecord, rows: Int64s) -> PartRecord:
-    """Write a part without some rows under another name, so that the original files still match their record."""
+    """Write a copy of a part without the given rows.
+
+    The copy has a different name, so that the original files still match their record.
+    """
     kept = np.setdiff1d(np.arange(record.rows, dtype=np.int64), rows)
     vectors, scale = draft.stored(record.index, kept)
     part = draft.columns(record.index, KEYS).take(pa.array(kept))
@@ -348,26 +357,26 @@ def _remove_rows(draft: VectorSet, plan: EmbedPlan, record: PartRecord, rows: In
 
 
 def too_many_bad(bad: int, read: int, reasons: Mapping[str, int], max_bad_fraction: float, sample: str) -> DataError:
-    """Return the error for a catalogue with too many bad rows."""
+    """Return the error to raise if a catalogue has too many bad rows."""
     top = Counter(reasons).most_common(_TOP_REASONS)
     return DataError(
         f"{bad:,} of {read:,} rows of the catalogue are bad"
         + (": " + ", ".join(f"{reason} ({count:,})" for reason, count in top) if top else ""),
         expected=f"at most {max_bad_fraction:.1%} (embed.catalogue.max_bad_fraction), and at least one good row",
-        next_command=f"see the samples in {sample}, then fix the catalogue and embed it in a new cycle, or raise"
+        next_command=f"inspect the samples in {sample}, then fix the catalogue and embed it in a new cycle, or raise"
         " --embed.catalogue.max-bad-fraction",
     )
 
 
 def report_totals(ctx: StageContext, vectors: VectorSet, result: StageResult) -> None:
-    """Print and record the totals of the catalogue."""
+    """Print the totals of the whole catalogue, and emit an event if rows were quarantined."""
     info, counts = vectors.info, vectors.info.counts
     if counts.bad:
         ctx.events.emit(EventName.ROWS_QUARANTINED, rows=counts.bad, reasons=info.reasons)
     bad = f" | {counts.bad:,} bad: " + ", ".join(f"{name} {n:,}" for name, n in info.reasons.items())
     deleted = "" if info.deleted is None else f", {info.deleted:,} deleted"
     chunked = f", {counts.chunked:,} in chunks" if counts.chunked else ""
-    Console().info(  # on any rank, because the last one to finish may not be rank 0
+    Console().info(  # not ctx.console, because the rank that finishes last may not be rank 0
         f"embed: {info.rows:,} vectors of {info.layout.dim} x {info.layout.dtype} in {len(info.parts)} parts, "
         f"{format_bytes(vectors.manifest.size_bytes)} | {counts.embedded:,} embedded, {counts.carried:,} carried over"
         f"{deleted}{bad if counts.bad else ''} | {counts.truncated:,} texts cut{chunked} | "

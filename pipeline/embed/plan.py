@@ -1,7 +1,8 @@
-"""The embedding plan of a cycle: the catalogue and the model, chosen by the first worker and then pinned.
+"""The embedding plan of a cycle, which pins the catalogue and the model.
 
-It is pinned with one conditional write, so that all workers and later attempts do the same work even if another model
-is promoted or the catalogue changes. The work shards depend only on the plan.
+The first worker makes the plan and stores it with a conditional write. This ensures that all workers and all later
+attempts do the same work, even if a different model is promoted or the catalogue changes in the meantime. The work
+shards depend only on the plan.
 """
 
 from collections import Counter
@@ -39,29 +40,30 @@ from pipeline.io.storage import Storage, join_key, open_storage, os_errors, read
 from pipeline.registry.checkpoints import key_in, locate, production_prefix
 from pipeline.settings import Settings
 
-# The catalogue of the settings. A catalogue that is not Parquet is converted and stored in the workspace once.
+# Find the catalogue. If it is not in Parquet format, it is converted once and stored in the workspace.
 #
-# This applies to CSV and JSON lines and, if no catalogue is set, to the distinct products of the data input. The first
-# row of each product id is used. Memory: the rows of a file, and about 100 bytes per product.
+# This applies to CSV and JSON lines. It also applies if no catalogue is configured, in which case the catalogue
+# consists of the distinct products of the data input, using the first row of each product id. Conversion takes memory
+# for the rows of one file, and about 100 bytes per product.
 
 KIND = "catalogue"
 FORMAT_VERSION = 1
 FILE_ROWS = 50_000
 FILE_BYTES = 4 * 2**20
-"""Approximate size of a file, small enough for local storage to compute its etag from its content."""
+"""Approximate size of a file. It is small enough that local storage computes its etag from the content."""
 WINDOW_ROWS = 16_384
-"""Rows that are tokenised together, and texts that are sorted by length together."""
+"""Number of rows to tokenise together, and number of texts to sort by length and batch together."""
 QUARANTINE_ROWS = 1000
-"""Maximum number of bad rows to keep, with reasons."""
+"""Maximum number of bad rows to keep together with their reasons."""
 _BATCH_ROWS = 4096
 _SAMPLE_ROWS = 100
 _SCHEMA = pa.schema([("id", pa.large_binary()), ("title", pa.large_binary()), ("text", pa.large_binary())])
 COLUMNS = CatalogueColumns(id="id", title="title", text="text")
-"""Column names of a gathered catalogue."""
+"""Column names of a converted catalogue."""
 
 
 class GatheredInfo(Record):
-    """The fields of the manifest. Unreadable rows are in no file."""
+    """The manifest fields of a converted catalogue. Rows that could not be read are only counted."""
 
     rows: int
     unreadable: dict[str, int]
@@ -71,7 +73,10 @@ class GatheredInfo(Record):
 def gather_products(
     config: DataConfig, workspace: Storage, *, scratch: Path, stop: StopSignal
 ) -> tuple[str, GatheredInfo]:
-    """Gather the distinct products of the data input. Raises DataError if it cannot be used."""
+    """Write the distinct products of the data input as a catalogue. Raises DataError if the input is unusable.
+
+    Returns the prefix of the catalogue and its manifest fields.
+    """
     source = open_source(config, scratch=scratch, stop=stop)
     content: dict[str, JsonValue] = {
         "format": FORMAT_VERSION,
@@ -87,7 +92,7 @@ def gather_products(
             rows = _as_catalogue(batch, "product_id", config.filter)
             is_first = np.ones(len(rows.rows), dtype=np.bool_)
             for row, value in enumerate(rows.columns["id"].to_pylist()):
-                if value:  # rows without an id are all kept, to be counted as bad
+                if value:  # keep all rows without an id, which are counted as bad later
                     is_first[row] = value not in observed
                     observed.add(value)
             yield replace(rows, columns=rows.columns.filter(pa.array(is_first)), rows=rows.rows[is_first])
@@ -96,7 +101,10 @@ def gather_products(
 
 
 def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> tuple[str, GatheredInfo]:
-    """Gather all rows of files. Raises DataError if a file lacks a column."""
+    """Write all rows of the given files as a catalogue. Raises DataError if a file lacks a column.
+
+    Returns the prefix of the catalogue and its manifest fields.
+    """
     content: dict[str, JsonValue] = {
         "format": FORMAT_VERSION,
         "content": [[file.key, file.content_id] for file in files.inputs],
@@ -107,7 +115,7 @@ def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> 
 
 
 def _as_catalogue(batch: RawBatch, id_field: str, row_filter: dict[str, str]) -> RawBatch:
-    """Return rows with fields id, title, text. The id of a product without one is the hash of its title."""
+    """Return rows with the fields id, title and text. If there is no id column, the hash of the title is used."""
     columns, rows = batch.columns, batch.rows
     if row_filter:
         keep = filter_mask(columns, row_filter)
@@ -123,7 +131,7 @@ def _as_catalogue(batch: RawBatch, id_field: str, row_filter: dict[str, str]) ->
 
 
 def _gather(workspace: Storage, content: dict[str, JsonValue], batches: Iterator[RawBatch]) -> tuple[str, GatheredInfo]:
-    """Write the rows as a committed folder of Parquet files with COLUMNS, unless it exists. Return its prefix."""
+    """Write the rows to a committed folder of Parquet files, unless it already exists, and return its prefix."""
     prefix = f"catalogues/{fingerprint(content)}"
     if (existing := read_manifest(workspace, prefix)) is not None:
         return prefix, GatheredInfo.model_validate(existing.fields)
@@ -142,7 +150,7 @@ def _gather(workspace: Storage, content: dict[str, JsonValue], batches: Iterator
             name, data = f"part-{len(files):05d}.parquet", sink.getvalue().to_pybytes()
             key = join_key(prefix, name)
             if not workspace.write_if_absent(key, data) and workspace.read_bytes(key) != data:
-                workspace.write_bytes(key, data)  # replaces the file of another version
+                workspace.write_bytes(key, data)  # replace a file that was written by a different version
             files[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
             buffered.clear()
         if batch is not None:
@@ -157,10 +165,13 @@ def _gather(workspace: Storage, content: dict[str, JsonValue], batches: Iterator
 
 
 def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext) -> Catalogue:
-    """Find the catalogue's files, after conversion to Parquet if necessary. Raises DataError if it cannot be read."""
+    """Find the files of the catalogue and convert them to Parquet if necessary.
+
+    Raises DataError if the catalogue cannot be read or has no rows.
+    """
     if config.path is None:
         lock = ctx.scratch / "embed" / "gather.lock"
-        # One worker per machine reads the data, the others use its files.
+        # Only one worker per machine reads the data. The others wait and then use its files.
         with os_errors("writing", f"file://{lock}"), atomic.exclusive(lock, ctx.stop):
             prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
     else:
@@ -174,7 +185,7 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
     stats = [stat for stat in ctx.workspace.list(prefix) if stat.key.endswith(".parquet")]
     if not stats:
         raise DataError(
-            f"the catalogue has no row to embed ({sum(info.unreadable.values())} could not be read)",
+            f"the catalogue has no rows to embed ({sum(info.unreadable.values())} rows could not be read)",
             expected="rows with an id and a title",
             next_command="check --embed.catalogue.path (or --data.path) and the filter",
         )
@@ -184,7 +195,7 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
 
 
 class EmbedPlan(Record):
-    """Everything that determines the parts."""
+    """Everything that determines the output parts of a cycle."""
 
     schema_version: int = 1
     cycle: str
@@ -192,20 +203,20 @@ class EmbedPlan(Record):
     asked: dict[str, JsonValue] = Field(description="The settings that determine the plan, by name")
     catalogue: Catalogue
     model: ModelRef
-    made_by: dict[str, JsonValue] = Field(description="Everything that determines a vector besides its text, by name")
+    made_by: dict[str, JsonValue] = Field(description="All inputs that affect a vector, except for its text, by name")
     layout: VectorLayout
     max_tokens: int
     rows_per_part: int
     window_rows: int
     quarantine_rows: int
-    previous: EarlierCycle | None = Field(description="The newest complete vectors")
+    previous: EarlierCycle | None = Field(description="The cycle with the newest complete vectors")
     carry_from: EarlierCycle | None = Field(
-        description="The newest vectors from the same model and settings, reused for unchanged rows"
+        description="The cycle with the same model and settings whose vectors are reused for unchanged rows"
     )
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the plan, stored in every part to detect parts of another plan."""
+        """Fingerprint of the plan. It is stored in every part, so that parts of a different plan are detected."""
         return fingerprint(self.model_dump(mode="json"))
 
     @cached_property
@@ -214,7 +225,7 @@ class EmbedPlan(Record):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Metadata of every part."""
+        """Metadata to store in every part."""
         made_by = {name: str(value) for name, value in self.made_by.items()}
         layout = {"dtype": self.layout.dtype, "dim": str(self.layout.dim)}
         model = {"model": self.model.name, "checkpoint": self.model.place}
@@ -226,7 +237,7 @@ def plan_key(cycle: str) -> str:
 
 
 def pinned_plan(workspace: Storage, cycle: str) -> EmbedPlan | None:
-    """Return the plan of a cycle, or None if it has none yet. Raises DataError if the plan cannot be read."""
+    """Return the stored plan of a cycle, or None if there is none yet. Raises DataError if it cannot be read."""
     kind, producer = "an embedding plan", "this version of trnpipe embed"
     return read_record(
         workspace, plan_key(cycle), EmbedPlan, kind, producer, next_command=_start_over(workspace, cycle)
@@ -234,7 +245,7 @@ def pinned_plan(workspace: Storage, cycle: str) -> EmbedPlan | None:
 
 
 def pin_plan(workspace: Storage, plan: EmbedPlan) -> EmbedPlan:
-    """Store the plan unless another worker has stored one. Return the stored plan."""
+    """Store the plan unless another worker was faster, and return the plan that is stored."""
     workspace.write_if_absent(plan_key(plan.cycle), plan.model_dump_json(indent=1).encode() + b"\n")
     pinned = pinned_plan(workspace, plan.cycle)
     return pinned if pinned is not None else plan
@@ -245,28 +256,34 @@ def _start_over(workspace: Storage, cycle: str) -> str:
     return f"delete {folders[0]} and {folders[1]} to start over"
 
 
-# Making the plan: find the catalogue, open the checkpoint, choose the earlier vectors.
+# Make the plan: find the catalogue, open the checkpoint, and find the earlier vectors.
 
 _DATA_FIELDS = {"path", "format", "columns", "filter", "synthetic"}
 
 
 def plan_settings(config: EmbedConfig, data: DataConfig) -> dict[str, JsonValue]:
-    """Return the settings that determine the plan, by name, including the data input if no catalogue is set."""
+    """Return the settings that determine the plan, by name.
+
+    These include the settings of the data input if no catalogue is configured.
+    """
     values: dict[str, JsonValue] = {"embed.checkpoint": config.checkpoint, "embed.precision": config.precision}
     if config.chunks > 1:
         values["embed.chunks"] = config.chunks
     catalogue = config.catalogue.model_dump(mode="json", exclude={"max_bad_fraction"})
-    catalogue |= CatalogueConfig.retired  # former settings, kept so that existing plans still match
+    catalogue |= CatalogueConfig.retired  # include retired settings, so that existing plans still match
     values |= {f"embed.catalogue.{name}": value for name, value in catalogue.items()}
     values |= {f"embed.output.{name}": value for name, value in config.output.model_dump(mode="json").items()}
     if config.catalogue.path is None:
         values |= {f"data.{name}": value for name, value in data.model_dump(mode="json", include=_DATA_FIELDS).items()}
-        values["data.esci_locale"] = None  # as in the plans of earlier versions
+        values["data.esci_locale"] = None  # plans of earlier versions have this value
     return values
 
 
 def vector_identity(config: EmbedConfig, checkpoint: Checkpoint) -> dict[str, JsonValue]:
-    """Return everything that determines a vector besides its text, by name. Vectors are reused only if it is equal."""
+    """Return all inputs that affect a vector, except for its text, by name.
+
+    Vectors of an earlier cycle are reused only if these values are equal.
+    """
     state = checkpoint.state
     made_by: dict[str, JsonValue] = {
         "checkpoint_digest": checkpoint.digest,
@@ -276,14 +293,15 @@ def vector_identity(config: EmbedConfig, checkpoint: Checkpoint) -> dict[str, Js
         "max_tokens": config.text_limit(state.max_tokens, state.model.max_positions),
         "normalised": True,
     }
-    # Omitted for one chunk, to match plans from before the setting existed.
+    # Omit the default of one chunk, to match plans that were made before the setting was introduced.
     return made_by | ({"chunks": config.chunks} if config.chunks > 1 else {})
 
 
 def cycle_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint | None]:
-    """Return the plan of the cycle, made if missing, and the checkpoint if it was opened for that.
+    """Return the plan of the cycle, and make it if there is none yet.
 
-    Raises ConfigError if the cycle was started with other settings.
+    The second value is the checkpoint if it was opened to make the plan, and None otherwise. Raises ConfigError if the
+    cycle was started with different settings.
     """
     pinned, checkpoint = pinned_plan(ctx.workspace, ctx.cycle), None
     if pinned is None:
@@ -296,7 +314,7 @@ def cycle_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkp
             raise ConfigError(
                 f"{name} is {current.get(name)!r}, but cycle {ctx.cycle} was started with {pinned.asked.get(name)!r}",
                 expected="the settings with which the cycle was started",
-                next_command=f"the same settings, another --cycle, or {_start_over(ctx.workspace, ctx.cycle)}",
+                next_command=f"the same settings, a different --cycle, or {_start_over(ctx.workspace, ctx.cycle)}",
             )
     return pinned, checkpoint
 
@@ -332,7 +350,7 @@ def make_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpo
     return plan, checkpoint
 
 
-# The checkpoint to embed with: the production model or the one in the settings, pinned by the plan of the cycle.
+# Open the checkpoint to embed with, which is the configured one or the production model. The plan pins this choice.
 
 
 def model_location(settings: Settings, ctx: StageContext) -> str:
@@ -353,13 +371,13 @@ def model_location(settings: Settings, ctx: StageContext) -> str:
 
 
 def open_model(location: str, settings: Settings, ctx: StageContext) -> Checkpoint:
-    """Open the checkpoint and verify every byte. Raises CheckpointError if it is missing or damaged."""
+    """Open the checkpoint and verify its checksums. Raises CheckpointError if it is missing or damaged."""
     storage, prefix = locate(location, settings, ctx.workspace)
     return open_checkpoint(storage, prefix, ctx.scratch / "embed" / "model")
 
 
 def open_pinned(model: ModelRef, settings: Settings, ctx: StageContext) -> Checkpoint:
-    """Open the checkpoint of the plan. Raises CheckpointError if it was deleted or changed."""
+    """Open the checkpoint of the plan. Raises CheckpointError if it has been deleted or changed."""
     checkpoint = open_model(model.place, settings, ctx)
     if checkpoint.digest != model.digest:
         raise CheckpointError(
@@ -371,24 +389,24 @@ def open_pinned(model: ModelRef, settings: Settings, ctx: StageContext) -> Check
 
 
 def catalogue_storage(plan: EmbedPlan, settings: Settings, ctx: StageContext) -> Storage:
-    """Open the storage of the catalogue's files."""
+    """Open the storage that contains the files of the catalogue."""
     root = plan.catalogue.root
     return open_storage(root, retry=settings.storage, stop=ctx.stop) if root else ctx.workspace
 
 
 def check_lengths(plan: EmbedPlan, settings: Settings, checkpoint: Checkpoint) -> None:
-    """Check that the settings cut texts at the same length as the plan. Raises ConfigError if they do not."""
+    """Raise ConfigError if the settings truncate texts at a different length than the plan."""
     max_tokens = longest_text(settings, checkpoint)
     if max_tokens != plan.max_tokens:
         raise ConfigError(
-            f"embed.buckets {settings.embed.buckets} cut texts at {max_tokens} tokens, but cycle {plan.cycle} was"
+            f"embed.buckets {settings.embed.buckets} truncate texts at {max_tokens} tokens, but cycle {plan.cycle} was"
             f" started with {plan.max_tokens}",
             expected="the same length for all vectors of a cycle",
-            next_command="the same embed.buckets, or another --cycle",
+            next_command="the same embed.buckets, or a different --cycle",
         )
 
 
 def longest_text(settings: Settings, checkpoint: Checkpoint) -> int:
-    """Return the maximum tokens of a text that the model reads."""
+    """Return the maximum number of tokens of a text that the model reads."""
     state = checkpoint.state
     return settings.embed.text_limit(state.max_tokens, state.model.max_positions)

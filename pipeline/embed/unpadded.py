@@ -1,4 +1,7 @@
-"""The encoder on a CPU without padding: the tokens of texts are concatenated, attention is batched by text length."""
+"""A BERT encoder for CPUs that computes no padding.
+
+The tokens of all texts are concatenated, and attention is computed in batches of texts with the same length.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -12,15 +15,15 @@ from pipeline.model.config import Pooling
 from pipeline.model.encoder import BertEncoder, EncoderLayer
 from pipeline.model.ops import LayerNorm
 
-# Matrix products on a CPU with weights packed for oneDNN, fused with the operation that follows.
+# CPU matrix products with weights that are packed for oneDNN, fused with the subsequent operation.
 #
-# The operators are those of torch.compile on CPUs, but need no compiler. Compared with F.linear on one core of an
-# AVX-512 machine (1,024 x 384 x 1,536) they are 10 to 20 % faster, twice as fast in bf16, and GELU and the residual
-# addition are almost free.
+# These are the operators that torch.compile uses on CPUs, but they do not require a compiler. On one core of an AVX-512
+# machine (1,024 x 384 x 1,536), they are 10 to 20 % faster than F.linear in fp32 and twice as fast in bf16, and they
+# make GELU and the residual addition almost free.
 
 
 def supports_packed_weights(dtype: torch.dtype) -> bool:
-    """Return whether PyTorch has these operators (builds with oneDNN) and the CPU supports the dtype."""
+    """Return whether this build of PyTorch includes oneDNN and the CPU supports the dtype."""
     operators: Any = torch.ops.mkldnn
     if not all(hasattr(operators, name) for name in ("_reorder_linear_weight", "_linear_pointwise")):
         return False
@@ -28,9 +31,9 @@ def supports_packed_weights(dtype: torch.dtype) -> bool:
 
 
 class PackedLinear:
-    """A Linear for [N, K] inputs of one dtype. `rows`: the N that it is optimised for.
+    """A linear layer for [N, K] inputs that is optimised for N = `rows`.
 
-    Without `packed` the results are the same, computed with PyTorch's standard operators.
+    If `packed` is false, the layer falls back to PyTorch's standard operators, which compute the same results.
     """
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype, rows: int, *, packed: bool) -> None:
@@ -41,21 +44,21 @@ class PackedLinear:
         self._weight = operators._reorder_linear_weight(weight, rows) if packed else weight
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Compute the product, [N, K] -> [N, M]."""
+        """Apply the layer to values [N, K]. Returns [N, M]."""
         if self._product is None:
             return F.linear(values, self._weight, self._bias)
         product: Tensor = self._product(values, self._weight, self._bias, "none", [], "")
         return product
 
     def gelu(self, values: Tensor) -> Tensor:
-        """Compute the exact GELU of the product, [N, K] -> [N, M]."""
+        """Apply the layer and an exact GELU to values [N, K]. Returns [N, M]."""
         if self._product is None:
             return F.gelu(self(values))
         result: Tensor = self._product(values, self._weight, self._bias, "gelu", [], "none")
         return result
 
     def plus(self, values: Tensor, other: Tensor) -> Tensor:
-        """Compute product + other, [N, K] and fp32 [N, M] -> fp32 [N, M]."""
+        """Apply the layer to values [N, K] and add `other` (fp32 [N, M]). Returns fp32 [N, M]."""
         if self._product is None or values.dtype is not torch.float32:
             return other + self(values)
         result: Tensor = self._product.binary(values, other, self._weight, self._bias, "add")
@@ -63,13 +66,13 @@ class PackedLinear:
 
 
 Run = tuple[int, int, int]
-"""(first token, number of texts, tokens per text) of consecutive texts of equal length."""
-_SHORT = 16  # a softmax over fewer scores than fit a vector register is 4 x slower than over a strided dimension
-_LONG = 64  # fused attention is faster than two batched products from this length
+"""(first token, number of texts, tokens per text) of consecutive texts with the same length."""
+_SHORT = 16  # below this length, a softmax over the last dimension does not fill a vector register and is 4 x slower
+_LONG = 64  # from this length on, fused attention is faster than two batched matrix products
 
 
 def equal_length_runs(lengths: Sequence[int]) -> list[Run]:
-    """Group consecutive texts of equal length."""
+    """Group consecutive texts with the same length."""
     runs, first = list[Run](), 0
     for length, group in groupby(lengths):
         count = len(list(group))
@@ -78,7 +81,7 @@ def equal_length_runs(lengths: Sequence[int]) -> list[Run]:
     return runs
 
 
-_POOLS: Mapping[Pooling, Callable[[Tensor], Tensor]] = {  # [texts, tokens, D] to [texts, D]
+_POOLS: Mapping[Pooling, Callable[[Tensor], Tensor]] = {  # from [texts, tokens, D] to [texts, D]
     "mean": lambda states: states.mean(1),
     "cls": lambda states: states[:, 0],
     "last": lambda states: states[:, -1],
@@ -86,11 +89,11 @@ _POOLS: Mapping[Pooling, Callable[[Tensor], Tensor]] = {  # [texts, tokens, D] t
 
 
 class FlatEncoder:
-    """Computes the same vectors as a BertEncoder, without padding.
+    """Computes the same vectors as a BertEncoder, but without padding.
 
     Args:
-        dtype: data type of matrix products and attention. All other operations are fp32.
-        tokens: approximate tokens per call.
+        dtype: data type of matrix products and attention. All other operations are computed in fp32.
+        tokens: approximate number of tokens per call, for which the matrix products are optimised.
     """
 
     def __init__(self, encoder: BertEncoder, dtype: torch.dtype, tokens: int, *, packed: bool) -> None:
@@ -104,7 +107,10 @@ class FlatEncoder:
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Embed n texts of `lengths` [n]: concatenated ids int32 [S], optionally padded at the end -> fp32 [n, D]."""
+        """Embed n texts with the given lengths. Returns fp32 [n, D].
+
+        `ids` (int32 [S]) has the concatenated tokens of all texts, optionally followed by padding.
+        """
         runs = equal_length_runs(lengths)
         hidden = F.embedding(ids, self._word_embeddings)
         for view, (_, _, length) in _split_runs(hidden, runs):
@@ -125,7 +131,7 @@ class _FlatLayer:
         self._attention_norm, self._output_norm = layer.attention_norm, layer.output_norm
 
     def __call__(self, hidden: Tensor, runs: Sequence[Run]) -> Tensor:
-        """Compute the layer, fp32 [S, D] -> fp32 [S, D]."""
+        """Apply the layer to hidden states of shape [S, D] in fp32."""
         attended = _attention(self._qkv(hidden.to(self._dtype)), runs, self._heads)
         hidden = _layer_norm(self._attention_norm, self._attention_output.plus(attended, hidden))
         expanded = self._intermediate.gelu(hidden.to(self._dtype))
@@ -133,7 +139,7 @@ class _FlatLayer:
 
 
 def _attention(qkv: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
-    """Compute attention within each text: queries, keys and values [S, 3 D] -> [S, D], 0 for padding."""
+    """Compute attention within each text from queries, keys and values [S, 3 D]. Returns [S, D], with 0 for padding."""
     result = torch.zeros(qkv.shape[0], qkv.shape[1] // 3, dtype=qkv.dtype)
     for (view, (_, count, length)), (target, _) in zip(_split_runs(qkv, runs), _split_runs(result, runs), strict=True):
         split = view.view(count, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
@@ -153,7 +159,7 @@ def _attention(qkv: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
 
 
 def _split_runs(values: Tensor, runs: Sequence[Run]) -> list[tuple[Tensor, Run]]:
-    """Split [S, W] into one view [texts, tokens, W] per run."""
+    """Split values [S, W] into a view [texts, tokens, W] for each run."""
     return [
         (values[first : first + count * length].view(count, length, -1), (first, count, length))
         for first, count, length in runs

@@ -1,6 +1,7 @@
-"""Storage of vectors: data types, the files of a part, and reading committed vectors part by part.
+"""Read and write the files in which vectors are stored.
 
-The same rows give the same bytes. `open_vectors` gives programs one memory-mapped matrix and the id of each row.
+Writing the same rows always produces the same bytes. Committed vectors can be read part by part with `VectorSet`, or as
+a single memory-mapped matrix with `open_vectors`, which is intended for programs that use the vectors.
 """
 
 import io
@@ -36,7 +37,7 @@ IdType = Literal["int64", "uint64", "string"]
 ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(), "string": pa.string()}
 Stored = npt.NDArray[Any]
 ROWS_PER_GROUP = 8192
-"""Vectors per Parquet row group, the smallest unit that is read."""
+"""Number of vectors per Parquet row group, which is the smallest unit that can be read."""
 _DTYPES: dict[str, np.dtype[Any]] = {
     "fp16": np.dtype(np.float16),
     "fp32": np.dtype(np.float32),
@@ -49,7 +50,7 @@ KEYS = ("id", "id_hash", "text_hash")
 
 
 class VectorLayout(Record):
-    """The file layout of a part."""
+    """The file format and data types of a part."""
 
     format: Literal["parquet", "npy"]
     dtype: Literal["fp16", "fp32", "int8"]
@@ -65,11 +66,11 @@ class VectorLayout(Record):
         return self.dtype == "int8"
 
     def names(self, stem: str) -> tuple[str, ...]:
-        """Return the file names of a part. The last one has the ids and is written last."""
+        """Return the file names of a part. The last file contains the ids and must be written last."""
         return (f"{stem}.npy", f"{stem}.ids.parquet") if self.format == "npy" else (f"{stem}.parquet",)
 
     def columns(self, *, with_vectors: bool) -> pa.Schema:
-        """Return the schema of a Parquet file: id, vector [dim], scale of int8 vectors, hashes of id and text."""
+        """Return the schema of the Parquet file of a part. Only int8 vectors have a scale column."""
         vector = pa.list_(pa.from_numpy_dtype(self.numpy_dtype), self.dim)
         fields = [
             pa.field("id", ID_TYPES[self.id_type], nullable=False),
@@ -82,7 +83,7 @@ class VectorLayout(Record):
 
 
 def check_dimensions(setting: str, dimensions: int, width: int) -> None:
-    """Raise ConfigError if the vectors of a model have fewer dimensions than requested."""
+    """Raise ConfigError if a setting requests more dimensions than the vectors of the model have."""
     if dimensions > width:
         raise ConfigError(
             f"{setting} is {dimensions}, but the model's vectors have {width}",
@@ -92,7 +93,10 @@ def check_dimensions(setting: str, dimensions: int, width: int) -> None:
 
 
 def shorten_vectors(vectors: Float32s, dim: int) -> Float32s:
-    """Return the leading dimensions [N, dim] of vectors [N, D], normalised again. `vectors` itself if dim is D."""
+    """Truncate vectors [N, D] to their leading dimensions [N, dim] and normalise them again.
+
+    Returns `vectors` itself if dim is D.
+    """
     if dim == vectors.shape[1]:
         return vectors
     kept = vectors[:, :dim]
@@ -102,7 +106,10 @@ def shorten_vectors(vectors: Float32s, dim: int) -> Float32s:
 
 
 def to_stored(vectors: Float32s, layout: VectorLayout) -> tuple[Stored, Float32s | None]:
-    """Convert fp32 vectors [N, dim] for storage. Returns (values, scale [N] of int8 values or None)."""
+    """Convert fp32 vectors [N, dim] to the data type of the layout.
+
+    Returns the converted values and their scale [N], which is None unless the data type is int8.
+    """
     if layout.dtype == "fp32":
         return vectors.copy(), None
     if layout.dtype == "fp16":
@@ -126,9 +133,9 @@ def part_files(
     scale: Float32s | None,
     metadata: Mapping[str, str],
 ) -> dict[str, bytes]:
-    """Return the files of a part by name, in the order in which they must be written.
+    """Build the files of a part. Returns their content by name, in the order in which they must be written.
 
-    `rows` has the columns KEYS of N rows. `vectors` [N, dim] and `scale` [N] (for int8) are in the stored data type.
+    `rows` has the columns KEYS for N rows. `vectors` [N, dim] and `scale` [N] are the result of `to_stored`.
     """
     names = layout.names(stem)
     files: dict[str, bytes] = {}
@@ -144,7 +151,8 @@ def part_files(
         columns["vector"] = pa.FixedSizeListArray.from_arrays(flat, type=schema.field("vector").type)
     table = pa.table([columns[name] for name in schema.names], schema=schema)
     sink = pa.BufferOutputStream()
-    # Vectors do not compress (8 % with zstd, for ten times the time), and their statistics would be useless.
+    # Compression is not worthwhile, because zstd makes vectors only 8 % smaller and takes ten times as long. Statistics
+    # are only useful for the ids.
     with pq.ParquetWriter(sink, schema, compression="none", use_dictionary=False, write_statistics=["id"]) as writer:
         writer.write_table(table, row_group_size=ROWS_PER_GROUP)
     files[names[-1]] = sink.getvalue().to_pybytes()
@@ -169,24 +177,24 @@ def vectors_prefix(cycle: str) -> str:
 
 
 class ModelRef(Record):
-    """The checkpoint that the vectors are computed with."""
+    """A reference to the checkpoint with which vectors are computed."""
 
     name: str = Field(description="Name of the model in the registry")
-    place: str = Field(description="Prefix in the workspace, or the URI of a checkpoint outside it")
-    digest: str = Field(description="Digest of its manifest, which identifies its content")
+    place: str = Field(description="Prefix of the checkpoint in the workspace, or its URI if it is elsewhere")
+    digest: str = Field(description="Digest of the checkpoint's manifest, which identifies its content")
 
 
 class PartCounts(Record):
-    """Row counts of one part, or of all parts."""
+    """Row counts of a single part or of all parts."""
 
-    read: int = Field(0, description="Rows that passed the filter")
-    bad: int = Field(0, description="Rows without a usable id or text")
+    read: int = Field(0, description="Number of rows that passed the filter")
+    bad: int = Field(0, description="Number of rows without a usable id or text")
     embedded: int = 0
-    carried: int = Field(0, description="Vectors reused from the earlier cycle")
-    known: int = Field(0, description="Rows with an id that was in the earlier cycle, with this text or another")
-    truncated: int = Field(0, description="Embedded texts that were cut to the maximum length")
-    chunked: int = Field(0, description="Embedded texts that were split into chunks")
-    tokens: int = Field(0, description="Tokens of embedded texts, without padding")
+    carried: int = Field(0, description="Number of vectors that were reused from the earlier cycle")
+    known: int = Field(0, description="Number of rows whose id was in the earlier cycle, even if the text has changed")
+    truncated: int = Field(0, description="Number of embedded texts that were truncated to the maximum length")
+    chunked: int = Field(0, description="Number of embedded texts that were split into chunks")
+    tokens: int = Field(0, description="Number of tokens in the embedded texts, excluding padding")
 
     def __add__(self, other: "PartCounts") -> "PartCounts":
         other_counts = other.model_dump()
@@ -194,7 +202,7 @@ class PartCounts(Record):
 
 
 class PartInfo(Record):
-    """One part: its files (the last one has the ids), rows and range of ids."""
+    """The files of a part (the last one contains the ids), its number of rows, and the range of its ids."""
 
     files: tuple[str, ...]
     rows: int
@@ -203,20 +211,20 @@ class PartInfo(Record):
 
 
 class VectorSetInfo(Record):
-    """The fields of the manifest."""
+    """The manifest fields of committed vectors."""
 
     cycle: str
     generation: int = Field(description="One more than the generation of the newest vectors at planning time")
     plan: str = Field(description="Fingerprint of cycles/<cycle>/embed/plan.json")
     catalogue: str = Field(description="Fingerprint of the catalogue's files, rows and columns")
     model: ModelRef
-    made_by: dict[str, JsonValue] = Field(description="Everything that determines a vector besides its text")
+    made_by: dict[str, JsonValue] = Field(description="All inputs that affect a vector, except for its text")
     layout: VectorLayout
     rows: int
     counts: PartCounts
-    reasons: dict[str, int] = Field(description="Bad rows by reason")
-    carried_from: str | None = Field(description="The cycle that vectors of unchanged rows were reused from")
-    deleted: int | None = Field(description="Rows of that cycle that were removed (none: no vectors were reused)")
+    reasons: dict[str, int] = Field(description="Number of bad rows by reason")
+    carried_from: str | None = Field(description="The cycle whose vectors were reused for unchanged rows")
+    deleted: int | None = Field(description="Number of rows removed since that cycle (none: no vectors were reused)")
     previous: str | None = Field(description="The cycle with the newest vectors at planning time")
     parts: tuple[PartInfo, ...]
 
@@ -228,7 +236,8 @@ class VectorSet:
             self.info = VectorSetInfo.model_validate(manifest.fields)
         except ValidationError as error:
             raise DataError(
-                f"{storage.uri(prefix)} was written by another version: {error.errors(include_url=False)[0]['loc']}",
+                f"{storage.uri(prefix)} was written by a different version:"
+                f" {error.errors(include_url=False)[0]['loc']}",
                 expected="vectors written by this version of trnpipe embed",
                 next_command="trnpipe embed, in a new cycle",
             ) from error
@@ -238,19 +247,19 @@ class VectorSet:
         return join_key(self.prefix, name)
 
     def columns(self, part: int, names: Sequence[str]) -> pa.Table:
-        """Read some columns of a part's Parquet file. Raises DataError."""
+        """Read the given columns from the Parquet file of a part. Raises DataError if the file is damaged."""
         with self._open(part) as file:
             if missing := set(names) - set(file.schema_arrow.names):
                 raise ValueError(f"the column {min(missing)} is missing")
             return file.read(list(names), use_threads=False)
 
     def schema(self, part: int) -> pa.Schema:
-        """Return the schema of a part's Parquet file, with its metadata."""
+        """Return the schema of a part's Parquet file, including the metadata."""
         with self._open(part) as file:
             return file.schema_arrow
 
     def hashes(self, part: int) -> tuple[UInt64s, UInt64s]:
-        """Return the hashes of ids and of texts of a part, [N] each."""
+        """Return the id hashes [N] and the text hashes [N] of a part."""
         table = self.columns(part, ["id_hash", "text_hash"])
         return table["id_hash"].to_numpy(), table["text_hash"].to_numpy()
 
@@ -259,7 +268,7 @@ class VectorSet:
         return ids
 
     def stored(self, part: int, rows: Int64s) -> tuple[Stored, Float32s | None]:
-        """Return stored vectors [M, dim] and scales [M] of the given rows of a part, in the given order."""
+        """Read the vectors [M, dim] and scales [M] of the given rows of a part, in the order of `rows`."""
         vectors = np.empty((len(rows), self.layout.dim), dtype=self.layout.numpy_dtype)
         scale = np.empty(len(rows), dtype=np.float32) if self.layout.has_scale else None
         groups = rows // ROWS_PER_GROUP
@@ -279,11 +288,11 @@ class VectorSet:
         return vectors, scale
 
     def _npy_group(self, part: int, group: int) -> Stored:
-        """Read the vectors of a row group from the separate matrix file of a part."""
+        """Read the vectors of a row group from the .npy file of a part."""
         name = self.info.parts[part].files[0]
         with self.storage.open_read(self.key(name)) as file:
             if npy.read_magic(file) != (1, 0):
-                raise ValueError(f"{name} is not a .npy file of version 1.0")
+                raise ValueError(f"{name} is not a version 1.0 .npy file")
             (rows, dim), dtype = (self.info.parts[part].rows, self.layout.dim), self.layout.numpy_dtype
             header, expected = npy.read_array_header_1_0(file), ((rows, dim), False, dtype)
             if header != expected:
@@ -295,7 +304,7 @@ class VectorSet:
         return np.frombuffer(data, dtype=dtype).reshape(count, dim)
 
     def blocks(self, part: int) -> Iterator[tuple[pa.RecordBatch, Float32s]]:
-        """Yield (id, id_hash and text_hash, fp32 vectors) of the rows of a part, ROWS_PER_GROUP at a time."""
+        """Yield the KEYS columns and the fp32 vectors of a part, ROWS_PER_GROUP rows at a time."""
         start = 0
         for batch in self.columns(part, KEYS).to_batches(ROWS_PER_GROUP):
             rows = np.arange(start, start + len(batch), dtype=np.int64)
@@ -317,19 +326,19 @@ class VectorSet:
 
 
 def find_vectors(storage: Storage, cycle: str) -> VectorSet:
-    """Find the complete vectors of a cycle. Raises DataError if there are none, also during an embed run."""
+    """Find the complete vectors of a cycle. Raises DataError if there are none or if embed is still running."""
     prefix = vectors_prefix(cycle)
     manifest = read_manifest(storage, prefix)
     if manifest is None or manifest.kind != KIND:
         raise DataError(
             f"{storage.uri(prefix)} has no complete vectors",
-            expected="the MANIFEST.json that trnpipe embed writes last",
+            expected="a MANIFEST.json, which trnpipe embed writes after all parts are complete",
             next_command=f"trnpipe embed --cycle {cycle}",
         )
     return VectorSet(storage, prefix, manifest)
 
 
-# Vectors for programs: one memory-mapped matrix and the id of each row.
+# Provide all vectors as a single memory-mapped matrix, together with the id of each row.
 
 MATRIX, IDS = "vectors.npy", "ids.arrow"
 _MATRIX_KIND = "handover"
@@ -337,7 +346,7 @@ _MATRIX_KIND = "handover"
 
 @dataclass(frozen=True)
 class MappedVectors:
-    """Vectors of one cycle: `vectors` [N, D], fp16 or fp32 and read-only, and `ids` [N] in the same order."""
+    """The vectors [N, D] of a cycle, which are read-only fp16 or fp32, and their ids [N] in the same order."""
 
     ids: pa.ChunkedArray
     vectors: Stored
@@ -350,10 +359,11 @@ class MappedVectors:
 
 
 def open_vectors(uri: str, cache: str | Path | None = None, *, stop: StopSignal | None = None) -> MappedVectors:
-    """Open the vectors of `<workspace>/embeddings/<cycle>` or of a folder of `trnpipe export vectors`.
+    """Open the vectors in `<workspace>/embeddings/<cycle>` or in a folder written by `trnpipe export vectors`.
 
-    The vectors of a cycle are first written as one matrix to `cache` (default: `vectors` in cache_folder), unless the
-    cache has them. Raises DataError if there are none, ConfigError for a bad URI.
+    The vectors of a cycle are first written to `cache` as a single matrix, unless they are already there. The default
+    is the folder `vectors` in `cache_folder`. Raises DataError if there are no complete vectors, and ConfigError if the
+    URI is invalid.
     """
     stop = stop or StopSignal()
     storage, name = open_parent(uri, retry=RetryPolicy(), stop=stop)
@@ -374,7 +384,7 @@ def open_vectors(uri: str, cache: str | Path | None = None, *, stop: StopSignal 
             next_command=f"aws s3 sync {storage.uri(name)} DIR",
         )
     with os_errors("reading", folder.as_uri()):
-        # An empty matrix cannot be mapped.
+        # An empty matrix cannot be memory-mapped.
         matrix = np.load(folder / MATRIX, mmap_mode="r" if manifest.fields["rows"] else None, allow_pickle=False)
         ids = pa.ipc.open_file(pa.memory_map(str(folder / IDS))).read_all()["id"]
     if len(ids) != len(matrix):
@@ -384,9 +394,10 @@ def open_vectors(uri: str, cache: str | Path | None = None, *, stop: StopSignal 
 
 
 def write_matrix(vectors: VectorSet, folder: Path, stop: StopSignal) -> Manifest:
-    """Write all vectors as one matrix, fp16 or fp32, and a file of ids, unless the folder already has them.
+    """Write all vectors to a folder as a single fp16 or fp32 matrix and a file of ids, unless they are already there.
 
-    Memory: one row group. Raises ConfigError if the folder has other files, DataError if a part is damaged.
+    Only one row group is kept in memory at a time. Raises ConfigError if the folder contains other files, and DataError
+    if a part is damaged.
     """
     info, parent = vectors.info, open_storage(str(folder.parent), stop=stop)
     dtype, shape = np.dtype("<f2" if info.layout.dtype == "fp16" else "<f4"), (info.rows, info.layout.dim)
@@ -407,15 +418,15 @@ def write_matrix(vectors: VectorSet, folder: Path, stop: StopSignal) -> Manifest
             try:
                 check_sizes(parent, folder.name, existing)
                 return existing
-            except DataError:  # one of its files was lost
+            except DataError:  # one of the files is missing or truncated
                 parent.delete([join_key(folder.name, MANIFEST_NAME)])
-        # A killed writer may have left the matrix or the ids.
+        # The matrix and the ids may be left over from a writer that was killed.
         others = {path.name for path in folder.iterdir() if not atomic.is_temp(path.name)} - {MATRIX, IDS}
         if others:
             raise ConfigError(
                 f"{folder} already contains {min(others)}",
                 expected="a new or empty folder, or one with the same vectors",
-                next_command="set another folder with --out",
+                next_command="set a different folder with --out",
             )
         with staging_dir(folder) as staged, progress("writing vectors", info.rows, "rows") as advance:
             schema = pa.schema([vectors.layout.columns(with_vectors=False).field("id")])

@@ -1,6 +1,7 @@
-"""Check that committed vectors are complete, correct and match their catalogue.
+"""Verify that committed vectors are complete, correct and consistent with their catalogue.
 
-The checks of files, numbers and ids need only the vectors. The others read the catalogue and embed a sample again.
+Some checks only read the vectors themselves. Others compare them with the catalogue, or embed a sample of the texts
+again and compare the results.
 """
 
 import math
@@ -29,17 +30,17 @@ from pipeline.io.storage import Storage
 from pipeline.proc.pool import run_tasks
 
 MAX_NAMED = 3
-"""Maximum number of problems of one check that are listed."""
+"""Maximum number of problems to list for each check."""
 NORM_TOLERANCE = 0.01
-"""Maximum difference of a stored vector's norm from 1. With int8 it is up to 0.003."""
+"""Maximum difference between the norm of a stored vector and 1. With the data type int8, it is up to 0.003."""
 SAMPLE_TEXTS = 256
-"""Number of texts that are embedded again."""
+"""Number of texts to embed again."""
 MIN_COSINE = 0.999
-"""Minimum cosine between a stored vector and its recomputation. With int8 it is at least 0.99998."""
+"""Minimum cosine between a stored and a recomputed vector. With the data type int8, it is at least 0.99998."""
 
 
 def make_digest(checks: Sequence[VerifyCheck], vectors: VectorSet) -> VerifyDigest:
-    """Return all checks of one cycle's vectors as a record for report pages."""
+    """Build the record of all checks for the report pages."""
     info = vectors.info
     sample = next((check for check in checks if check.name == "sample"), None)
     return VerifyDigest(
@@ -61,7 +62,10 @@ def make_digest(checks: Sequence[VerifyCheck], vectors: VectorSet) -> VerifyDige
 
 
 def check_result(name: str, problems: Sequence[str], seen: str, figures: dict[str, float] | None = None) -> VerifyCheck:
-    """Return a failed check with the first problems, or a passed one with `seen`. NaN is dropped, as JSON has none."""
+    """Return the result of a check, which has failed if there are problems and passed otherwise.
+
+    Figures that are not finite are dropped, because JSON cannot represent them.
+    """
     finite = {figure: value for figure, value in (figures or {}).items() if math.isfinite(value)}
     if not problems:
         return VerifyCheck(name=name, outcome="pass", seen=seen, figures=finite)
@@ -74,20 +78,20 @@ def skipped_check(name: str, reason: str) -> VerifyCheck:
 
 
 def run_check(name: str, check: Callable[[], VerifyCheck]) -> VerifyCheck:
-    """Run a check. A part that cannot be read fails the check that needs it, not the others."""
+    """Run a check. If a part cannot be read, only the checks that need this part fail."""
     try:
         return check()
     except DataError as error:
         return VerifyCheck(name=name, outcome="fail", seen=error.seen)
 
 
-# Checks that need only the vectors: files, schema, numbers, ids.
+# Checks that only read the vectors.
 
 _MAX_DUPLICATES = 1000
 
 
 def check_files(vectors: VectorSet) -> VerifyCheck:
-    """Check size and checksum of every file by reading all bytes."""
+    """Check the size and the checksum of every file."""
     manifest = verify_dir(vectors.storage, vectors.prefix, deep=True)
     return check_result(
         "files", [], f"{len(manifest.files)} files, {format_bytes(manifest.size_bytes)}, checksums match"
@@ -95,7 +99,7 @@ def check_files(vectors: VectorSet) -> VerifyCheck:
 
 
 def check_numbers(vectors: VectorSet, stop: StopSignal) -> VerifyCheck:
-    """Check schema, metadata, row counts, ids, id hashes and ranges, and that vectors are finite and of length 1."""
+    """Check that every vector is finite and has length 1, and that schemas, row counts and ids match the manifest."""
     problems: list[str] = []
     max_distance, vectors_differ, texts_differ = 0.0, False, False
     first: tuple[Float32s, UInt64s] | None = None
@@ -111,7 +115,7 @@ def check_numbers(vectors: VectorSet, stop: StopSignal) -> VerifyCheck:
             metadata = metadata_of(schema)
             for field, value in {"plan": vectors.info.plan, "checkpoint_digest": vectors.info.model.digest}.items():
                 if (stored := metadata.get(field)) != value:
-                    problems.append(f"{name}: {field} is {stored}, but {value} in the manifest")
+                    problems.append(f"{name}: {field} is {stored}, but the manifest has {value}")
             ids: list[pa.Array] = []
             for batch, values in vectors.blocks(part):
                 stop.raise_if_set("verifying vectors")
@@ -120,7 +124,7 @@ def check_numbers(vectors: VectorSet, stop: StopSignal) -> VerifyCheck:
                     distance = np.nan_to_num(np.abs(np.linalg.norm(values.astype(np.float64), axis=1) - 1.0))
                 max_distance = max(max_distance, float(distance.max(initial=0.0)))
                 not_finite, not_unit = ~np.isfinite(values).all(axis=1), distance > NORM_TOLERANCE
-                for bad, problem in ((not_finite, "are not finite"), (not_unit, "are not of length 1")):
+                for bad, problem in ((not_finite, "are not finite"), (not_unit, "do not have length 1")):
                     if bad.any():
                         others = int(bad.sum()) - 1
                         problems.append(f"{name}: the vector of {names[bad.argmax()]!r} and {others} others {problem}")
@@ -134,17 +138,17 @@ def check_numbers(vectors: VectorSet, stop: StopSignal) -> VerifyCheck:
                 advance(len(batch))
             rows = sum(map(len, ids))
             if rows != info.rows:
-                problems.append(f"{name}: {rows:,} rows, but {info.rows:,} in the manifest")
+                problems.append(f"{name}: the file has {rows:,} rows, but the manifest has {info.rows:,}")
             elif rows and id_range(pa.concat_arrays(ids)) != (info.id_min, info.id_max):
                 problems.append(f"{name}: the ids are not between {info.id_min!r} and {info.id_max!r}")
     if texts_differ and not vectors_differ:
-        problems.append(f"all {vectors.info.rows:,} vectors are equal, but their texts are not")
-    seen = f"{vectors.info.rows:,} vectors finite, lengths within {max_distance:.1e} of 1"
+        problems.append(f"all {vectors.info.rows:,} vectors are equal, even though their texts differ")
+    seen = f"all {vectors.info.rows:,} vectors are finite, lengths within {max_distance:.1e} of 1"
     return check_result("numbers", problems, seen, {"max_norm_distance": max_distance})
 
 
 def check_unique(vectors: VectorSet, stop: StopSignal) -> VerifyCheck:
-    """Check that no id is in two rows, of the same part or of several."""
+    """Check that all ids are unique, across all parts."""
     duplicates = find_duplicates(vectors, limit=_MAX_DUPLICATES, stop=stop)
     problems = [
         f"{len(rows)} ids of {vectors.info.parts[part].files[-1]} are duplicates, such as"
@@ -154,12 +158,12 @@ def check_unique(vectors: VectorSet, stop: StopSignal) -> VerifyCheck:
     return check_result("unique", problems, f"{vectors.info.rows:,} unique ids")
 
 
-# Comparison with the catalogue: each part must have exactly the ids and texts of its shard, in order.
+# Compare the vectors with the catalogue. Each part must have exactly the ids and texts of its shard, in the same order.
 
 
 @dataclass(frozen=True)
 class SampleText:
-    """A text, and the part and row of its vector."""
+    """A text of the catalogue, and the part and row that contain its vector."""
 
     part: int
     row: int
@@ -169,7 +173,10 @@ class SampleText:
 def check_catalogue(
     vectors: VectorSet, plan: EmbedPlan, catalogue: Storage, stop: StopSignal, *, num_workers: int
 ) -> tuple[VerifyCheck, list[SampleText]]:
-    """Compare the parts with the catalogue. Also return a sample of its texts. Raises DataError if it has changed."""
+    """Compare the parts with the catalogue, and return the result and a sample of texts for `check_sample`.
+
+    Raises DataError if the catalogue has changed.
+    """
     step = np.uint64(max(1, vectors.info.rows // SAMPLE_TEXTS))
     rules = TextRules(b"", plan.max_tokens, plan.layout.id_type, tuple(plan.catalogue.columns.filter.items()))
     bad = read = sum(plan.catalogue.unreadable.values())
@@ -193,7 +200,7 @@ def check_catalogue(
                 if rows.is_last:
                     break
             ids, texts = (column.to_numpy() for column in pa.concat_tables(tables).columns)
-            first = np.sort(np.unique(ids, return_index=True)[1])  # only the first row of an id in the shard is kept
+            first = np.sort(np.unique(ids, return_index=True)[1])  # a part keeps only the first row of each id
             bad += len(ids) - len(first)
             ids, texts = ids[first], texts[first]
             stored_ids, stored_texts = vectors.hashes(shard.index)
@@ -208,9 +215,9 @@ def check_catalogue(
                     f"{name}: {extra:,} ids are not in the catalogue" if extra else f"{name}: the ids are out of order"
                 )
             elif changed := int((texts[is_stored] != stored_texts).sum()):
-                problems.append(f"{name}: {changed:,} vectors are of another text")
+                problems.append(f"{name}: {changed:,} vectors belong to a different text")
     lost = np.concatenate(missing)
-    in_other = np.zeros(len(lost), dtype=np.bool_)  # duplicates that were removed from their part
+    in_other = np.zeros(len(lost), dtype=np.bool_)  # ids that were removed because another part also has them
     for part in range(len(vectors.info.parts) if len(lost) else 0):
         in_other |= np.isin(lost, vectors.hashes(part)[0])
     num_duplicates = int(in_other.sum())
@@ -219,12 +226,15 @@ def check_catalogue(
         problems.append(f"{len(lost) - num_duplicates:,} ids of the catalogue have no vector")
     counts = vectors.info.counts
     if (read, bad) != (counts.read, counts.bad):
-        problems.append(f"{read:,} rows read and {bad:,} bad, but {counts.read:,} and {counts.bad:,} in the manifest")
+        problems.append(
+            f"the catalogue has {read:,} rows, {bad:,} of them bad, but the manifest has {counts.read:,} and"
+            f" {counts.bad:,}"
+        )
     seen = f"{read - bad:,} ids with their texts and {bad:,} bad rows match the catalogue"
     return check_result("catalogue", problems, seen), samples[: 2 * SAMPLE_TEXTS]
 
 
-# Comparison of stored vectors with the same texts embedded again, in fp32 on the CPU.
+# Embed a sample of the texts again, in fp32 on the CPU, and compare the results with the stored vectors.
 
 _WINDOW = 64
 
@@ -238,7 +248,7 @@ def check_sample(
     prefix: str,
     max_tokens: int,
 ) -> VerifyCheck:
-    """Check the minimum cosine between stored vectors and their recomputation."""
+    """Check that the stored vectors of a sample are close to the recomputed ones."""
     blocks = []
     for part, members in groupby(samples, lambda sample: sample.part):
         rows = np.array([sample.row for sample in members], dtype=np.int64)
@@ -252,7 +262,7 @@ def check_sample(
     worst = int(cosines.argmin())
     seen = f"{len(samples)} texts embedded again in fp32 on the CPU, cosine at least {cosines[worst]:.6f}"
     problems = [
-        f"the vector of {samples[row].text[:60]!r} has cosine {cosines[row]:.4f} to its recomputation"
+        f"the stored and the recomputed vector of {samples[row].text[:60]!r} have cosine {cosines[row]:.4f}"
         for row in np.flatnonzero(~(cosines >= MIN_COSINE)).tolist()
     ]
     return check_result("sample", problems, seen, {"min_cosine": float(cosines[worst])})

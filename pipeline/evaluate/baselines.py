@@ -208,7 +208,7 @@ def fit(train: TokenRows, num_labels: int, max_rows: int, stop: StopSignal) -> B
         return "the train split has no rows"
     features, label = (np.concatenate([part[name] for part in parts]) for name in ("numeric", "label"))
     if not features.shape[1]:
-        return "prepared rows have no numeric feature (data.lexical, data.numeric)"
+        return "prepared rows have no numeric features (see data.lexical and data.numeric)"
     features, label = features[label >= 0], label[label >= 0]
     if len(np.unique(label)) < 2:
         return "the train split has fewer than two labels"
@@ -247,7 +247,7 @@ def _score_boosting(search: ModelSearch) -> ScoredBaseline:
             try:
                 threshold = best_threshold(to_rows(fitted.score(chosen_on, ctx.stop), info))
             except DataError as error:
-                search.warn(f"no threshold for {BOOSTING}: {error.seen}")
+                search.warn(f"no threshold was chosen for {BOOSTING}: {error.seen}")
         arrays = fitted.score(holdout, ctx.stop)
         fields: Mapping[str, JsonValue] = {"threshold": threshold, "fitted_rows": fitted.num_rows}
         save_arrays(ctx.workspace, key, "boosting", arrays, ctx.scratch, fields)

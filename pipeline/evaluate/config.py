@@ -73,7 +73,7 @@ class MetricName:
 QUERY_TOKENS = (4, 8, 16)  # Upper bounds of the query length slices, in tokens. The last slice has no upper bound.
 MAX_LEAK_SHARE = 0.05  # maximum fraction of test queries that may also be training queries if evaluate.leak is refuse
 Cutoff = Annotated[int, Field(ge=1, le=100_000)]
-RECALL_AT, PRECISION_AT = (1, 10), (1,)  # The ranks to report. The gate may use other ranks as well.
+RECALL_AT, PRECISION_AT = (1, 10), (1,)  # The ranks to report. The gate may also use other ranks.
 
 
 class MetricsConfig(Record):
@@ -153,7 +153,7 @@ class GateConfig(Record):
         50,
         ge=2,
         description="Minimum number of test queries for a floor or a comparison. With fewer queries the candidate is"
-        " refused, except that a first model passes if at least one other comparison is possible",
+        " refused, except that a first model only needs one comparison with enough queries",
     )
     min_slice_queries: int = Field(50, ge=2, description="Minimum number of queries for a slice to be judged")
     first_without_comparison: bool = Field(

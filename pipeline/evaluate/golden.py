@@ -108,9 +108,9 @@ def judge_golden(
 def golden_check(report: GoldenReport, action: OnGolden) -> GateCheck:
     """Check the candidate on the golden queries.
 
-    The check only fails on queries that the production model gets right, or on any query if there is no production
-    model yet. If both models get a query wrong, the check warns, because otherwise a goal that no model meets would
-    block every promotion.
+    If `action` is fail, the check fails on queries that the production model gets right, or on any query if there is no
+    production model yet. If both models get a query wrong, the check only warns. Otherwise, a goal that no model meets
+    would block every promotion.
     """
     missed, total = report.missed, len(report.outcomes)
     lost = [outcome for outcome in missed if outcome.incumbent is None or outcome.holds(outcome.incumbent)]

@@ -166,7 +166,7 @@ def refuse_leak(leak: Leak) -> None:
         raise DataError(
             leak.text(),
             expected=f"at most {format_percent(MAX_LEAK_SHARE)}, because metrics on these queries are too optimistic",
-            next_command="add a split column that keeps each query in one split, then prepare and train again;"
+            next_command="add a split column that keeps each query in one split, then prepare and train again,"
             " or use --evaluate.leak warn",
         )
 
@@ -174,7 +174,7 @@ def refuse_leak(leak: Leak) -> None:
 def leak_warnings(leak: Leak | None) -> list[str]:
     """Return warnings about queries that are leaked or could not be checked. `leak` is None if the check is off."""
     if leak is None:
-        return ["test queries were not checked against the training data (evaluate.leak off)"]
+        return ["test queries were not checked against the training data, because evaluate.leak is off"]
     warnings = [f"{leak.text()}, so metrics are better than they would be on new queries"] if leak.fraction else []
     if leak.unchecked:
         warnings.append(
@@ -277,7 +277,7 @@ def open_holdout(
             f"the {split} split is empty in {len(sets)} prepared partition(s), {sets[0].info.partition} to"
             f" {sets[-1].info.partition}",
             expected=f"rows in the {split} split",
-            next_command=f"raise --data.{split}-fraction or add a split column and prepare again;"
+            next_command=f"raise --data.{split}-fraction or add a split column and prepare again,"
             " or use a different --evaluate.split",
         )
     query_ids = [np.zeros(0, dtype=np.int64)] * len(rows.sizes)

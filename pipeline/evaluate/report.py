@@ -62,7 +62,7 @@ class GoldenOutcome(Record):
         ranks = [f"at {rank}" if rank else "not found" for rank in (self.candidate, self.incumbent or 0)]
         where = ranks[0] if self.incumbent is None else f"{ranks[0]}, production {ranks[1]}"
         verb = "must" if self.must else "must not"
-        return f"{self.query!r} {verb} find {self.product!r} in the first {self.top} ({where})"
+        return f"{self.query!r} {verb} find {self.product!r} in the top {self.top} ({where})"
 
 
 class GoldenReport(Record):
@@ -253,7 +253,7 @@ def _slice_lines(checks: Sequence[GateCheck]) -> list[str]:
         for check in shown
     ]
     head = ("slice", "metric", "candidate", "production", "difference", "interval", "queries", "gate")
-    return [f"slices: {len(shown)} with the largest drops of {len(compared)} compared", *_table([head, *rows])]
+    return [f"slices with the largest drops ({len(shown)} of {len(compared)} compared)", *_table([head, *rows])]
 
 
 def _compared(candidate: float | None, production: float | None) -> tuple[str, str, str]:

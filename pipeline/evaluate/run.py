@@ -164,7 +164,7 @@ class Evaluation:
             raise TransientError(
                 "the production model changed while the ranks of this job started",
                 expected="the same production model on all ranks",
-                next_command="run the same command again, which compares with the new model",
+                next_command="run the same command again to compare with the new model",
             )
         compared, notes = models.compared, Notes(ctx.console)
         selection = select_partitions(
@@ -241,14 +241,14 @@ class Evaluation:
         if self.holdout.split != VALID:
             valid = self.search.valid
             if isinstance(valid, str):
-                self.notes.warn(f"no threshold for the {role}: {valid}")
+                self.notes.warn(f"no threshold was chosen for the {role}: {valid}")
                 return None
             # Do not catch errors here. If this rank failed and continued, the others would wait for it forever.
             scores, _ = self.scorer.run(role, checkpoint, valid)
         try:
             return best_threshold(scores.rows) if scores else None
         except DataError as error:
-            self.notes.warn(f"no threshold for the {role}: {error.seen}")
+            self.notes.warn(f"no threshold was chosen for the {role}: {error.seen}")
             return None
 
     def _report(

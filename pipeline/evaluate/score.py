@@ -89,7 +89,7 @@ class ScoreProgram:
         (rows, query_tokens), product_tokens = batch["query"].shape, batch["product"].shape[1]
         raw = self._forward(self._flats, batch)
         outputs = RelevanceOutputs(*(tensor.float() for tensor in raw))
-        del raw  # otherwise these tensors would become outputs of the graph as well
+        del raw  # otherwise these tensors would also become outputs of the graph
         position = GraphPosition(PHASE, Bucket(query_tokens, product_tokens).name, rows)
         self._watch.before(position, outputs)
         self.backend.step_boundary(outputs)
@@ -209,7 +209,9 @@ class Scorer:
                 began = self.clock()
                 outputs = list(islice(results, size))
                 if not outputs:
-                    raise RuntimeError(f"scored {position} of {order.total} rows: a loader thread ended early")
+                    raise RuntimeError(
+                        f"only {position} of {order.total} rows were scored, because a loader thread ended early"
+                    )
                 done = [(*in_flight.popleft(), scores) for scores in outputs]
                 local = [  # remove padding rows
                     {name: values[:num_real] for name, values in {**inputs, **scores}.items()}
@@ -229,7 +231,7 @@ class Scorer:
                     saved_position, since = position, self.clock()
                 if stopping:
                     self.stop.set("another rank")  # does not replace the reason if this rank received a signal itself
-                    saved_rows = f"scoring a holdout; {position:,} of {order.total:,} rows are saved"
+                    saved_rows = f"scoring a holdout ({position:,} of {order.total:,} rows are saved)"
                     self.stop.raise_if_set(saved_rows if parts else "evaluating the holdout")
                 # Adapt the number of batches between exchanges, so that we can react to a stop signal quickly without
                 # spending much time on synchronisation.

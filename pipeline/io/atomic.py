@@ -81,7 +81,7 @@ def temp_dir(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def staging_dir(folder: Path) -> Iterator[Path]:
-    """Create a temp folder inside of `folder`. Several writers may use the same `folder`.
+    """Create a temp folder inside `folder`. Several writers may use the same `folder`.
 
     This first removes the temp folders that were left behind by killed writers.
     """

@@ -1,6 +1,6 @@
-"""Commit, verify and fetch artefacts.
+"""Commit, verify and fetch artifacts.
 
-An artefact is a folder with a MANIFEST.json. To commit one, we first write all files, then verify their sizes in the
+An artifact is a folder with a MANIFEST.json. To commit one, we first write all files, then verify their sizes in the
 final location, and finally write the manifest. Readers ignore folders without a manifest. This means that a writer can
 be killed at any time, because it only leaves behind an uncommitted folder and can simply run again.
 """
@@ -142,7 +142,7 @@ def bad_file(uri: str, seen: str, expected: str) -> DataError:
     return DataError(
         f"{uri} {seen}",
         expected=f"{expected}, as listed in {MANIFEST_NAME}",
-        next_command="delete that folder and run the stage that wrote it again",
+        next_command="delete that folder, then rerun the stage that wrote it",
     )
 
 

@@ -32,7 +32,7 @@ def user_path(text: str) -> Path:
 def display_path(uri: str) -> str:
     """Return a short path that users can paste, given a path or a URI.
 
-    The path is relative to the current folder if it is inside of it. The URI of a remote file is returned unchanged.
+    The path is relative to the current folder if it is inside it. The URI of a remote file is returned unchanged.
     """
     path = uri.removeprefix("file://")
     return (

@@ -44,15 +44,8 @@ def call_with_retry(
     The wait before retry n is drawn uniformly between 0 and `first_wait_s * 2^n`. This is known as full jitter, see
     "Exponential Backoff and Jitter" in the AWS Architecture Blog.
 
-    Args:
-        call: the function to call.
-        policy: the waits between attempts and the total deadline.
-        retryable: returns whether an error should be retried.
-        stop: polled before the first attempt and during each wait.
-        doing: describes the request in the message of Preempted.
-
-    Returns:
-        The result of `call`. Raises its last error once the deadline has passed, or Preempted if `stop` is set.
+    Once the deadline has passed, the last error is raised. Raises Preempted if `stop` is set before the first attempt
+    or during a wait. `doing` describes the request in the message.
     """
 
     def sleep(seconds: float) -> None:

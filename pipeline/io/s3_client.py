@@ -66,7 +66,7 @@ S3_ERRORS: tuple[type[Exception], ...] = (
 
 
 class PartialBody(ConnectionError):
-    """The response has fewer bytes than announced or requested."""
+    """Raised if a response has fewer bytes than announced or requested."""
 
 
 def error_code(error: BaseException) -> str:
@@ -106,7 +106,7 @@ def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
     name = f"{code or type(error).__name__}" + (f", HTTP {status}" if status else "")
     if is_retryable(error):
         return TransientError(
-            f"{uri}: still failed with {name} while {doing} it when the retry deadline passed",
+            f"error while {doing} {uri}: {name} (gave up at the retry deadline)",
             expected="a successful response from S3 within storage.total_deadline_s",
             next_command="run the same command again; if it still fails, check AWS_ENDPOINT_URL and the network",
         )
@@ -121,8 +121,8 @@ def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
         "InvalidToken",
     ):
         return ConfigError(
-            f"{uri}: no usable AWS credentials ({name})",
-            expected="a job role, an instance role, a profile or AWS_ACCESS_KEY_ID with its secret",
+            f"no usable AWS credentials for {uri} ({name})",
+            expected="a job role, an instance role, a profile, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
             next_command="aws sts get-caller-identity",
         )
     if code == "InvalidObjectState":
@@ -133,9 +133,9 @@ def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
         )
     if status == 403 or code == "AccessDenied":
         return ConfigError(
-            f"{uri}: {name} while {doing} it",
-            expected="s3:GetObject, PutObject, DeleteObject on the prefix and s3:ListBucket on the bucket",
-            next_command="aws sts get-caller-identity; correct the policy of that role",
+            f"access denied while {doing} {uri}: {name}",
+            expected="s3:GetObject, PutObject and DeleteObject for the prefix, and s3:ListBucket for the bucket",
+            next_command="aws sts get-caller-identity; then check the policy of that role",
         )
     if is_precondition_failed(error):
         return TransientError(
@@ -144,7 +144,7 @@ def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
             next_command="run the same command again",
         )
     return ConfigError(
-        f"{uri}: {name} while {doing} it",
+        f"error while {doing} {uri}: {name}",
         expected="a request that S3 accepts",
         next_command="check the bucket name, the region and AWS_ENDPOINT_URL",
     )

@@ -23,11 +23,11 @@ from pipeline.io.requests import RetryPolicy, run_parallel
 
 
 class KeyNotFound(DataError):
-    """A required key doesn't exist."""
+    """Raised if a required key doesn't exist."""
 
 
 class DiskFull(TransientError):
-    """The file system is full or the disk quota is exceeded. Staged files have already been removed."""
+    """Raised if the file system is full or the disk quota is exceeded, after staged files have been removed."""
 
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -49,26 +49,26 @@ def translate_os_error(error: OSError, doing: str, uri: str) -> Exception:
         return DiskFull(
             f"no space left while {doing} {uri} ({name})",
             expected="free space on that file system",
-            next_command=f"df -h; free space or move the folder, then run the same command again ({uri})",
+            next_command=f"check df -h; free some space or move {uri}, then run the same command again",
         )
     if error.errno in MISSING_ERRNOS and doing in READING:
         return key_not_found(uri)
     if error.errno in DENIED_ERRNOS | MISSING_ERRNOS:
         return ConfigError(
-            f"{uri}: {name} while {doing} it",
+            f"error while {doing} {uri}: {name}",
             expected="a folder that this user can read and write",
             next_command="check the permissions of that folder with ls -ld, or choose a different folder",
         )
     return TransientError(
-        f"{uri}: {name} ({error.strerror}) while {doing} it",
+        f"error while {doing} {uri}: {error.strerror} ({name})",
         expected="a healthy file system",
-        next_command="run the same command again; if it repeats, check dmesg for disk errors",
+        next_command="run the same command again; if it fails again, check dmesg for disk errors",
     )
 
 
 @contextmanager
 def os_errors(doing: str, uri: str) -> Iterator[None]:
-    """Translate an OSError that is raised inside of the context, see `translate_os_error`."""
+    """Translate an OSError that is raised inside the context, see `translate_os_error`."""
     try:
         yield
     except OSError as error:
@@ -109,14 +109,9 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def check_downloaded(head: bytes, where: str, error: type[TrnpipeError]) -> None:
-    """Raise an error if a file was not downloaded correctly.
+    """Raise an error of class `error` if the user did not download a file correctly.
 
-    Common mistakes are a Git LFS pointer instead of the actual file, a web page, and an empty file.
-
-    Args:
-        head: the first HEAD_BYTES of the file.
-        where: the path of the file for the error message.
-        error: class of the error to raise.
+    Given the first HEAD_BYTES of the file, this detects a Git LFS pointer, a web page, and an empty file.
     """
     seen, remedy = "", "download it again"
     if head.startswith(_LFS_POINTER):
@@ -129,7 +124,7 @@ def check_downloaded(head: bytes, where: str, error: type[TrnpipeError]) -> None
         raise error(f"{where} {seen}", expected="the content of the file", next_command=remedy)
 
 
-# The protocol has a method named `list`, which shadows the type inside of the class.
+# The protocol has a method named `list`, which shadows the type inside the class.
 Names = list[str]
 
 
@@ -191,7 +186,7 @@ class Storage(Protocol):
         """Delete objects. Keys that don't exist are ignored."""
 
     def delete_prefix(self, prefix: str) -> None:
-        """Delete a folder. Manifests are deleted first, so that a partially deleted artefact is never valid."""
+        """Delete a folder. Manifests are deleted first, so that a partially deleted artifact is never valid."""
 
     def upload(self, local: Path, key: str) -> None: ...
     def download(self, key: str, local: Path) -> None: ...
@@ -402,7 +397,7 @@ def open_parent(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links
         path = str(local.resolve()) if follow_links else os.path.abspath(local)  # noqa: PTH100 - resolve() follows links
     path = path.rstrip("/")
     root, _, name = path.rpartition("/")
-    if not name or path.endswith(":") or root.endswith(":/"):  # a root, a bare scheme, a whole bucket
+    if not name or path.endswith(":") or root.endswith(":/"):  # this is a root, just a scheme, or a whole bucket
         raise ConfigError(
             f"{text!r} does not name a folder or file",
             expected="a path, file:///folder/name or s3://bucket/folder/name",
@@ -423,7 +418,7 @@ def read_record(
         storage: the storage that contains the record.
         key: key of the record.
         kind: class of the record.
-        description: what the record is in the error message, such as "a stage result".
+        description: description of the record for the error message, such as "a stage result".
         writer: the command that writes the record, such as "trnpipe evaluate".
         next_command: how to fix an invalid record (default: delete it and run the writer again).
     """

@@ -138,7 +138,7 @@ class JudgedItems:
 
 @dataclass(frozen=True)
 class MiningTask:
-    """The queries to mine negatives for, which have at least one positive, and the products to choose negatives from.
+    """The queries to mine negatives for, and the products to choose them from. Every query has at least one positive.
 
     `query_id` [Q] is sorted. `query_row` [Q] contains a row of each query, counted over all buckets of `rows`. Reading
     the data needs 28 bytes of memory for each training row. Afterwards, the task takes 32 bytes for each product, 24
@@ -246,7 +246,7 @@ def choose_negatives(candidates: Candidates, judged: JudgedItems, config: MineCo
     return negatives, {name: int(np.sum(count)) for name, count in zip(COUNTS, counts, strict=True)}
 
 
-# Parts of arrays, which are computed and committed by several workers.
+# Arrays that are computed and committed in parts by several workers.
 
 
 class MinedPart(Part):

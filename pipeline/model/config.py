@@ -87,7 +87,7 @@ class ModelConfig(Record):
     )
     layer_norm_eps: float = Field(1e-12, gt=0, description="Epsilon of the encoder's layer norms (BERT uses 1e-12)")
     dropout: float = Field(
-        0.0, ge=0, lt=1, description="Dropout probability in the encoder; anything above 0 is very slow on XLA:CPU"
+        0.0, ge=0, lt=1, description="Dropout probability in the encoder (very slow on XLA:CPU if above 0)"
     )
     pooling: Pooling = Field(
         "mean", description="How to pool token states to a text embedding: mean, cls (first token) or last token"
@@ -256,7 +256,7 @@ class InputSpec(Record):
     product_prefix: str = ""
 
     def used_fields(self) -> dict[str, Any]:
-        """Return the fields without empty prefixes, so that the identities of older runs don't change."""
+        """Return the fields except for empty prefixes, so that the identities of older runs don't change."""
         fields = self.model_dump(mode="json")
         return {name: value for name, value in fields.items() if value or not name.endswith("_prefix")}
 

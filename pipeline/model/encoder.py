@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from pipeline.model.config import ModelConfig
 from pipeline.model.ops import Attention, Dropout, Gelu, LayerNorm, Linear
 
-_MASKED = -1e4  # added to the scores of padding; exp underflows to 0 in fp32 and bf16, and this avoids inf - inf
+# Added to the scores of padding. This is low enough for exp to underflow to 0 in fp32 and bf16, but avoids inf - inf.
+_MASKED = -1e4
 
 
 class EncoderLayer(nn.Module):

@@ -194,9 +194,9 @@ def _build_module(name: str, arguments: Mapping[str, object]) -> nn.Module:
     faults = [] if named else ["no parameter"]
     for key, parameter in named.items():
         if (other := first.setdefault(id(parameter), key)) != key:
-            faults.append(f"{other} and {key}, which are one tied parameter")
+            faults.append(f"{other} and {key}, which are tied")
         elif not parameter.requires_grad:
-            faults.append(f"{key}, which does not require a gradient")
+            faults.append(f"{key}, which does not require gradients")
     faults += [f"{key}, a persistent buffer" for key in sorted(module.state_dict().keys() - named.keys())]
     if faults:
         expected = "parameters that are not tied and require gradients, and only buffers with persistent=False"

@@ -23,7 +23,9 @@ from pipeline.model.relevance import RelevanceModel, build_model
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 ADAPTER = "adapter_config.json"
 _COUNTERS = ("position_ids", "num_batches_tracked")  # integer buffers, as opposed to weights
-_SHARED = 4  # tied weights are stored once but counted twice; a much higher ratio may be an attempt to exhaust memory
+# Maximum ratio of tensor sizes to file size. Tied weights are stored once but counted twice, but a much higher ratio
+# may be an attempt to exhaust memory.
+_SHARED = 4
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # 8-bit types would require scales
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "auto_model.", "0.auto_model.", "0.model.")
@@ -227,7 +229,7 @@ def template_of(config: ModelConfig, spec: InputSpec) -> dict[str, Tensor]:
             return RelevanceModel(config, spec).state_dict()
     except RuntimeError as error:  # the size in bytes overflows
         raise CheckpointError(
-            f"a model of width {config.encoder.hidden_size} and {spec.vocab_size} words: {error}",
+            f"a model with hidden size {config.encoder.hidden_size} and {spec.vocab_size} tokens: {error}",
             expected="the sizes of the weights in the same folder",
             next_command="export the model again",
         ) from error

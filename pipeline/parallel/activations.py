@@ -20,18 +20,15 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.backends import Backend
 
 _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
-"""Arguments that disable the key/value cache of a transformers layer, since recomputation would write to it twice.
-
-See modeling_layers.py in transformers.
-"""
+"""Arguments that disable the cache of transformers layers, since recomputation would update it twice."""
 
 
 def recompute_units(units: Sequence[nn.Module], *, offload: bool = False, pin_memory: bool = False) -> None:
     """Wrap each unit in place so that only its inputs are saved for backward and the rest is recomputed.
 
-    With `offload`, the inputs are kept in host memory until backward, which is pinned if `pin_memory` is set. This must
-    be called before `fully_shard`. Parameter and module names are preserved. Note that only `forward` is recomputed,
-    not `__call__`, so that hooks on the unit, such as the ones that gather its parameters, run once.
+    With `offload`, the inputs are moved to host memory until backward, which is pinned if `pin_memory` is set. This
+    must be called before `fully_shard`. Parameter and module names are preserved. Note that only `forward` is
+    recomputed, not `__call__`, so that hooks on the unit, such as the ones that gather its parameters, run only once.
     """
     for unit in units:
         unit.forward = partial(

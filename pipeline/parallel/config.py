@@ -44,7 +44,7 @@ class Spread(Record):
         if self.offload and self.recompute == "none":
             raise ValueError("offload requires recompute units, since only inputs of recomputed units are offloaded")
         if self.shard == "state" and self.tensor_degree > 1:
-            raise ValueError(f"shard state with tensor_degree {self.tensor_degree}, expected shard all")
+            raise ValueError(f"shard state does not support tensor_degree {self.tensor_degree}, expected shard all")
         return self
 
     @property

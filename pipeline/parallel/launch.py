@@ -52,10 +52,7 @@ _GLOO = b"[Gloo] Rank "
 
 
 def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
-    """Return whether ranks still have to be launched.
-
-    This is the case if more than one process or node is configured and this process was not started by torchrun.
-    """
+    """Return whether this process, which torchrun didn't start, has to launch ranks on multiple processes or nodes."""
     return "WORLD_SIZE" not in env and (processes > 1 or NUM_NODES in env)
 
 
@@ -172,10 +169,7 @@ def run_torchrun(arguments: Sequence[str]) -> int:
 
 
 def line_buffer_c_stdout(env: Mapping[str, str] = os.environ) -> None:
-    """Enable line buffering for C's stdout, so that lines printed by gloo on different ranks are not interleaved.
-
-    PYTHONUNBUFFERED, which torchrun sets, disables it.
-    """
+    """Re-enable line buffering of C's stdout, which torchrun disables, so that gloo's output isn't interleaved."""
     if sys.platform == "linux" and "LOCAL_RANK" in env:
         libc = ctypes.CDLL(None)
         stdout = ctypes.c_void_p.in_dll(libc, "stdout")

@@ -68,10 +68,7 @@ class Environment(TorchElasticEnvironment):
 
 
 class ClippedPrecision(Precision):
-    """fp32 precision plugin that clips gradients by their global norm over all ranks.
-
-    Lower precision is set by the plan instead of the plugin.
-    """
+    """fp32 precision plugin that clips gradients by their global norm. Lower precision is configured by the plan."""
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_norm(self.main_params(optimizer), float(clip_val))
@@ -128,11 +125,11 @@ class Strategy(ModelParallelStrategy):
 
     @property
     def _module(self) -> Any:
-        """The LightningModule. Sharding makes the same object an FSDPModule too."""
+        """The LightningModule, which is converted to an FSDPModule in place by sharding it."""
         return self.lightning_module
 
     def setup_environment(self) -> None:
-        """Join the other ranks. Raises ConfigError if the Trainer has other ranks or an unsupported callback."""
+        """Join the other ranks. Raises ConfigError if a callback isn't supported or the Trainer's ranks don't match."""
         trainer = self._module.trainer
         for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else ():
             if isinstance(callback, _UNSUPPORTED_CALLBACKS):

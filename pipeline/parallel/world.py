@@ -182,7 +182,7 @@ def own_interface() -> Interface:
     """
     routed = ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); this selects a route but sends nothing
+        probe.connect(("192.0.2.1", 9))  # selects a route without sending anything (address reserved by RFC 5737)
         routed = probe.getsockname()[0]
     interfaces = [
         Interface(name, address.address)
@@ -327,7 +327,7 @@ class Nodes:
                 raise TransientError(
                     f"node {missing} of {self.num_nodes} not ready after {format_duration(limit_s)}",
                     expected=f"a marker from each node in {self.storage.uri(self._key(phase))}",
-                    next_command="check the log of that node, then run the job again",
+                    next_command="check the log of that node, then rerun the job",
                 )
             if self.stop.wait(min(poll_s, limit_s)):
                 self.stop.raise_if_set(f"waiting for node {missing}")

@@ -36,7 +36,7 @@ MACHINE_OOM_FILES = ("/proc/vmstat",)
 def processes_with_mark(name: str, matches: Callable[[str], bool]) -> tuple[list[int], bool]:
     """Find all other processes with a mark.
 
-    Unlike process groups and sessions, a mark is inherited by all descendants and survives the death of their parent.
+    Descendants keep their mark even if they start a new session, and even if their parent dies.
 
     Args:
         name: the environment variable that contains the mark.
@@ -108,7 +108,7 @@ def adopt_orphans() -> None:
 
 
 def oom_kill_count(files: Sequence[str] = CONTAINER_OOM_FILES) -> int | None:
-    """Return how many processes were killed because the host ran out of memory, or None if this is unknown."""
+    """Return how many processes the kernel has killed because memory ran out, or None if it doesn't report this."""
     for path in files:
         try:
             with open(path) as file:

@@ -1,7 +1,7 @@
 """Set the stop signal on SIGTERM and SIGINT, and ensure that the process exits in time even if nothing polls it.
 
 Python only runs signal handlers between bytecode instructions of the main thread. This means that a handler doesn't run
-while the main thread is inside of a long C++ call, such as a compilation. However, the C-level handler immediately
+while the main thread is inside a long C++ call, such as a compilation. However, the C-level handler immediately
 writes the signal number to a file descriptor (see signal.set_wakeup_fd), and a monitor thread reads it from there. Note
 that the monitor needs the GIL, so this only works if the C++ call releases it.
 """
@@ -26,20 +26,20 @@ from pipeline.proc.children import LAST_HOOK_S, RANK_S
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STACKS_VARIABLE = "TRN_STACKS_DIR"  # doesn't start with TRNPIPE_, because it is not a setting
 _CLOSE = 0  # not a signal number
-STOPPING = "stopping: saving state (press Ctrl-C again to stop at once)"
+STOPPING = "stopping: saving state (press Ctrl-C again to exit immediately)"
 
 LastHook = Callable[[str], None]
 
 
 @contextmanager
 def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: LastHook | None = None) -> Iterator[None]:
-    """Set `stop` on SIGTERM and SIGINT inside of the context. This only works in the main thread.
+    """Set `stop` on SIGTERM and SIGINT inside the context. This only works in the main thread.
 
     The first SIGINT immediately prints a message to standard error, unless `stop.has_live_display` is set, and a second
     one ends the process. If the process is still running `grace_s` seconds after the first signal, `last_hook` is
     called with the reason and the process exits with code 143. The hook may take up to 3 seconds.
 
-    After a signal, the monitor keeps running even outside of the context, because the shutdown may hang as well. Forked
+    After a signal, the monitor keeps running even outside the context, because the shutdown may hang as well. Forked
     workers close the wake-up descriptor that they share with this process, so that a signal to a worker doesn't stop
     this process. They also ignore SIGINT, because the terminal sends it to the whole process group.
     """

@@ -133,14 +133,8 @@ def _session(pid: int) -> int | None:
 class ToolRun:
     """The result of running a program.
 
-    Args:
-        command: the command line.
-        exit_code: the exit code, or None if the program was killed.
-        stdout: its standard output.
-        stderr: its standard error.
-        failure: why the program could not be started or was killed. Empty if it exited by itself.
-        num_left: number of processes that SIGKILL didn't end, for example because they hang in a driver.
-        seconds: how long the program was running.
+    `exit_code` is None if the program was killed, and `failure` is empty unless the program was killed or could not be
+    started. `num_left` is the number of processes that survived SIGKILL, for example because they hang in a driver.
     """
 
     command: tuple[str, ...]
@@ -238,7 +232,7 @@ LOCKED_AFTER_S = 1.0
 
 @contextmanager
 def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside of the context and restore their previous values on exit."""
+    """Set environment variables inside the context and restore their previous values on exit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -254,7 +248,7 @@ def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
 def guarded_temp_folder() -> Iterator[Path]:
     """Create a folder for all temporary files of this process and of its child processes.
 
-    On exit, the folder is removed and all child processes that were started inside of the context are killed. Contexts
+    On exit, the folder is removed and all child processes that were started inside the context are killed. Contexts
     can't be nested. Raises TransientError if the folder can't be created.
     """
     parent = Path()

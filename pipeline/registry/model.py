@@ -64,7 +64,7 @@ class Vectors(Record):
 
 
 class DeployedPair(ModelRecord):
-    """The content of serving.json, which is a checkpoint and the vectors that were computed with it."""
+    """The content of serving.json: a checkpoint and the vectors that were computed with it."""
 
     schema_version: Literal[1] = 1
     id: str = Field("", description="Hash of all other fields (empty in files from earlier versions)")

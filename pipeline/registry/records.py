@@ -127,11 +127,11 @@ class Decision(Record):
     reasons: Reasons = Field((), description="The verdict, formatted as lines of text")
     figures: Figures = Field({}, description="Metrics of the candidate, null if not finite")
     verdict: str = Field("", description="Key of the stored verdict in the workspace")
-    forced: str = Field("", description="Reason to overrule the gate")
+    forced: str = Field("", description="Reason for overriding the gate, if any")
 
 
 class HistoryEntry(ModelRecord):
-    """An entry of the history, which is stored as one line."""
+    """An entry of the history, stored as one line."""
 
     schema_version: Literal[1] = 1
     id: str = Field("", description="Hash of all fields except user and time, so that a decision is only stored once")
@@ -192,7 +192,7 @@ def production_changes(entries: Iterable[HistoryEntry]) -> tuple[Pointer, ...]:
     return tuple(entry for entry in entries if isinstance(entry, Pointer))
 
 
-# Verdicts of the gate, which are stored in `cycles/<cycle>/evaluate/verdict.json`.
+# Verdicts of the gate, stored in `cycles/<cycle>/evaluate/verdict.json`.
 
 
 class StoredVerdict(Record):
@@ -279,7 +279,7 @@ def current_user(env: Mapping[str, str] = os.environ) -> str:
     return f"{user}@{socket.gethostname()}{f' (job {job})' if job else ''}"
 
 
-# The pointer to the production checkpoint, which is stored in `registry/<model>/production.json`.
+# The pointer to the production checkpoint, stored in `registry/<model>/production.json`.
 
 FOLDER = "registry"
 

@@ -1,1 +1,1 @@
-"""The stages, one file each: validate the inputs, do the work, commit a result."""
+"""The stages of a cycle, each of which validates its inputs, does the work, and commits a result."""

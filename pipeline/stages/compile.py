@@ -1,4 +1,4 @@
-"""The compile stage: compile every graph of a cycle ahead of time and store the graph manifest."""
+"""The compile stage, which compiles all graphs of a cycle ahead of time and stores a manifest of them."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ NAME = "compile"
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Compile all graphs of this cycle, unless that was done already. Raises TrnpipeError."""
+    """Compile all graphs of this cycle, unless this has already been done. Raises TrnpipeError."""
     started = datetime.now(UTC)
     shapes = shapes_of(settings, ctx, ctx.console.warn)
     if drives_tool(settings.compile, settings.backend, os.environ):
@@ -33,7 +33,10 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 
 
 def _drive(settings: Settings, ctx: StageContext, shapes: Shapes, started: datetime) -> StageResult:
-    """Run the trial in the Neuron compile tool, which owns the device. This process never opens one."""
+    """Compile the graphs with the Neuron compile tool.
+
+    The tool runs the trial in processes that need exclusive access to the device, so this process never opens it.
+    """
     ranks = World(world_size=settings.launch.processes * ctx.world.world_size)
     device = lazy_device_name(os.environ)
     plan = shapes.plan(settings, ranks, device)
@@ -45,13 +48,13 @@ def _drive(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
     manifest, *others = manifests
     if existed:
         return _already_done(ctx, manifest, started)
-    for other_manifest in others:  # before the result, which marks the stage as complete
+    for other_manifest in others:  # store these before the result, which marks the stage as complete
         store_manifest(ctx.workspace, other_manifest)
     return _publish(ctx, manifest, started)
 
 
 def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datetime) -> StageResult:
-    """Run the trial in this rank, which compiles each new graph immediately."""
+    """Run the trial in this process, which compiles each new graph as soon as it is needed."""
     with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (
         process_group,
         backend,
@@ -70,7 +73,7 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
             trial = shapes.trial(settings, backend, process_group, recorder, ctx.stop, ctx.console)
             if not trace_file:
                 recorder.on_graph = _progress(ctx, trial.num_graphs, started)
-            with use_display(no_display):  # hide the scoring progress of the trial
+            with use_display(no_display):  # do not show the progress of scoring, which is only part of the trial
                 trial.score() if is_scoring else trial.run()
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
     if not ctx.world.is_main:
@@ -94,7 +97,7 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
 
 
 def _progress(ctx: StageContext, expected: int, started: datetime) -> Callable[[int, GraphPosition], None]:
-    """Return a callback that logs each graph before it is compiled, which may take minutes."""
+    """Return a callback that logs each graph before it is compiled, because compiling it may take minutes."""
 
     def met(number: int, position: GraphPosition) -> None:
         total = f" of about {expected}" if number <= expected else ""
@@ -105,7 +108,10 @@ def _progress(ctx: StageContext, expected: int, started: datetime) -> Callable[[
 
 
 def _check_factory(factory: str, findings: Sequence[Finding]) -> None:
-    """Raise ConfigError if the compiler would reject the module or if its graphs depend on tensor values."""
+    """Verify that a custom module is suitable for ahead-of-time compilation.
+
+    Raises ConfigError if the compiler would reject the module, or if its graphs depend on tensor values.
+    """
     errors = [finding for finding in findings if finding.severity == "error" or finding.code == HOST_READ]
     if errors:
         raise ConfigError(
@@ -116,15 +122,15 @@ def _check_factory(factory: str, findings: Sequence[Finding]) -> None:
 
 
 def _already_done(ctx: StageContext, manifest: GraphManifest, started: datetime) -> StageResult:
-    ctx.console.info(f"compile: done already, {len(manifest.graphs)} graphs, manifest {manifest.plan_id}")
+    ctx.console.info(f"compile: already done, {len(manifest.graphs)} graphs, manifest {manifest.plan_id}")
     result = _result(ctx, manifest, started)
-    if ctx.world.is_main and ctx.earlier(NAME) is None:  # the graphs are from an earlier cycle
+    if ctx.world.is_main and ctx.earlier(NAME) is None:  # an earlier cycle compiled the graphs
         store_result(ctx.workspace, result)
     return result.model_copy(update={"status": "already_done"})
 
 
 def _publish(ctx: StageContext, manifest: GraphManifest, started: datetime) -> StageResult:
-    """Store the manifest and then the result, on rank 0."""
+    """Store the manifest, followed by the result. Only called on rank 0."""
     result = _result(ctx, manifest, started)
     ctx.console.info(
         f"compile: {len(manifest.graphs)} graphs, {manifest.compile_s:.1f} s compiling, done in "

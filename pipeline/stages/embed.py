@@ -1,4 +1,7 @@
-"""The embed stage: embed the whole catalogue in parts. The last worker to finish publishes the vectors."""
+"""The embed stage, in which an array of workers embeds the whole catalogue in parts.
+
+The last worker to finish publishes the vectors.
+"""
 
 import os
 from datetime import UTC, datetime
@@ -24,8 +27,8 @@ NAME = "embed"
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Embed this worker's slice and, on the last worker, publish the vectors. Raises TrnpipeError."""
-    # All ranks join, even those without work, because the devices of the others may wait for them.
+    """Embed this worker's slice of the catalogue. The last worker also publishes the vectors. Raises TrnpipeError."""
+    # All ranks have to join, even if they have no work, because the devices of the other ranks may wait for them.
     with join_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s):
         return _run(settings, ctx)
 
@@ -36,7 +39,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     plan, checkpoint = cycle_plan(settings, ctx)
 
     def result(figures: dict[str, Figure], vectors: VectorSet | None = None) -> StageResult:
-        """Build the result. `vectors`: those of the whole cycle, if all parts are complete."""
+        """Build the result. If all parts are complete, `vectors` are the published vectors."""
         return ctx.finish(
             NAME,
             started,
@@ -52,15 +55,15 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
             raise ConfigError(
                 f"{ctx.workspace.uri(prefix)} has vectors from a different plan",
                 expected="no vectors, or vectors from the plan of this cycle",
-                next_command=f"use another --cycle, or delete {ctx.workspace.uri(prefix)}",
+                next_command=f"use a different --cycle, or delete {ctx.workspace.uri(prefix)}",
             )
-        ctx.console.info(f"embed: done already, {vectors.info.rows:,} vectors in {ctx.workspace.uri(prefix)}")
+        ctx.console.info(f"embed: already done, {vectors.info.rows:,} vectors in {ctx.workspace.uri(prefix)}")
         earlier = ctx.earlier(NAME)
-        if earlier is None:  # an earlier attempt was killed after publishing the vectors
+        if earlier is None:  # an earlier attempt was killed after it had published the vectors
             earlier = store_result(ctx.workspace, result({}, vectors))
         return earlier.model_copy(update={"status": "already_done"})
     done = part_store(ctx.workspace, plan).done()
-    # New rows are usually adjacent, so neighbouring parts are assigned to different workers.
+    # Assign neighbouring parts to different workers, because rows that have to be embedded are usually adjacent.
     worker_slice = plan.shards[worker::workers]
     todo = [shard for shard in worker_slice if shard.index not in done]
     carry_from = plan.carry_from.cycle if plan.carry_from else None
@@ -85,7 +88,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         figures = _embed(settings, ctx, plan, checkpoint, todo, total=sum(shard.rows for shard in worker_slice))
         done = part_store(ctx.workspace, plan).done()
     if missing := len(plan.shards) - len(done):
-        Console().info(f"embed: worker {worker} of {workers} is done, the others have {missing} parts to do")
+        Console().info(f"embed: worker {worker} of {workers} is done, {missing} parts of other workers are missing")
         return result(figures | {"parts_missing": missing})
     limit = settings.embed.catalogue.max_bad_fraction
     vectors = finish(ctx.workspace, plan, ctx.scratch, ctx.stop, max_bad_fraction=limit)
@@ -97,7 +100,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
 def _embed(
     settings: Settings, ctx: StageContext, plan: EmbedPlan, checkpoint: Checkpoint, todo: list[WorkShard], *, total: int
 ) -> dict[str, Figure]:
-    """Embed shards. Returns throughput figures."""
+    """Embed the shards in `todo` and return throughput figures."""
     check_lengths(plan, settings, checkpoint)
     earlier, index = None, ""
     if plan.carry_from:

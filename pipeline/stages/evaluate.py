@@ -1,4 +1,4 @@
-"""The evaluate stage: compare the candidate with the production model, and promote or refuse it."""
+"""The evaluate stage, which compares the candidate with the production model and promotes or refuses it."""
 
 from datetime import UTC, datetime
 
@@ -28,9 +28,10 @@ _REASONS_SHOWN = 3
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Judge the candidate of this cycle and act on the verdict, unless that was done already. Raises TrnpipeError.
+    """Judge the candidate of this cycle, and promote it if it passes.
 
-    A refused candidate is refused again without new work if no input has changed. Production then stays unchanged.
+    If none of the inputs have changed since the last evaluation, its verdict is used again. A refusal is raised as
+    GateRefused and leaves the production model unchanged. Raises TrnpipeError.
     """
     started = datetime.now(UTC)
     sets = read_token_sets(ctx.workspace, load_prepared(ctx).token_sets)
@@ -38,21 +39,21 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     inputs = models.inputs(settings, ctx, sets)
     earlier = ctx.earlier(NAME)
     if earlier is not None:
-        # The earlier result may be for another model_name, which is not part of the inputs.
+        # The earlier result may be for a different model_name, which is not part of the inputs.
         past = read_history(ctx.workspace, settings.model_name) if earlier.figures.get("promoted") else ()
         digest = models.candidate.digest
         promoted = any(entry.digest == digest for entry in production_changes(past))
-        # A promoted candidate is or was the production model, so ignore changes of production and the gate.
+        # If the candidate has already been promoted, later changes of the production model or the gate do not matter.
         ignored = {"code_version"} | ({"incumbent", "gate"} if promoted else set())
         before, now = ({k: v for k, v in each.items() if k not in ignored} for each in (earlier.inputs, inputs))
-        # A candidate that passed without being promoted may have to be promoted now.
+        # If the candidate passed but was not promoted, it may have to be promoted now.
         may_promote = settings.evaluate.promote and (models.against_production or bool(settings.evaluate.force_reason))
         if before == now and (promoted or not may_promote):
-            outcome = "promoted" if promoted else "passed, not promoted"
+            outcome = "promoted" if promoted else "passed but not promoted"
             if promoted and digest in rolled_back_digests(past):
                 command = f"trnpipe registry promote {models.candidate.prefix} --force REASON"
-                outcome = f"promoted, rolled back since (promote it again with {command})"
-            ctx.console.info(f"evaluate: done already, {outcome}, figures in {_report_uri(ctx)}")
+                outcome = f"promoted and later rolled back (promote it again with {command})"
+            ctx.console.info(f"evaluate: already done, {outcome}, see {_report_uri(ctx)}")
             return earlier.model_copy(update={"status": "already_done"})
     stored = load_report(ctx.workspace, ctx.cycle)
     pointer = models.pointer
@@ -60,10 +61,10 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         judged = stored and (stored.candidate.digest, verdict_key(stored.cycle))
         is_valid = models.against_production or (stored is not None and stored.inputs == inputs)
         if earlier is None and stored and is_valid and (pointer.digest, pointer.verdict) == judged:
-            # Promoted because of this report by an attempt that was killed before it stored the result.
+            # An earlier attempt promoted the candidate because of this report, but was killed before storing a result.
             return _finish(settings, ctx, models, stored, pointer, started)
         if models.against_production:
-            ctx.console.info(f"evaluate: nothing new, the candidate is the production model: {models.candidate.uri}")
+            ctx.console.info(f"evaluate: nothing to do, the candidate is already in production: {models.candidate.uri}")
             figures: dict[str, Figure] = {"promoted": False, "nothing_new": True, "since": models.candidate.state.cycle}
             outputs = {"checkpoint": models.candidate.prefix}
             result = ctx.finish(NAME, started, inputs=inputs, outputs=outputs, figures=figures)
@@ -87,7 +88,7 @@ def _report_uri(ctx: StageContext) -> str:
 def _conclude(
     settings: Settings, ctx: StageContext, models: Models, report: EvaluationReport, started: datetime
 ) -> StageResult:
-    """Store the verdict, then promote the candidate or record the refusal, then store the result."""
+    """Store the verdict, promote the candidate or record its refusal, and store the result."""
     stored = models.verdict(settings, ctx, report)
     if models.in_workspace:
         store_verdict(ctx.workspace, stored)
@@ -120,18 +121,20 @@ def _finish(
     pointer: Pointer | None,
     started: datetime,
 ) -> StageResult:
-    """Store the result of a candidate that passed or was forced. `pointer` is set if it was promoted."""
+    """Store the result for a candidate that passed the gate or was forced. `pointer` is None if it was not promoted."""
     info, scores = ctx.console.info, {"candidate_scores": report.candidate.scores}
-    info(f"evaluate: figures in {_report_uri(ctx)}, scores in {ctx.workspace.uri(report.candidate.scores)}")
+    info(f"evaluate: report in {_report_uri(ctx)}, scores in {ctx.workspace.uri(report.candidate.scores)}")
     if pointer is not None:
         how = "promoted by force" if pointer.action == "forced" else "promoted"
         how += " WITHOUT a comparison" if report.verdict.without_comparison else ""
         info(f"evaluate: {how}, generation {pointer.generation}: {ctx.workspace.uri(pointer.checkpoint)}")
     elif not settings.evaluate.promote:
-        info("evaluate: passed, not promoted (evaluate.promote)")
+        info("evaluate: passed but not promoted, because evaluate.promote is false")
     else:
         production = models.pointer.checkpoint if models.pointer else "none"
-        info(f"evaluate: passed, not promoted: not compared with production, {production} (evaluate.incumbent)")
+        info(
+            f"evaluate: passed but not promoted, because evaluate.incumbent is not the production model ({production})"
+        )
     if report.incumbent is not None:
         scores["incumbent_scores"] = report.incumbent.scores
     checkpoint = {"checkpoint": models.candidate.prefix} if models.in_workspace else {}

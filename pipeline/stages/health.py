@@ -1,7 +1,8 @@
-"""The health stage: check host, tools, cores and collectives of every node, with one verdict for the job.
+"""The health stage, which checks the host, tools, cores and collectives of all nodes of a job.
 
-Each node runs one process, which checks the host and then starts its ranks for the other checks, so a rank that hangs
-or dies does not affect it. Nodes exchange reports after each part, so no rank waits for an unfit node.
+Each node runs one process, which checks the host and then starts ranks that run the other checks. This way, the process
+is not affected if a rank hangs or dies. Nodes exchange reports after each part and agree on a verdict, so that no rank
+waits for a node that is unfit.
 """
 
 import math
@@ -40,17 +41,22 @@ Reports = tuple[NodeReport, ...]
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Check this node and the job, without reusing earlier results. Raises `job_error` if unfit, Preempted."""
+    """Check this node and agree on a verdict with the others. Results of earlier attempts are never used.
+
+    Raises `job_error` if the job is unfit to run, and Preempted on a stop signal.
+    """
     started = datetime.now(UTC)
     if folder := os.environ.get(RANK_REPORTS):
-        from pipeline.health.device import rank_checks, report_rank  # imports torch, which only the ranks need
+        from pipeline.health.device import rank_checks, report_rank  # imports torch, which is only needed by ranks
 
-        seed = zlib.crc32(ctx.cycle.encode())  # the same on all nodes, different in each cycle
+        seed = zlib.crc32(ctx.cycle.encode())  # the same on all nodes, but different in each cycle
         checks = rank_checks(settings.backend, ctx.world, settings.health, os.environ, seed)
         report = report_rank(checks, settings.health, ctx.world.rank, Path(folder), ctx.stop)
-        if report.verdict >= HealthVerdict.RETRY:  # a thread may hang, and gloo aborts when another rank has exited
+        if report.verdict >= HealthVerdict.RETRY:
+            # Exit immediately, because a thread may hang, and gloo aborts the process if another rank has exited. The
+            # exit code does not matter, because the node reads the verdict from the report.
             sys.stdout.flush()
-            os._exit(EXIT_OK)  # the verdict is in the report
+            os._exit(EXIT_OK)
         return _result(ctx, (report,), started)
     nodes = node_group(ctx, "health/nodes", timeout_s=math.inf)
     with nodes.report_failure(), guarded_temp_folder() as temporary:
@@ -60,9 +66,10 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 
 
 def _check(settings: Settings, ctx: StageContext, nodes: Nodes, folder: Path) -> Reports:
-    """Check the host, then its ranks, which write results to `folder`, and exchange reports after each part.
+    """Check the host, start ranks that run the other checks, and exchange reports after each part.
 
-    Shows, stores and returns the reports of all nodes. Raises `job_error` if the job is unfit, on all nodes.
+    The ranks write their results to `folder`. Prints, stores and returns the reports of all nodes. If the job is unfit
+    to run, raises `job_error` on all nodes.
     """
     config, identity, node_rank, num_nodes = settings.health, read_identity(), ctx.world.node_rank, ctx.world.world_size
     is_neuron, processes = on_neuron(settings.backend, os.environ), settings.launch.processes
@@ -72,7 +79,7 @@ def _check(settings: Settings, ctx: StageContext, nodes: Nodes, folder: Path) ->
     def exchange(part: str, results: tuple[CheckResult, ...], *, is_last: bool) -> Reports:
         nonlocal report
         report = replace(report, results=(*report.results, *results))
-        store_local_report(ctx.workspace, ctx.cycle, report)  # before waiting for other nodes
+        store_local_report(ctx.workspace, ctx.cycle, report)  # in case that waiting for the other nodes fails
         reports = add_slow_ranks(exchange_reports(nodes, part, report, wait_s))
         report = next((each for each in reports if each.node_rank == node_rank), report)
         store_local_report(ctx.workspace, ctx.cycle, report)
@@ -106,7 +113,7 @@ def _check(settings: Settings, ctx: StageContext, nodes: Nodes, folder: Path) ->
         return reports
     folder.mkdir()
     env = {RANK_REPORTS: str(folder)}
-    if is_neuron:  # the tolerances assume the written data types, so disable auto-cast
+    if is_neuron:  # disable auto-cast, because the tolerances assume that computations use the data types we specify
         env["NEURON_CC_FLAGS"] = settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
         env["NEURON_COMPILE_CACHE_URL"] = settings.compile.cache_root(ctx.workspace.root)
     with temporary_environment(env):

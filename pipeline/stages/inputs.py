@@ -1,4 +1,4 @@
-"""Inputs of a stage: prepared data and its shapes, mined negatives, the parent checkpoint."""
+"""Look up the inputs of a stage: the prepared data and its shapes, mined negatives, and the parent checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -25,13 +25,18 @@ from pipeline.train.graph_trial import Trial
 
 
 def find_parent(ctx: StageContext) -> Checkpoint | None:
-    """Open the checkpoint to start from. None for scratch, or if nothing was promoted. Raises CheckpointError."""
+    """Open the checkpoint that training starts from.
+
+    Returns None if the model should be trained from scratch, or if no model has been promoted yet. Raises
+    CheckpointError if the checkpoint cannot be opened.
+    """
     settings, cache_dir = ctx.settings, ctx.scratch / "parent"
     if settings.train.start != "incumbent":
         location = locate_start(settings.train.start, settings, ctx.workspace)
         return None if location is None else open_checkpoint(*location, cache_dir)
-    # Start from the production model at the time this cycle first mined negatives or trained. A later promotion, even
-    # by this cycle, must not change the parent of a later attempt. The first writer wins, so all ranks agree.
+    # Record which model is in production when this cycle first needs its parent, and use the same parent from then on.
+    # Otherwise, a promotion (even of this cycle's candidate) would change the parent of later attempts. If several
+    # ranks write at the same time, the first one wins, which ensures that they all use the same parent.
     key = f"cycles/{ctx.cycle}/train/parent.json"
     pin = json.dumps({"checkpoint": production_prefix(ctx.workspace, settings.model_name)})
     ctx.workspace.write_if_absent(key, pin.encode())
@@ -41,14 +46,14 @@ def find_parent(ctx: StageContext) -> Checkpoint | None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Prefixes of the prepared data in the workspace. Token sets are in partition order."""
+    """Where the prepared data is in the workspace. `token_sets` are prefixes in the order of partitions."""
 
     token_sets: tuple[str, ...]
     tokenizer: str
 
 
 def find_prepared(ctx: StageContext) -> Prepared | None:
-    """Return the prepared data of this cycle, or None if it was not prepared yet."""
+    """Return the prepared data of this cycle, or None if it has not been prepared yet."""
     result = ctx.earlier("prepare")
     if result is None:
         return None
@@ -56,7 +61,7 @@ def find_prepared(ctx: StageContext) -> Prepared | None:
 
 
 def load_prepared(ctx: StageContext) -> Prepared:
-    """Return the prepared data of this cycle. Raises DataError if it was not prepared yet."""
+    """Return the prepared data of this cycle. Raises DataError if it has not been prepared yet."""
     prepared = find_prepared(ctx)
     if prepared is None:
         raise DataError(
@@ -68,29 +73,29 @@ def load_prepared(ctx: StageContext) -> Prepared:
 
 
 def mined_negatives(ctx: StageContext) -> str | None:
-    """Return the prefix of the negatives mined in this cycle, or None if it has not mined any."""
+    """Return the prefix of the negatives that this cycle has mined, or None if it has not mined any."""
     result = ctx.earlier("mine")
     return None if result is None else result.outputs.get("negatives")
 
 
-ASSUMED_CLASSES = 4  # number of classes assumed without data.labels, as in ESCI and in the built-in catalogue
+ASSUMED_CLASSES = 4  # number of labels to assume if data.labels is not set, as in ESCI and the built-in catalogue
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Data properties that determine the shapes of graphs: model inputs and batch buckets."""
+    """The properties of the data that graphs depend on, which are the model inputs and the batch buckets."""
 
     spec: InputSpec
     buckets: tuple[Bucket, ...]
 
     def plan(self, settings: Settings, world: World, device: str) -> Plan:
-        """Return the plan of a training run. Runs with equal plans share their graphs."""
+        """Return the plan of a training run. Training runs with equal plans use the same graphs."""
         return graph_plan(
             settings, self.spec, self.buckets, rank_slice(settings.train, world.world_size, world.rank), device
         )
 
     def scoring_plan(self, settings: Settings, world_size: int, device: str) -> Plan:
-        """Return the plan of evaluation and embedding alone."""
+        """Return the plan for jobs that only evaluate or embed."""
         return evaluation_plan(settings, self.spec, self.buckets, world_size, device)
 
     def trial(
@@ -102,21 +107,22 @@ class Shapes:
         stop: StopSignal,
         console: Console,
     ) -> Trial:
-        """Build the trial run of these settings."""
+        """Build a trial run, which uses every graph that a cycle needs so that all of them are compiled."""
         return Trial(settings, self.spec, self.buckets, backend, process_group, stop, console, watch)
 
 
 def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], object]) -> Shapes:
-    """Return the shapes of the prepared data, or those expected from the settings if nothing is prepared yet.
+    """Return the shapes of the prepared data or, if no data has been prepared yet, the shapes to expect.
 
-    `warn` is called with the assumptions. If they are wrong, the graph guard of training refuses. Raises DataError.
+    In the latter case, `warn` is called with the assumptions that we make. If these turn out to be wrong, the graph
+    guard stops the training run. Raises DataError if the prepared data cannot be read.
     """
     prepared = find_prepared(ctx)
     if prepared is None:
         shapes = expected_shapes(settings)
         warn(
-            f"no prepared data yet: assuming a vocabulary of {shapes.spec.vocab_size:,} and "
-            f"{shapes.spec.num_classes} classes"
+            f"no data has been prepared yet, assuming a vocabulary of {shapes.spec.vocab_size:,} tokens and "
+            f"{shapes.spec.num_classes} labels"
         )
         return shapes
     info = read_token_sets(ctx.workspace, prepared.token_sets)[0].info
@@ -124,7 +130,10 @@ def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], objec
 
 
 def expected_shapes(settings: Settings) -> Shapes:
-    """Return the shapes expected from the settings: a full vocabulary, and four classes by default."""
+    """Return the shapes to expect from the settings.
+
+    We assume that the vocabulary has its maximum size and, if `data.labels` is not set, that there are four labels.
+    """
     data = settings.data
     labels = data.labels or tuple(f"class {i}" for i in range(ASSUMED_CLASSES))
     spec = InputSpec(

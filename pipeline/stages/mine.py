@@ -1,6 +1,6 @@
-"""The mine stage: mine hard negatives of the training queries with the parent model or BM25.
+"""The mine stage, which mines hard negatives for the training queries with the parent model or BM25.
 
-The queries are distributed over an array of workers. The last one to finish commits the negatives.
+The queries are distributed over an array of workers. The last worker to finish commits the negatives.
 """
 
 import os
@@ -39,8 +39,8 @@ NAME = "mine"
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Mine this worker's slice and, on the last worker, commit the negatives. Raises TrnpipeError."""
-    # All ranks join, even those without work, because the devices of the others may wait for them.
+    """Mine negatives for this worker's slice of the queries. The last worker also commits them. Raises TrnpipeError."""
+    # All ranks have to join, even if they have no work, because the devices of the other ranks may wait for them.
     with join_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s):
         return _run(settings, ctx)
 
@@ -55,9 +55,9 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     mining = plan_mining(settings, read_token_sets(ctx.workspace, prepared.token_sets), model, parent)
     if (mined := find_negatives(ctx.workspace, mining.prefix)) is not None:
         uri = ctx.workspace.uri(mined.prefix)
-        ctx.console.info(f"mine: done already, {mined.info.figures['negatives']:,} negatives in {uri}")
+        ctx.console.info(f"mine: already done, {mined.info.figures['negatives']:,} negatives in {uri}")
         result = ctx.earlier(NAME)
-        # They may be from an earlier cycle, or from an attempt that was killed before it stored the result.
+        # The negatives may be from an earlier cycle, or from an attempt that was killed before it stored the result.
         if result is None or result.outputs.get("negatives") != mined.prefix:
             result = store_result(ctx.workspace, _result(ctx, mining, started, dict(mined.info.figures), mined))
         return result.model_copy(update={"status": "already_done"})
@@ -74,11 +74,11 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     )
     if len(task.products) < task.products.num_distinct:
         ctx.console.warn(
-            f"mine: searching {len(task.products):,} of {task.products.num_distinct:,} products, the maximum"
+            f"mine: only {len(task.products):,} of {task.products.num_distinct:,} products are searched, the maximum"
         )
     if not len(task.query_id):
         names = ", ".join(mining.sets[index].info.partition for index in mining.new) or "no new partition"
-        ctx.console.warn(f"mine: no training query of {names} has a positive (train.loss.positive_gain)")
+        ctx.console.warn(f"mine: no training query in {names} has a positive (see train.loss.positive_gain)")
 
     def open_search() -> Search:
         if mining.model is not None:
@@ -95,14 +95,14 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         )
         mined = find_negatives(ctx.workspace, mining.prefix)
         if mined is None and missing:
-            Console().info(f"mine: worker {worker} of {workers} is done, the others have {missing} parts to do")
+            Console().info(f"mine: worker {worker} of {workers} is done, {missing} parts of other workers are missing")
             return _result(ctx, mining, started, {"parts_missing": missing})
         mined = mined or commit_all(ctx, mining, task, negatives, config.negatives_per_query)
     except (DataError, TransientError):
         mined = find_negatives(ctx.workspace, mining.prefix)
         if mined is None:
             raise
-        # Another worker finished last and deleted the parts that this one was reading.
+        # The worker that finished last has deleted the parts while this one was still reading them.
     for parts in (vectors, negatives):
         parts.store.delete()
     result = _result(ctx, mining, started, dict(mined.info.figures), mined)
@@ -112,7 +112,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
 
 def _log_summary(ctx: StageContext, mined: NegativeSet, result: StageResult) -> None:
     figures = mined.info.figures
-    Console().info(  # on every rank, because the last worker need not be rank 0
+    Console().info(  # log on every rank, because the last worker may not be rank 0
         f"mine: {figures['negatives']:,} negatives, {figures['slots_filled']:.0%} of the slots | skipped: "
         f"{figures['judged_skipped']:,} judged, {figures['above_margin']:,} likely positives | "
         f"{format_duration((result.finished - result.started).total_seconds())} | {ctx.workspace.uri(mined.prefix)}"
@@ -120,7 +120,7 @@ def _log_summary(ctx: StageContext, mined: NegativeSet, result: StageResult) -> 
     without, queries = int(figures["queries_without"]), int(figures["queries"])
     empty = int(figures.get("nothing_found", 0)) if mined.info.source == BM25 else 0
     if reason := unmatched_warning(empty, queries, "product"):
-        ctx.console.warn(f"mine: {reason}, so BM25 gives them no negatives: use --mine.source CHECKPOINT")
+        ctx.console.warn(f"mine: {reason}, so BM25 finds no negatives for them: use --mine.source CHECKPOINT")
     elif without:
         ctx.console.warn(
             f"mine: {without:,} of {queries:,} queries have no negative: lower mine.relative_margin or raise mine.depth"
@@ -134,7 +134,7 @@ def _result(
     figures: dict[str, Figure],
     mined: NegativeSet | None = None,
 ) -> StageResult:
-    """Build the result. `mined`: the negatives, if all parts are complete."""
+    """Build the result. If all parts are complete, `mined` are the committed negatives."""
     return ctx.finish(
         NAME,
         started,

@@ -1,6 +1,6 @@
-"""The prepare stage: tokenise new input partitions into committed token shards, reusing those that exist.
+"""The prepare stage, which tokenises new input partitions into token shards. Existing token shards are used again.
 
-In an array of n workers each prepares every n-th partition. The last one to finish stores the result.
+In an array of n workers, each worker prepares every n-th partition. The last worker to finish stores the result.
 """
 
 import os
@@ -28,13 +28,13 @@ UNSPLIT = (
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Prepare every partition of the input and commit the result.
+    """Prepare all partitions of the input and store the result.
 
-    The input is listed every time, because there may be new partitions. If nothing changed, the stored result is
+    The input is listed every time, because there may be new partitions. If nothing has changed, the earlier result is
     returned as already done. Raises DataError if the input cannot be used.
     """
     started, config = datetime.now(UTC), settings.data
-    read_golden(settings, ctx.stop)  # to report errors in the file before training
+    read_golden(settings, ctx.stop)  # report errors in the golden queries now, rather than after training
     tokenizer = None if config.tokenizer.path else parent_tokenizer(settings, ctx.workspace)
     data = prepare(
         config,
@@ -47,7 +47,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     )
     ctx.console.info(summary(data))
     if data.missing:
-        ctx.console.info(f"prepare: {data.missing} partition(s) are left to other workers")
+        ctx.console.info(f"prepare: {data.missing} partition(s) have not been prepared by other workers yet")
         return ctx.finish(NAME, started, inputs={}, outputs={}, figures={"partitions_missing": data.missing})
     with_bad = [prefix for prefix, info in zip(data.token_set_prefixes, data.infos, strict=True) if info.rows_bad]
     if with_bad:
@@ -58,7 +58,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.console.info(f"prepare: {len(data.skipped)} other file(s) were not read: {names_of(data.skipped)}")
     loss, warnings = settings.train.loss, list(data.input_warnings)
     warnings += prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
-    if config.tokenizer.split_digits and not data.splits_digits:  # the tokenizer is the parent's
+    if config.tokenizer.split_digits and not data.splits_digits:  # we are using the tokenizer of the parent model
         warnings.append(UNSPLIT)
     split, queries, few = settings.evaluate.split, count_queries(data.infos), dict[str, Figure]()
     if queries and queries[split] < settings.gate.min_queries:
@@ -72,26 +72,26 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     result = ctx.finish(
         NAME,
         started,
-        # The name of a token set is the fingerprint of its files, tokenizer and data settings.
+        # Token sets are named after the fingerprint of their files, tokenizer and data settings.
         inputs={name: prefix.rpartition("/")[2] for name, prefix in token_sets.items()},
         outputs=token_sets | {"tokenizer": data.tokenizer_prefix},
         figures=_figures(data, loss.positive_gain, warnings) | query_figures,
     )
     earlier = ctx.earlier(NAME)
     same = earlier is not None and (earlier.inputs, earlier.outputs) == (result.inputs, result.outputs)
-    # Ignore figures of this attempt when comparing with the earlier result.
+    # Some figures only describe this attempt, so ignore them when comparing with the earlier result.
     of_attempt = ("partitions_reused", "partitions_prepared", "rows_prepared")
     figures = earlier.figures | {name: result.figures[name] for name in of_attempt} if earlier is not None else {}
-    if "queries_test" not in figures:  # stored by a version that did not count queries
+    if "queries_test" not in figures:  # the earlier result is from a version that did not count queries
         figures |= {name: value for name, value in result.figures.items() if name in query_figures}
     if earlier is not None and same and figures == result.figures:
-        ctx.console.info(f"prepare: done already at {earlier.finished:%Y-%m-%d %H:%M:%S} UTC")
+        ctx.console.info(f"prepare: already done at {earlier.finished:%Y-%m-%d %H:%M:%S} UTC")
         return earlier.model_copy(update={"status": "already_done"})
     return store_result(ctx.workspace, result)
 
 
 def summary(data: PreparedData) -> str:
-    """Summarise the prepared and reused partitions and the quarantined rows in one line."""
+    """Summarise in one line which partitions were prepared or reused and which rows were quarantined."""
     bad = ""
     if data.rows_bad:
         reasons = sum((Counter(info.reasons) for info in data.infos), Counter[str]()).most_common()
@@ -105,7 +105,10 @@ def summary(data: PreparedData) -> str:
 
 
 def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) -> dict[str, Figure]:
-    """Return the figures of the result. Query figures are of the train split, counted per partition."""
+    """Return the figures of the result.
+
+    Queries are those of the train split, and a query that occurs in several partitions is counted in each of them.
+    """
     judged = sum_judgements(data.infos, "train", positive_gain)
     queries: dict[str, Figure] = {}
     if judged is not None:

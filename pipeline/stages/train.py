@@ -1,4 +1,4 @@
-"""The train stage: train a checkpoint from prepared partitions and the parent model."""
+"""The train stage, which trains a checkpoint on prepared partitions, starting from the parent model."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,11 +19,11 @@ from pipeline.train.inputs import RunInputs, check_identity, gather_inputs
 from pipeline.train.loop import Outcome, train
 
 NAME = "train"
-_WITHOUT_SCORES = {"rows", "retrieval_ndcg"}  # holdout figures that do not depend on the relevance head
+_WITHOUT_SCORES = {"rows", "retrieval_ndcg"}  # figures that do not depend on the relevance head
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Train the model of this cycle, unless that was done already. Raises TrnpipeError."""
+    """Train the model of this cycle, unless this has already been done. Raises TrnpipeError."""
     started = datetime.now(UTC)
     prepared = load_prepared(ctx)
     parent = find_parent(ctx)
@@ -33,13 +33,13 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     earlier = ctx.earlier(NAME)
     if earlier is not None:
         check_identity(earlier.inputs, inputs.identity, where=f"cycle {ctx.cycle}")
-        ctx.console.info(f"train: done already, checkpoint {ctx.workspace.uri(earlier.outputs['checkpoint'])}")
+        ctx.console.info(f"train: already done, checkpoint {ctx.workspace.uri(earlier.outputs['checkpoint'])}")
         return earlier.model_copy(update={"status": "already_done"})
     if parent is not None and not inputs.selection.new and (key := key_in(ctx.workspace, parent.uri)):
-        # Without a new partition the parent itself is the candidate.
+        # If there is no new partition to train on, the parent becomes the candidate.
         figures: dict[str, Figure] = {"step": parent.state.step, "steps_done": 0, "late": False}
         result = _commit(ctx, inputs, key, figures | _start(parent.state.published), started)
-        ctx.console.info(f"train: no new partition, so the parent is the candidate: {parent.uri}")
+        ctx.console.info(f"train: no new partitions, using the parent as the candidate: {parent.uri}")
         return result
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
     config = RunConfig(
@@ -47,7 +47,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     )
 
     def open_watch(buckets: Sequence[Bucket], share: RankSlice, backend: Backend) -> GraphWatch:
-        """Open the guard that checks graphs against the manifest, if the device compiles graphs."""
+        """Open the guard that verifies that graphs are in the manifest, if the device compiles graphs."""
         if not (backend.is_lazy or backend.compiles_steps):
             return GraphWatch()
         graphs = graph_plan(settings, inputs.spec, buckets, share, backend.device_name())
@@ -64,18 +64,18 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 def _commit(
     ctx: StageContext, inputs: RunInputs, checkpoint: str, figures: dict[str, Figure], started: datetime
 ) -> StageResult:
-    """Build the result of this run and store it on rank 0."""
+    """Build the result of this training run, and store it on rank 0."""
     result = ctx.finish(NAME, started, inputs=inputs.identity, outputs={"checkpoint": checkpoint}, figures=figures)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
 
 def _start(published: PublishedWeights | None) -> dict[str, Figure]:
-    """Return the published weights that the lineage of the model started from, if known."""
+    """Return a figure with the published weights that the lineage of the model started from, if known."""
     return {} if published is None else {"began_from": published.text}
 
 
 def _figures(outcome: Outcome) -> dict[str, Figure]:
-    """Return the figures by split, without those of an untrained relevance head."""
+    """Return the figures of the result. If the relevance head is untrained, its metrics are left out."""
     figures: dict[str, Figure] = {
         "step": outcome.step,
         "steps_done": outcome.steps_done,
@@ -95,7 +95,7 @@ def _figures(outcome: Outcome) -> dict[str, Figure]:
 def _log_summary(ctx: StageContext, outcome: Outcome, seconds: float) -> None:
     for split, values in outcome.holdouts.items():
         if not outcome.has_scores:
-            ctx.console.info(f"{split}: {values.rows} rows | no scores: train.loss.graded_weight is 0")
+            ctx.console.info(f"{split}: {values.rows} rows | no scores, because train.loss.graded_weight is 0")
             continue
         ctx.console.info(
             f"{split}: {values.rows} rows | accuracy {values.accuracy:.4f} | macro F1 {values.macro_f1:.4f} | "

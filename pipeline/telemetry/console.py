@@ -92,7 +92,7 @@ class _ProgressState:
 
 
 class Console:
-    """Prints log lines, warnings and progress.
+    """The console of a command, which displays log lines, warnings and progress.
 
     Args:
         quiet: whether to print nothing, for all ranks except rank 0.
@@ -186,7 +186,7 @@ class Console:
 
 
 class TensorBoardSink:
-    """Writes scalars to a local folder for TensorBoard. Raises ConfigError if TensorBoard isn't installed."""
+    """A logger that writes scalars for TensorBoard. Raises ConfigError if TensorBoard isn't installed."""
 
     def __init__(self, log_dir: Path) -> None:
         try:

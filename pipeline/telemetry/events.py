@@ -71,7 +71,7 @@ class EventName(StrEnum):
 
 
 class EventLog:
-    """Appends events to a log. This class is thread-safe.
+    """A thread-safe writer that appends events to a log.
 
     On file://, every event is written immediately. If the disk is full, `emit` keeps events in memory until there is
     space again, while a durable flush raises DiskFull. On S3, events are written after at most 30 s, so those since the
@@ -235,7 +235,7 @@ def _plain(value: object) -> object:
     return value
 
 
-# The version of the running code, which is recorded in the log and with every artefact.
+# The version of the running code, which is recorded in the log and with every artifact.
 
 REVISION_VARIABLE = "TRN_REVISION"  # set in the container images, because they don't contain .git
 

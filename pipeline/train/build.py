@@ -1,6 +1,7 @@
-"""Build a training run, in this order: ranks and device, rows, model, program, checkpoints.
+"""Build everything that a training run needs before its first step.
 
-Next, read `loop`, which trains it, then `step` and `optimizer`.
+This module opens the process group and the device, selects the training rows, builds the model and the training
+program, and restores the starting checkpoint. The run itself is in `loop`, which calls `step` and `optimizer`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,27 +40,27 @@ from pipeline.train.optimizer import SKIPPED
 from pipeline.train.step import TrainProgram, open_program
 
 _NEEDS_GAINS = frozenset({"ndcg", "retrieval_ndcg", "combined"})
-"""Metrics that are undefined unless a row has a gain above 0."""
+"""Metrics that are undefined unless at least one row has a gain above 0."""
 _FITTED_ROWS = 200_000
-"""Training rows used to fit the scaling of numeric features."""
+"""Maximum number of training rows used to fit the scaling of numeric features."""
 
 
 @dataclass
 class Saver:
-    """Saves and restores one run. Rank 0 writes, every rank reads."""
+    """Saves and restores the checkpoints of a run. Only rank 0 writes them, but every rank can read them."""
 
     program: TrainProgram
     store: CheckpointStore
     writer: CheckpointWriter
     process_group: ProcessGroup
     base: TrainState
-    """State at step 0. Only step, best and published change later."""
+    """The state at step 0. Only `step`, `best` and `published` differ in later checkpoints."""
     tokenizer: bytes
     warn: Callable[[str], None]
     _reported_failure: str = field(init=False, default="")
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest valid checkpoint of this cycle, the same on every rank."""
+        """Return the newest valid checkpoint of this cycle. Rank 0 chooses it, so that all ranks load the same one."""
         step, checkpoint = -1, None
         if self.process_group.world.is_main:
             checkpoint, rejected = self.store.newest_valid()
@@ -70,12 +71,15 @@ class Saver:
         return checkpoint if self.process_group.world.is_main else None if chosen < 0 else self.store.open(chosen)
 
     def restore(self, checkpoint: Checkpoint, *, is_parent: bool = False) -> None:
-        """Load weights, optimizer moments and guard onto the device, or only the weights of a parent."""
+        """Load the weights and the optimizer and guard state onto the device.
+
+        If `is_parent`, only the weights are loaded and the optimizer starts from scratch.
+        """
         weights = from_hf(checkpoint.weights(), self.program.strategy.template, source=checkpoint.prefix)
         self.program.restore(weights, None if is_parent else checkpoint.optimizer())
 
     def save(self, step: int, best: Best | None) -> None:
-        """Copy the state to the host and queue it for writing. Warns once if an earlier save failed."""
+        """Copy the training state to the host and queue it for writing. Logs a warning if an earlier save failed."""
         if self.writer.failure and self.writer.failure != self._reported_failure:
             self._reported_failure = self.writer.failure
             self.warn(f"a checkpoint could not be saved, but training continues: {self._reported_failure}")
@@ -87,7 +91,7 @@ class Saver:
         self.writer.submit(Snapshot(state, to_hf(weights), optimizer, config, self.tokenizer))
 
     def wait_saved(self, step: int) -> None:
-        """Wait until the checkpoint of `step` is committed. Raises TransientError if it could not be saved."""
+        """Block until the checkpoint of `step` is committed. Raises TransientError if it could not be saved."""
         self.writer.wait()
         if self.process_group.world.is_main and self.writer.last_saved != step:
             raise TransientError(
@@ -99,18 +103,18 @@ class Saver:
 
 @dataclass(frozen=True)
 class Position:
-    """The step a run continues from. The default is the start of a new run."""
+    """The step from which to continue. The default is the start of a new run."""
 
     step: int = 0
     skipped: int = 0
-    """Steps that the guard skipped so far."""
+    """Number of steps that the guard has skipped so far."""
     best: Best | None = None
-    """The best evaluation so far."""
+    """The best evaluation result so far."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The sections of the settings that a run reads."""
+    """The settings sections that a training run reads."""
 
     backend: str
     model: ModelConfig
@@ -121,12 +125,12 @@ class RunConfig:
 
 
 OpenWatch = Callable[[Sequence[Bucket], RankSlice, Backend], GraphWatch]
-"""Returns the graph watch of a run with these buckets."""
+"""Returns the graph watch to use for a run with the given buckets."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One rank of a run, ready to train: the weights of `start` are on the device."""
+    """One rank of a training run, with the weights of `start` already on the device."""
 
     config: RunConfig
     ctx: StageContext
@@ -151,9 +155,10 @@ def open_run(
     tokenizer: bytes,
     open_watch: OpenWatch = lambda buckets, share, backend: GraphWatch(),
 ) -> Iterator[Run]:
-    """Build a new run, or resume this cycle's from its newest checkpoint. Destroys the process group on exit.
+    """Build a training run, or resume it if this cycle already has a checkpoint.
 
-    `tokenizer`: content of tokenizer.json, saved with the weights.
+    The process group is destroyed on exit. `tokenizer` is the content of tokenizer.json, which is saved with every
+    checkpoint.
     """
     train, world = config.train, ctx.world
     share, layout = rank_slice(train, world.world_size, world.rank), run_layout(train, world.world_size, world.rank)
@@ -193,7 +198,8 @@ def open_run(
             store,
             config.checkpoint,
             ctx.scratch / "saving",
-            before_commit=lambda: ctx.events.flush(durable=True),  # the journal of events is local to this machine
+            # Ensure that the events of all steps in a checkpoint are durable before the checkpoint is committed.
+            before_commit=lambda: ctx.events.flush(durable=True),
             in_use=lambda: checkpoints_in_use(ctx.workspace_after_stop),
         )
         base = TrainState(
@@ -224,7 +230,7 @@ def open_run(
 
 @contextmanager
 def _device_errors(health: HealthConfig, ctx: StageContext, backend: Backend) -> Iterator[None]:
-    """Translate device errors with the health checks' diagnosis, while the device is still open."""
+    """Run the health checks on a device error, while the device is still open, and raise their diagnosis instead."""
     try:
         yield
     except RuntimeError as error:
@@ -235,14 +241,14 @@ def _device_errors(health: HealthConfig, ctx: StageContext, backend: Backend) ->
 
 
 def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> TrainingPools:
-    """Choose the training rows: new partitions and a replayed fraction of old ones.
+    """Build the pools of training rows from the new partitions and a replayed fraction of the old ones.
 
-    Raises DataError if no partition is new or the rows do not fill one batch.
+    Raises DataError if there is no new partition or if the rows do not fill a single batch.
     """
     if not inputs.new_sets:
         raise DataError(
             f"{inputs.parent.prefix if inputs.parent else 'no parent'} was already trained on all prepared data",
-            expected=f"a partition after {inputs.watermark or 'those it was trained on'}",
+            expected=f"a partition that is newer than {inputs.watermark or 'those it was trained on'}",
             next_command="prepare newer data (data.path), or --train.start scratch",
         )
     cache, workspace = ctx.scratch / "tokens", ctx.workspace
@@ -269,21 +275,21 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
     groups, required = sum(pools.sizes), groups_per_batch(train)
     if groups < required:  # the message counts samples, as the settings do
         raise DataError(
-            f"{groups} groups of up to {pools.slots} products, but a batch of {train.global_batch_size} samples has"
-            f" {required}",
-            expected="at least one full batch",
+            f"the training data has only {groups} groups of up to {pools.slots} products, but a batch of"
+            f" {train.global_batch_size} samples requires {required}",
+            expected="enough rows for at least one full batch",
             next_command=f"--train.global-batch-size {max(1, groups) * pools.slots}, or add data",
         )
     return pools
 
 
 def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> TokenRows:
-    """Open the validation rows. Raises DataError if there are none or the best metric is undefined on them."""
+    """Open the validation rows. Raises DataError if there are none or if the best metric is undefined for them."""
     rows = holdout_rows(ctx, inputs, "valid")
     if not sum(rows.sizes):
         raise DataError(
             "no prepared partition has a row in the validation split",
-            expected="validation rows to choose the best checkpoint with",
+            expected="validation rows, which are used to select the best checkpoint",
             next_command="raise data.valid_fraction or set a split column, then run trnpipe prepare again",
         )
     has_gains = train.best_metric not in _NEEDS_GAINS or any(
@@ -296,34 +302,36 @@ def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> Tok
 
 
 def holdout_rows(ctx: StageContext, inputs: RunInputs, split: Split) -> TokenRows:
-    """Open a split of the new partitions, or of all partitions if the new ones have no row of it."""
+    """Open the rows of a split in the new partitions, or in all partitions if the new ones have no rows for it."""
     cache = ctx.scratch / "tokens"
     new = open_rows(ctx.workspace, inputs.new_sets, split, cache)
     return new if sum(new.sizes) else open_rows(ctx.workspace, inputs.sets, split, cache)
 
 
 def metric_undefined_error(train: TrainConfig) -> DataError:
-    """Return the error for a validation split on which the metric of the best checkpoint is undefined."""
+    """Return the error to raise if the metric that selects the best checkpoint is undefined."""
     alternative = "--train.metric accuracy, or " if train.loss.trains_head else ""
     return DataError(
         f"{train.best_metric} is undefined on the validation split, because none of its queries in the"
         f" {train.evaluate_rows:,} scored rows has a gain above 0",
         expected="graded rows in the validation split",
-        next_command=f"{alternative}set data.columns.gain and run trnpipe prepare again, with another --cycle NAME if"
-        " this one has checkpoints",
+        next_command=f"{alternative}set data.columns.gain and run trnpipe prepare again, with a different --cycle NAME"
+        " if this cycle already has checkpoints",
     )
 
 
 def _load_start(saver: Saver, ctx: StageContext, inputs: RunInputs) -> Position:
-    """Load the starting weights: this cycle's newest checkpoint, else the parent's, else the initial ones.
+    """Load the starting weights and return the position from which to continue.
 
-    Every checkpoint records the published weights that the model was originally initialised from.
+    The newest checkpoint of this cycle takes precedence over the parent. If there is neither, the initial weights stay
+    as they are. Every checkpoint also records which published weights the model was originally initialised from.
     """
     newest, folder = saver.newest(), saver.base.model.init_from
     published = newest.state.published if newest else None
     if published is None and inputs.parent is not None:
         published = inputs.parent.state.published
-    elif published is None and folder is not None and ctx.world.is_main:  # only rank 0 saves. Large files take seconds
+    elif published is None and folder is not None and ctx.world.is_main:
+        # Hashing a large file takes seconds, so only rank 0 does it, which is the rank that saves.
         uri, sha256 = digest_of_initial(folder, ctx.scratch)
         published = PublishedWeights(uri=uri, sha256=sha256)
     saver.base = saver.base.model_copy(update={"published": published})

@@ -1,4 +1,4 @@
-"""Settings of the training loop, and how a global batch is divided over ranks and micro-steps."""
+"""Settings of the training loop, and the functions that divide a global batch over ranks and micro-steps."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -14,27 +14,27 @@ from pipeline.model.config import LossConfig
 from pipeline.parallel.config import Spread
 
 Shape = Literal["cosine", "linear", "constant"]
-"""Shape of the learning rate after warm-up."""
+"""Shape of the learning-rate schedule after the warm-up."""
 Metric = Literal["accuracy", "macro_f1", "positive_f1", "ndcg", "retrieval_ndcg", "combined"]
 
 
 class OptimizerConfig(Record):
-    """AdamW with decoupled weight decay, except on biases and layer norms."""
+    """Settings of AdamW. Weight decay is decoupled and not applied to biases and layer norms."""
 
     retired: ClassVar[Mapping[str, Any]] = {"layer_decay": 1.0, "final_fraction": 0.0}
     learning_rate: float = Field(5e-4, gt=0, le=1, description="Peak learning rate")
-    head_rate: float = Field(1.0, gt=0, le=1000, description="Learning-rate multiplier of the layers after the encoder")
-    schedule: Shape = Field("cosine", description="Learning-rate schedule after warm-up")
-    warmup_fraction: float = Field(0.06, ge=0, lt=1, description="Fraction of the steps used for linear warm-up")
-    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay rate of the first moment")
-    beta2: float = Field(0.999, ge=0, lt=1, description="Decay rate of the second moment")
-    eps: float = Field(1e-8, gt=0, description="Term added to the denominator for numerical stability")
-    max_grad_norm: float = Field(1.0, gt=0, description="Maximum global gradient norm (larger gradients are clipped)")
+    head_rate: float = Field(1.0, gt=0, le=1000, description="Learning-rate multiplier for layers after the encoder")
+    schedule: Shape = Field("cosine", description="Learning-rate schedule after the warm-up")
+    warmup_fraction: float = Field(0.06, ge=0, lt=1, description="Fraction of all steps used for the linear warm-up")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay coefficient")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1, the decay rate of the first moment")
+    beta2: float = Field(0.999, ge=0, lt=1, description="AdamW beta2, the decay rate of the second moment")
+    eps: float = Field(1e-8, gt=0, description="Term added to the denominator to improve numerical stability")
+    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which gradients are clipped")
 
     @property
     def has_one_rate(self) -> bool:
-        """True if encoder and head have the same learning rate and so may share flat vectors."""
+        """True if the encoder and the head use the same learning rate, so that they can share flat vectors."""
         return self.head_rate == 1.0
 
 
@@ -43,25 +43,29 @@ class GuardConfig(Record):
 
     retired: ClassVar[Mapping[str, Any]] = {"min_ratio": 4.0, "warmup_steps": 50, "decay": 0.98}
     sigma: float = Field(
-        6.0, gt=0, description="Skip steps whose gradient norm exceeds mean + sigma standard deviations and 4 x mean"
+        6.0,
+        gt=0,
+        description="Skip a step if its gradient norm is more than this many standard deviations above the running mean"
+        " and also exceeds 4 times the mean",
     )
-    patience: int = Field(20, ge=1, description="Consecutive skipped steps after which the run fails with NumericError")
+    patience: int = Field(20, ge=1, description="Number of consecutive skipped steps after which the run fails")
 
 
 class TrainPlan(Spread):
-    """How a run is distributed over its ranks. The default is plain data parallelism. See docs/parallel.md."""
+    """Settings for distributing a run over its ranks. The default is plain data parallelism. See docs/parallel.md."""
 
     retired: ClassVar[Mapping[str, Any]] = {**Spread.retired, "precision": "fp32", "seed": None}
 
     shard_degree: int = Field(
         1,
         ge=0,
-        description="Ranks over which the state chosen by `shard` is sharded (0: all data-parallel ranks, 1: none)",
+        description="Number of ranks over which to shard the state selected by `shard` (0: all data-parallel ranks,"
+        " 1: no sharding)",
     )
 
 
 class TrainConfig(Record):
-    """One training run of one cycle."""
+    """Settings of the training run of a cycle."""
 
     retired: ClassVar[Mapping[str, Any]] = {
         "row_tokens": [],
@@ -75,11 +79,11 @@ class TrainConfig(Record):
         " checkpoint (checkpoints/<cycle>/step-<n> or a URI)",
     )
     replay_share: float = Field(
-        0.1, ge=0, lt=1, description="Fraction of an incremental run's samples that is drawn from older partitions"
+        0.1, ge=0, lt=1, description="Fraction of the samples in an incremental run that comes from older partitions"
     )
-    epochs: float = Field(2.0, gt=0, description="Passes over the training samples (used if max_steps is 0)")
-    max_steps: int = Field(0, ge=0, description="Optimizer steps (0: derived from epochs)")
-    global_batch_size: int = Field(64, ge=2, description="Samples per optimizer step, over all ranks")
+    epochs: float = Field(2.0, gt=0, description="Number of passes over the training samples (used if max_steps is 0)")
+    max_steps: int = Field(0, ge=0, description="Number of optimizer steps (0: determined by epochs)")
+    global_batch_size: int = Field(64, ge=2, description="Number of samples per optimizer step, across all ranks")
     candidates_per_query: int = Field(
         4, ge=1, le=64, description="Product slots per query in a batch. The query is encoded once for all of them"
     )
@@ -88,46 +92,56 @@ class TrainConfig(Record):
         ge=0,
         le=64,
         description="Additional slots per query for mined negatives (trnpipe mine). They do not count towards the batch"
-        " sizes, but cost as much memory and time as other products",
+        " sizes, but require as much memory and time as any other product",
     )
     queries_per_topic: int = Field(
         1,
         ge=1,
-        description="Queries with the same first words to put in one batch, so that their products are hard negatives"
-        " of each other (1: batches of random queries)",
+        description="Number of queries with the same first words to group in a batch, so that their products serve as"
+        " hard negatives for each other (1: queries are batched at random)",
     )
     link_queries: bool = Field(
         False,
         description="Treat a query that is a positive product of another query as equivalent to it (transitively), so"
-        " that the positives of one are not negatives of the other. For item-to-item data",
+        " that the positives of one are never negatives of the other. Intended for item-to-item data",
     )
     micro_batch_size: int = Field(
-        64, ge=2, description="Maximum samples per device and forward/backward pass. Gradient accumulation follows"
+        64,
+        ge=2,
+        description="Maximum number of samples per device and forward/backward pass. Gradients are accumulated over as"
+        " many passes as the global batch requires",
     )
     precision: Literal["fp32", "autocast", "bf16"] = Field(
-        "fp32", description="Precision of training (bf16: bf16 weights and activations, fp32 master weights)"
+        "fp32", description="Training precision. bf16 uses bf16 weights and activations with fp32 master weights"
     )
     step_boundary: Literal["split", "fused"] = Field(
-        "fused", description="fused: one graph per step (fastest). split: a separate graph for the update (smaller)"
+        "fused", description="fused: one graph per step (fastest). split: a separate, smaller graph for the update"
     )
-    seed: int = Field(1, ge=0, lt=2**63, description="Seed of the initial weights, the sample order and dropout")
-    evaluate_every: int = Field(200, ge=0, description="Steps between evaluations on valid (0: only at the end)")
+    seed: int = Field(1, ge=0, lt=2**63, description="Random seed for the initial weights, sample order and dropout")
+    evaluate_every: int = Field(
+        200, ge=0, description="Number of steps between evaluations on the validation split (0: only at the end)"
+    )
     evaluate_rows: int = Field(
-        5000, ge=1, description="Maximum validation rows per evaluation during training (the final one uses all)"
+        5000,
+        ge=1,
+        description="Maximum number of validation rows to score in each evaluation, except for the final one, which"
+        " scores all rows",
     )
     metric: Metric = Field(
         "accuracy",
-        description="Validation metric that selects the best checkpoint. retrieval_ndcg searches each query among all"
-        " validation products, combined is the mean of macro_f1 and retrieval_ndcg. Always retrieval_ndcg if"
-        " loss.graded_weight is 0",
+        description="Validation metric used to select the best checkpoint. retrieval_ndcg ranks all validation products"
+        " for each query, and combined is the mean of macro_f1 and retrieval_ndcg. If loss.graded_weight is 0,"
+        " retrieval_ndcg is always used",
     )
-    patience: int = Field(0, ge=0, description="Evaluations without a new best after which training stops (0: never)")
-    deadline: datetime | None = Field(None, description="Time (ISO 8601) by which the cycle needs the model")
+    patience: int = Field(
+        0, ge=0, description="Stop training after this many evaluations without improvement (0: never stop early)"
+    )
+    deadline: datetime | None = Field(None, description="Time (ISO 8601) by which training must be finished")
     on_deadline: Literal["warn", "finish"] = Field(
-        "warn", description="At the deadline: continue with a warning, or stop training and evaluate"
+        "warn", description="At the deadline, either keep training and log a warning, or stop training and evaluate"
     )
     collective_timeout_s: float = Field(
-        300.0, gt=0, description="Seconds without an answer from a rank after which the run fails (and is retried)"
+        300.0, gt=0, description="Seconds to wait for an unresponsive rank before the run fails and is retried"
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
@@ -137,7 +151,7 @@ class TrainConfig(Record):
     @field_validator("deadline", mode="before")
     @classmethod
     def _reject_numeric_deadline(cls, value: Any) -> Any:
-        """Reject numbers, because pydantic reads 20260801 as seconds since 1970."""
+        """Reject numbers, because pydantic would interpret 20260801 as seconds since 1970."""
         try:
             float(value)
         except (TypeError, ValueError):
@@ -157,23 +171,25 @@ class TrainConfig(Record):
 
     @property
     def best_metric(self) -> Metric:
-        """The metric that selects the best checkpoint. The scores of an untrained head are meaningless."""
+        """The metric used to select the best checkpoint, which cannot depend on the head unless the head is trained."""
         return self.metric if self.loss.trains_head else "retrieval_ndcg"
 
 
 class CheckpointConfig(Record):
-    """When checkpoints are saved and which are kept."""
+    """Settings that control when checkpoints are saved and which ones are kept."""
 
-    every_steps: int = Field(200, ge=1, description="Steps between checkpoints")
-    keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep")
-    keep_every_steps: int = Field(0, ge=0, description="Checkpoints at multiples of this are never deleted (0: none)")
+    every_steps: int = Field(200, ge=1, description="Number of steps between checkpoints")
+    keep_last: int = Field(2, ge=1, description="Number of most recent checkpoints to keep")
+    keep_every_steps: int = Field(
+        0, ge=0, description="Never delete checkpoints whose step is a multiple of this number (0: no such checkpoints)"
+    )
 
 
-# How a global batch is divided over ranks and micro-steps.
+# Functions that divide a global batch over ranks and micro-steps.
 
 
 def groups_per_batch(config: TrainConfig) -> int:
-    """Return the number of groups in a global batch. Raises ConfigError if it cannot be divided into groups."""
+    """Return the number of groups in a global batch. Raises ConfigError if it is not a whole number."""
     groups, rest = divmod(config.global_batch_size, config.candidates_per_query)
     if rest or not groups:
         raise _uneven_error(config, 1)
@@ -181,20 +197,21 @@ def groups_per_batch(config: TrainConfig) -> int:
 
 
 def batch_lengths(config: TrainConfig, buckets: Sequence[Bucket]) -> tuple[int, ...]:
-    """Return the possible lengths in tokens of the rows of a batch, ascending. One batch has one length."""
+    """Return the possible row lengths in tokens, in ascending order. All rows of a batch have the same length."""
     return row_lengths(buckets, config.candidates_per_query + config.mined_per_query)
 
 
 def run_layout(config: TrainConfig, world_size: int, rank: int = 0) -> Layout:
-    """Return the layout of a run as seen by a rank. Raises ConfigError if the degrees do not divide the ranks."""
+    """Return the parallel layout as seen by `rank`. Raises ConfigError if the degrees do not divide the world size."""
     plan = config.parallel
     return layout_of(rank, world_size, shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree)
 
 
 def rank_slice(config: TrainConfig, world_size: int, rank: int = 0) -> RankSlice:
-    """Choose the fewest equal micro-steps per data rank that fit `micro_batch_size` and split no group.
+    """Determine which part of each global batch a rank processes, and in how many micro-steps.
 
-    Raises ConfigError if the global batch cannot be divided evenly.
+    The number of micro-steps is the smallest one for which all micro-batches have the same size, fit
+    `micro_batch_size`, and contain only complete groups. Raises ConfigError if there is no such division.
     """
     layout = run_layout(config, world_size, rank)
     per_rank, rest = divmod(groups_per_batch(config), layout.data_size)
@@ -206,7 +223,7 @@ def rank_slice(config: TrainConfig, world_size: int, rank: int = 0) -> RankSlice
 
 
 def needs_two_passes(config: TrainConfig, share: RankSlice, *, gathers_in_graph: bool) -> bool:
-    """Return whether the contrastive loss needs two passes, because no single graph has the whole global batch."""
+    """Return whether the contrastive loss requires two passes, because no single graph sees the whole global batch."""
     if not config.loss.contrastive_weight:
         return False
     return share.accumulation > 1 or (share.world_size > 1 and not gathers_in_graph)
@@ -219,6 +236,6 @@ def _uneven_error(config: TrainConfig, ranks: int) -> ConfigError:
         f"a global batch of {batch} cannot be divided over {ranks} ranks in micro-batches of up to"
         f" {config.micro_batch_size}",
         expected=f"equal micro-batches of complete groups (train.candidates_per_query is {slots})",
-        next_command=f"--train.global-batch-size {unit * max(1, round(batch / unit))}, or another"
+        next_command=f"--train.global-batch-size {unit * max(1, round(batch / unit))}, or a different"
         " --train.micro-batch-size or --train.candidates-per-query",
     )

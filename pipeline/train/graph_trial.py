@@ -1,7 +1,7 @@
-"""Run a trial: the same program and loop on dummy rows of every shape, to trace every graph that a cycle needs.
+"""Trace every graph that a cycle needs by running the training loop on dummy rows of every shape.
 
-All results are discarded. During graph extraction on Neuron (neuron_parallel_compile) all values are meaningless, so
-none is checked here.
+All results are discarded. During graph extraction on Neuron (neuron_parallel_compile), nothing is actually computed and
+all values are meaningless, so none of them is checked here.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,13 +32,13 @@ from pipeline.train.stream import BatchStream
 
 _STOPPED = "the trial run (its results are discarded)"
 STEPS_PER_LENGTH = 3
-"""The first step, a steady one and one more, which gives two full cycles with accumulation. After these steps all
-graphs existed, measured with torch-xla 2.9 on XLA:CPU.
+"""The first step may have graphs that later steps do not. Two further steps cover two full accumulation cycles. With
+torch-xla 2.9 on XLA:CPU, no new graph appeared after the third step.
 """
 
 
 def dummy_pairs(spec: InputSpec, bucket: Bucket, rows: int) -> dict[str, Tensor]:
-    """Build a dummy evaluation batch of one bucket."""
+    """Build a dummy evaluation batch with the shape of a bucket."""
     token = (spec.pad_id + 1) % spec.vocab_size
     return {
         "query": torch.full((rows, bucket.query_tokens), token, dtype=torch.int32),
@@ -50,7 +50,10 @@ def dummy_pairs(spec: InputSpec, bucket: Bucket, rows: int) -> dict[str, Tensor]
 
 @dataclass(frozen=True)
 class DummyGroups:
-    """A GroupSource with the same number of dummy groups for every row length. Types match GroupedRows."""
+    """A GroupSource that has the same number of dummy groups for every row length.
+
+    The dtypes must match those of GroupedRows, because they are part of the graphs.
+    """
 
     spec: InputSpec
     lengths: Sequence[int]
@@ -63,7 +66,7 @@ class DummyGroups:
         return (self.groups,) * len(self.lengths)
 
     def read(self, pools: Int64s, numbers: Int64s, length: int, epoch: int = 0) -> Arrays:
-        """Build groups `numbers` in rows of the length with index `length`. Texts of equal length fill each row."""
+        """Build the groups `numbers` as rows of `lengths[length]` tokens, each filled with equally long texts."""
         width, products = self.lengths[length], self.slots + self.mined
         segments = 1 + np.arange(width) * (1 + products) // width
         positions = np.arange(width) - np.searchsorted(segments, segments)
@@ -88,7 +91,7 @@ class DummyGroups:
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial run with the settings and shapes of a real run."""
+    """A trial run that uses the settings and shapes of a real run."""
 
     settings: Settings
     spec: InputSpec
@@ -101,7 +104,7 @@ class Trial:
 
     @property
     def num_graphs(self) -> int:
-        """Estimated number of graphs of `run`, off by one or two if gradients are reduced on the host."""
+        """Estimate of the number of graphs in `run`. It is off by one or two if gradients are reduced on the host."""
         train = self.settings.train
         share = rank_slice(train, self.process_group.world.world_size, self.process_group.world.rank)
         two_passes = needs_two_passes(train, share, gathers_in_graph=self.backend.gathers_in_graph)
@@ -111,8 +114,8 @@ class Trial:
         return 1 + lengths * per_length + apart + len(self.buckets) + len(self.settings.embed.buckets)
 
     def run(self) -> None:
-        """Train on every length, evaluate, embed and copy a checkpoint to the host. Raises Preempted."""
-        self._train()  # frees its model on return, so that only one is on the device
+        """Train on every row length, evaluate, copy a checkpoint to the host, and embed. Raises Preempted."""
+        self._train()  # frees its model on return, so that there is never more than one model on the device
         self.embed_dummies()
 
     def _train(self) -> None:
@@ -138,9 +141,10 @@ class Trial:
             buckets=self.buckets,
             watch=self.watch,
         )
-        # As in a resumed run. Freeing the copy saves a fifth of a trial's memory (model `large`: 8.9 GiB, not 11.2).
+        # Restore a snapshot, as a resumed run does. Freeing the copy afterwards reduces the memory of a trial by a
+        # fifth (from 11.2 to 8.9 GiB for the model `large`).
         copy = program.snapshot()
-        if copy[0]:  # on rank 0 at least
+        if copy[0]:  # some strategies return the weights only on rank 0
             program.restore(*copy)
         del copy
 
@@ -170,7 +174,7 @@ class Trial:
         save(steps)
 
     def score(self) -> None:
-        """Evaluate and embed only, for a number of ranks that training does not use. Raises Preempted."""
+        """Evaluate and embed without training, for a rank count that training does not use. Raises Preempted."""
         train = self.settings.train
         model = build_model(self.settings.model, self.spec, train.seed)
         weights = model.state_dict()
@@ -183,7 +187,7 @@ class Trial:
         self.embed_dummies()
 
     def _score(self, score: Outputs) -> None:
-        """Score one full batch of every bucket. The results are meaningless."""
+        """Score one full batch of every bucket and discard the results."""
         size = min(self.settings.train.micro_batch_size, self.settings.train.global_batch_size)
         pairs = (dummy_pairs(self.spec, bucket, size) for bucket in self.buckets)
         self._compute(pairs, lambda batch: list(score(batch)))

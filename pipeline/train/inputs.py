@@ -1,4 +1,4 @@
-"""Choose the data and the parent of a run, before anything is loaded onto a device."""
+"""Select the data of a training run and verify that it matches the parent, before anything is loaded onto a device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from pipeline.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Partitions, mined negatives, model inputs and parent of one run."""
+    """The data that a run trains on, and the checkpoint that it starts from."""
 
     sets: tuple[TokenSet, ...]
     selection: Selection
     spec: InputSpec
     parent: Checkpoint | None
     replays: bool
-    """True if some of the samples are drawn from `old_sets`."""
+    """True if some of the training samples come from `old_sets`."""
     negatives: NegativeSet | None
     identity: Mapping[str, str]
 
@@ -46,13 +46,13 @@ class RunInputs:
 
     @property
     def partitions(self) -> dict[str, str]:
-        """The partitions that the trained weights depend on: the parent's and the new ones."""
+        """Fingerprints by name of the partitions that the trained weights depend on, including those of the parent."""
         inherited = dict(self.parent.state.partitions) if self.parent else {}
         return inherited | {p.name: p.fingerprint for p in self.selection.new}
 
     @property
     def also_seen(self) -> dict[str, str]:
-        """Name by fingerprint of further versions of partitions that the weights were trained on."""
+        """Names by fingerprint of older versions of partitions that the weights were also trained on."""
         names: dict[str, str] = {}
         if self.parent is not None:
             state = self.parent.state
@@ -68,7 +68,7 @@ class RunInputs:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest text that this run or its parent trains the encoder on."""
+        """Number of tokens of the longest text that the encoder is trained on, in this run or by its parent."""
         inherited = self.parent.state.max_tokens if self.parent else None
         return max(inherited or 0, _longest(self.sets[0].info))
 
@@ -81,10 +81,10 @@ def gather_inputs(
     model: ModelConfig,
     negatives: str | None = None,
 ) -> RunInputs:
-    """Read the prepared partitions, choose the new ones, and check that they match the parent.
+    """Read the prepared partitions, determine which ones are new, and verify that they match the parent.
 
-    `negatives`: path of the negatives mined for this cycle. Raises ConfigError or DataError if the data, the negatives,
-    the parent and the settings do not match.
+    `negatives` is the path of the negatives that were mined for this cycle, if any. Raises ConfigError or DataError if
+    the data, the negatives, the parent and the settings are inconsistent.
     """
     sets = read_token_sets(workspace, prefixes)
     info = sets[0].info
@@ -127,17 +127,17 @@ def gather_inputs(
 
 
 def _longest(info: TokenSetInfo) -> int:
-    """Return the tokens of the longest text in any bucket."""
+    """Return the number of tokens of the longest text in any bucket."""
     return max(max(int(side) for side in bucket.split("x")) for bucket in info.buckets)
 
 
 def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: str, model: ModelConfig) -> None:
-    """Check tokenizer, classes, features and architecture. Raises ConfigError if one differs from the parent's."""
+    """Verify that the tokenizer, classes, features and architecture match the parent. Raises ConfigError if not."""
     state = parent.state
     if state.tokenizer_fingerprint != tokenizer_fingerprint:
         raise ConfigError(
-            f"the data was tokenised with {tokenizer_fingerprint}, but {parent.uri} with {state.tokenizer_fingerprint}",
-            expected="the tokenizer of the checkpoint",
+            f"the data was tokenised with {tokenizer_fingerprint}, but {parent.uri} uses {state.tokenizer_fingerprint}",
+            expected="data tokenised with the tokenizer of the checkpoint",
             next_command=f"trnpipe prepare --data.tokenizer.path {parent.uri}/tokenizer.json "
             "--data.tokenizer.split-digits false, or --train.start scratch",
         )
@@ -145,22 +145,22 @@ def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: st
         current, required = spec.model_dump(), state.inputs.model_dump()
         name = next(name for name in current if current[name] != required[name])
         raise ConfigError(
-            f"the data has different {name} than {parent.prefix} was trained with: "
-            f"{difference(current[name], required[name])}",
-            expected="the values of the parent",
+            f"{name} differs between the data and {parent.prefix}: {difference(current[name], required[name])}",
+            expected="the same values as in the parent",
             next_command="prepare the data with the parent's settings, or --train.start scratch",
         )
     check_architecture(state.model, model, source=parent.prefix)
 
 
-# The identity of a run: a hash of everything that determines its weights. A run resumes only its own checkpoints.
+# The identity of a run consists of fingerprints of everything that determines its weights. It ensures that a run never
+# resumes from a checkpoint that was trained with different settings or data.
 
-# These settings change how a run is executed, not its weights.
+# These settings affect how a run is executed, but not its weights.
 _NOT_IDENTITY = {
     "start",
     "micro_batch_size",
     "step_boundary",
-    "batches_per_execution",  # this and the next are settings of earlier versions
+    "batches_per_execution",  # this setting and the next one existed only in earlier versions
     "chunk_mib",
     "parallel",
     "deadline",
@@ -178,11 +178,12 @@ def identity_parts(
     parent: str,
     negatives: str,
 ) -> dict[str, str]:
-    """Return name -> fingerprint of every setting and input that determines the weights.
+    """Return the fingerprint of every setting and input that determines the weights, by name.
 
-    `parent` and `negatives` are manifest digests, or empty.
+    `parent` and `negatives` are manifest digests, or empty strings.
     """
-    # With these values, batches are the same as before the settings existed.
+    # With these values, the batches are the same as before the settings were introduced, so they are left out to keep
+    # the identity of older checkpoints.
     neutral = {"queries_per_topic": 1, "link_queries": False}
     unused = _NOT_IDENTITY | {name for name, value in neutral.items() if getattr(train, name) == value}
     fields = with_retired(train) | {"loss": train.loss.used_fields()}
@@ -200,41 +201,44 @@ def identity_parts(
 
 
 def check_identity(stored: Mapping[str, str], current: Mapping[str, str], *, where: str) -> None:
-    """Check that a checkpoint belongs to this run. Raises ConfigError naming the differences if it does not."""
+    """Verify that a checkpoint belongs to this run. Raises ConfigError that lists the differences if it does not."""
     different = sorted(name for name in stored.keys() | current.keys() if stored.get(name) != current.get(name))
     if different:
         raise ConfigError(
             f"{where} was trained with different {', '.join(different)}",
-            expected="the settings and data this cycle was started with",
-            next_command="restore them, or start another cycle with --cycle NAME",
+            expected="the same settings and data that this cycle was started with",
+            next_command="restore them, or start a new cycle with --cycle NAME",
         )
 
 
-# Warnings about data that reduces quality without failing, with counts, before training starts.
-#
-# `prepare` prints the same warnings about the prepared data (data/judgements).
+# Warnings about problems in the data that would limit model quality without failing the run. `prepare` also
+# logs those that depend only on the prepared data (see data/judgements).
 
 _POOR_FILL = 0.6
-"""Fraction of filled slots below which a warning is printed."""
+"""Fraction of filled slots below which to log a warning."""
 
 
 def data_warnings(groups: GroupedRows, train: TrainConfig, infos: Sequence[TokenSetInfo]) -> list[str]:
-    """Return warnings about training rows that reduce quality without failing. `infos`: of their partitions."""
+    """Return warnings about problems in the training rows that would limit model quality.
+
+    `infos` describes the partitions that the rows come from.
+    """
     warnings, fill = [], groups.groups.fill
     if fill < _POOR_FILL:
         warnings.append(
             f"only {fill:.0%} of the {groups.slots} product slots per query are filled, so batches have fewer samples"
-            " than train.global_batch_size: lower train.candidates_per_query"
+            " than train.global_batch_size. Consider lowering train.candidates_per_query"
         )
     if groups.mined is not None and groups.mined.fill < _POOR_FILL:
         warnings.append(
             f"only {groups.mined.fill:.0%} of the {train.mined_per_query} slots per query for mined negatives are"
-            " filled: lower train.mined_per_query, or raise mine.depth or mine.negatives_per_query and mine again"
+            " filled. Lower train.mined_per_query, or raise mine.depth or mine.negatives_per_query and mine again"
         )
     if not train.loss.trains_head:
         warnings.append(
-            "train.loss.graded_weight is 0: the relevance head is not trained, evaluate reports no pair metrics, and"
-            " gate.floors, gate.drops and gate.baseline_drops must name retrieval metrics (retrieval_ndcg@10=0.01)"
+            "the relevance head is not trained, because train.loss.graded_weight is 0. As a result, evaluate reports no"
+            " pair metrics, and gate.floors, gate.drops and gate.baseline_drops must use retrieval metrics"
+            " (for example retrieval_ndcg@10=0.01)"
         )
     contrastive = train.loss.contrastive_weight > 0
     return warnings + list(training_warnings(infos, train.loss.positive_gain, contrastive=contrastive).values())

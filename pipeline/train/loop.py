@@ -1,7 +1,8 @@
-"""One training run from start to end: train, choose the best step, score its checkpoint as the candidate.
+"""The training loop, which trains a model, selects the best step, and scores its checkpoint as the candidate.
 
-Invariants: no value is read back from the device inside a step. A checkpoint is queued for saving only after the
-metrics of all its steps are on disk. Every batch is counted. All ranks agree on the stop signal at a step boundary.
+The loop maintains these invariants: it never waits for a value from the device within a step, it queues a checkpoint
+only after the metrics of all its steps are on disk, it accounts for every batch, and all ranks agree on the stop signal
+at a step boundary, so that they all stop at the same step.
 """
 
 import math
@@ -30,7 +31,7 @@ from pipeline.train.optimizer import learning_rate_at
 from pipeline.train.step import TrainProgram
 from pipeline.train.stream import BatchStream, Pace, add_digests
 
-_DROPOUT = 4  # purpose of this random stream, distinct from those of core/batch_order and data/training_groups
+_DROPOUT = 4  # identifies this random stream. Must differ from those in core/batch_order and data/training_groups
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,17 @@ class Outcome:
     late: bool
     holdouts: dict[str, HoldoutFigures]
     has_scores: bool
-    """Whether the relevance head was trained. The scores of an untrained head are meaningless."""
+    """Whether the relevance head was trained. If not, its scores are meaningless."""
     groups_new: int
     groups_replayed: int
-    """Groups from earlier partitions. A group is a query with its products."""
+    """Number of groups from older partitions. A group is a query with its products."""
 
 
 def train(run: Run) -> Outcome:
-    """Train to the end and score the candidate. Raises Preempted, after saving, if the stop signal is set."""
+    """Train until the run ends, then score the candidate.
+
+    If the stop signal is set, a checkpoint is saved before Preempted is raised.
+    """
     ctx, config = run.ctx, run.config
     _announce(run)
     best = BestStep(run)
@@ -75,7 +79,7 @@ def train(run: Run) -> Outcome:
         ended = loop.run()
         if ended == "stopped":
             run.saver.wait_saved(loop.step)
-            ctx.stop.set("another rank")  # a reason that this rank has already recorded is kept
+            ctx.stop.set("another rank")  # has no effect if this rank already recorded a reason
             ctx.stop.raise_if_set(f"training (step {loop.step} of {run.max_steps} is saved)")
         return _finish(run, best, loop.step, late=ended == "late")
 
@@ -101,8 +105,8 @@ def _announce(run: Run) -> None:
         ctx.console.warn(message)
     if links and links.unlinked:
         ctx.console.warn(
-            f"{links.unlinked:,} of {links.queries:,} queries are not linked, because they are in clusters of more than"
-            f" {MAX_LINKED} queries, which are too large to be equivalent"
+            f"{links.unlinked:,} of {links.queries:,} queries are not linked, because their clusters have more than"
+            f" {MAX_LINKED} queries and are too large for all of them to be equivalent"
         )
     if late := ", ".join(partition.name for partition in inputs.selection.late):
         ctx.console.warn(f"partitions at or before the parent's watermark have changed and are only replayed: {late}")
@@ -122,25 +126,25 @@ def _announce(run: Run) -> None:
 
 
 class BestStep:
-    """The best step so far on the validation split. Every checkpoint records it."""
+    """Keeps track of the step with the best validation score, which is also recorded in every checkpoint."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.best = run, run.start.best
 
     def evaluate(self, step: int) -> "EvaluationOutcome":
-        """Score the validation split. Return whether it is the best so far and whether training should end."""
+        """Score the validation split. Return whether this is the best step so far and whether training should stop."""
         run, train, started = self.run, self.run.config.train, time.monotonic()
         metric = train.best_metric
         searching = metric in ("retrieval_ndcg", "combined")
         figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
         value: float | None = getattr(figures, metric)
-        if value is None or value != value:  # NaN would stay the best forever, and state.json cannot hold it
+        if value is None or value != value:  # no later value would ever beat NaN, and JSON cannot represent it
             if math.isfinite(figures.loss):
                 raise metric_undefined_error(train)
             raise NumericError(
                 f"the model's scores on the validation split are not finite at step {step}",
                 expected="a finite loss and finite embeddings",
-                next_command="lower train.optimizer.learning_rate and start another cycle (--cycle NAME)",
+                next_command="lower train.optimizer.learning_rate and start a new cycle (--cycle NAME)",
             )
         is_best = self.best is None or value > self.best.value
         if is_best:
@@ -158,7 +162,8 @@ class BestStep:
         run.ctx.console.info(
             f"valid at step {step}: {metric} {value:.4f}, loss {figures.loss:.4f}{' (best)' if is_best else ''}"
         )
-        # No new best for `train.patience` evaluations. Derived from checkpoint state only, so a resumed run agrees.
+        # Stop if the last `train.patience` evaluations brought no improvement. This depends only on the state in the
+        # checkpoint, so that a resumed run makes the same decision.
         waited = train.patience * train.evaluate_every
         return EvaluationOutcome(is_best, bool(waited) and self.best is not None and step - self.best.step >= waited)
 
@@ -168,10 +173,10 @@ class BestStep:
 
 
 def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
-    """Evaluate and save the last step, load the best one, and score it on all rows of each split."""
+    """Evaluate and save the last step, then load the best step and score it on all rows of each split."""
     try:
         best.evaluate(step)
-    finally:  # a stop or a failure during the evaluation must not lose the last steps
+    finally:  # save the last steps even if the evaluation is stopped or fails
         best.save(step)
         run.saver.wait_saved(step)
     run.process_group.barrier()
@@ -218,7 +223,10 @@ def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) ->
 
 
 def _load_best(run: Run, best: Best | None, last: int) -> int:
-    """Load the best weights onto the device. Keep the last ones if the best were not saved or cannot be read."""
+    """Load the best weights onto the device and return their step.
+
+    Falls back to the weights of the last step if the best checkpoint was not saved or cannot be read.
+    """
     if best is None or best.step == last:
         return last
     checkpoint, reason = None, ""
@@ -238,16 +246,16 @@ Ended = Literal["complete", "stopped", "late", "converged"]
 
 
 class EvaluationOutcome(NamedTuple):
-    """The decision after one evaluation."""
+    """Whether an evaluation is the best so far, and whether training should stop because of it."""
 
     is_best: bool
     should_stop: bool = False
-    """True if more training is not expected to help."""
+    """True if further training is not expected to improve the model."""
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """Steps between log lines, evaluations and checkpoints. `evaluate` 0: only at the end."""
+    """Number of steps between log lines, evaluations and checkpoints. If `evaluate` is 0, only the end is evaluated."""
 
     log: int
     evaluate: int
@@ -256,7 +264,7 @@ class Cadence:
 
 @dataclass
 class TrainLoop:
-    """The steps of a run or a trial run, with the logging, evaluation and saving between them."""
+    """Runs the steps of a training run or a trial run, with logging, evaluation and saving between them."""
 
     program: TrainProgram
     stream: BatchStream
@@ -265,14 +273,14 @@ class TrainLoop:
     console: Console
     cadence: Cadence
     evaluate: Callable[[int], EvaluationOutcome]
-    """Scores the validation split after a step."""
+    """Scores the validation split after the given step."""
     save: Callable[[int], None]
     emit: Callable[..., None]
     scalars: Callable[[int, dict[str, float]], None] | None = None
     values_are_real: bool = True
-    """False in a trial run: during graph extraction on Neuron all values are meaningless, so none is checked."""
+    """False in a trial run, where metrics must not be checked because graph extraction on Neuron computes no values."""
     skipped: int = 0
-    """Steps that the guard skipped so far."""
+    """Number of steps that the guard has skipped so far."""
 
     def __post_init__(self) -> None:
         self.config, self.backend = self.program.config, self.program.backend
@@ -286,15 +294,16 @@ class TrainLoop:
         self._warned_of_deadline = False
         self._compiles, self._compile_s = 0, 0.0
         self._on_host: Counter[str] = Counter()
-        """Number of calls of each operator that ran on the host, when last checked."""
-        self._ignored_operators = {"aten::_local_scalar_dense"}  # a value is read every few steps
+        """Number of calls per operator that fell back to the host, as of the last check."""
+        self._ignored_operators = {"aten::_local_scalar_dense"}  # reading the metrics every few steps is expected
 
     def run(self) -> Ended:
-        """Train until `max_steps`, the stop signal (after queueing a checkpoint), the deadline, or convergence.
+        """Train until `max_steps`, the stop signal, the deadline or convergence, and return which one ended training.
 
-        The caller evaluates and saves the last step.
+        On a stop signal, a checkpoint is queued before returning. In all other cases, the caller evaluates and saves
+        the last step.
         """
-        # The previous attempt may have been stopped before or during this evaluation.
+        # The previous attempt may have been stopped before it completed the evaluation of this step.
         if self.step > 0 and self._midway(self.cadence.evaluate) and self.evaluate(self.step).should_stop:
             return "converged"
         self._forget_host_operators()
@@ -311,10 +320,10 @@ class TrainLoop:
                 if evaluating and not stopping:
                     (is_best, converged), stopping = self._evaluate()
                     saving = saving or is_best or converged or stopping
-                if saving and (stopping or not late):  # the last step is saved once, after its evaluation
+                if saving and (stopping or not late):  # the caller saves the last step, after evaluating it
                     self.save(self.step)
                 if evaluating or saving:
-                    self._forget_host_operators()  # they did not run in a training step
+                    self._forget_host_operators()  # ignore operators that ran during evaluation or saving
                     self._pace.resume()
                 if stopping:
                     return "stopped"
@@ -325,7 +334,10 @@ class TrainLoop:
         return "complete"
 
     def _train_step(self, batches: Iterator[Batch]) -> None:
-        """Fetch the micro-batches and take one step, without a host sync (except for reductions on the host)."""
+        """Fetch the micro-batches and take one step.
+
+        There is no host sync, unless the backend reduces gradients on the host.
+        """
         tokens, digest, waited_s, micros = 0, 0, 0.0, []
         for _ in range(self.stream.accumulation):
             requested_at = time.monotonic()
@@ -333,12 +345,12 @@ class TrainLoop:
             if batch is None:
                 raise RuntimeError(f"the loader ended at step {self.step} of {self.max_steps}")
             micro_tokens, micro_digest, ready_at = self.stream.received(self.step)
-            # Not timed around next(), which waits for the device on XLA.
+            # Do not time the call to next(), because on XLA it also waits for the device.
             waited_s += max(0.0, ready_at - requested_at)
             tokens, digest = tokens + micro_tokens, add_digests([digest, micro_digest])
             micros.append(batch)
         seeds: list[int] = []
-        if self.program.has_dropout:  # seeded by step and micro-step, so a resumed run draws the same numbers
+        if self.program.has_dropout:  # seeded per step and micro-step, so that a resumed run drops the same elements
             purpose = (self.config.seed, _DROPOUT, self.step, self.process_group.layout.data_rank)
             seeds = [stream_key(*purpose, micro) % 2**31 for micro in range(self.stream.accumulation)]
         self.program.step(micros, seeds=seeds)
@@ -353,16 +365,19 @@ class TrainLoop:
         return self._due(every) and self.step < self.max_steps
 
     def _evaluate(self) -> tuple[EvaluationOutcome, bool]:
-        """Return (the outcome, whether it was stopped). A stop must not lose the steps since the last checkpoint."""
+        """Evaluate, and return the outcome and whether the evaluation was interrupted by a stop.
+
+        The exception is handled here, so that the caller can still save the steps since the last checkpoint.
+        """
         try:
             return self.evaluate(self.step), False
-        except (Preempted, TransientError):  # transient: another rank noticed the stop first and left
+        except (Preempted, TransientError):  # a TransientError if another rank noticed the stop first and exited
             if not self.stop.is_set():
                 raise
             return EvaluationOutcome(is_best=False), True
 
     def _report(self) -> bool:
-        """Read, report and check the metrics since the last report. Return True if the deadline ends the run."""
+        """Read, log and check the metrics since the last report. Return True if the run must end at its deadline."""
         count = len(self._digests)
         figures = self.program.read_metrics(count)
         interval = self._pace.read(self._note_compiles())
@@ -371,13 +386,13 @@ class TrainLoop:
         self._digests = []
         if not self.values_are_real:
             return False
-        # Each batch carries its step number, so a lost or reordered batch is detected here.
+        # Each batch carries its step number, so that lost or reordered batches are detected here.
         steps, expected = (
             [int(row["step"]) for row in figures],
             list(range(self.step - len(figures) + 1, self.step + 1)),
         )
         if steps != expected:
-            raise RuntimeError(f"the device received the batches of steps {steps}, expected {expected}")
+            raise RuntimeError(f"expected the device to receive the batches of steps {expected}, but got {steps}")
         last = figures[-1]
         losses = [row["loss"] for row in figures]
         rate = learning_rate_at(self.config.optimizer, self.step, self.max_steps)
@@ -418,18 +433,18 @@ class TrainLoop:
         return self._is_late(eta_s or 0.0)
 
     def _is_late(self, needed_s: float) -> bool:
-        """Warn once if the deadline will be missed. Return True if it has passed and ends the run."""
+        """Log a warning once if the deadline will be missed. Return True if it has passed and the run must end."""
         if self.config.deadline is None:
             return False
         remaining_s = self._ends_at - time.monotonic()
         if remaining_s < needed_s and not self._warned_of_deadline:
             self._warned_of_deadline = True
-            self.console.warn(f"the deadline will be missed by about {needed_s - remaining_s:.0f} s at this pace")
+            self.console.warn(f"at this pace, the deadline will be missed by about {needed_s - remaining_s:.0f} s")
             self.emit(EventName.DEADLINE_AT_RISK, step=self.step, eta_s=needed_s, spare_s=remaining_s - needed_s)
         return self.config.on_deadline == "finish" and self.process_group.agree_now(remaining_s <= 0)
 
     def _note_compiles(self) -> float:
-        """Report graphs compiled since the last call. Return the seconds spent compiling."""
+        """Emit an event if graphs were compiled since the last call, and return how many seconds that took."""
         compiles = self.backend.compile_count()
         if compiles == self._compiles:
             return 0.0
@@ -445,40 +460,44 @@ class TrainLoop:
         self._on_host = Counter(self.backend.host_operators())
 
     def _note_host_operators(self, steps: int) -> None:
-        """Warn of new operators on the host: each splits the graph and copies its tensors to the host and back."""
+        """Log a warning about each operator that newly fell back to the host.
+
+        Such an operator splits the graph, and its tensors are copied to the host and back in every step.
+        """
         counts = Counter(self.backend.host_operators())
         for name in sorted((counts - self._on_host).keys() - self._ignored_operators):
             self._ignored_operators.add(name)
             times = counts[name] - self._on_host[name]
             self.console.warn(
-                f"{self.backend.device_name()} does not support {name}: it ran on the host {times} times in the last"
-                f" {steps} steps. Use another operator or move the work to data preparation."
+                f"{self.backend.device_name()} does not support {name}, so it ran on the host {times} times in the last"
+                f" {steps} steps. Use a different operator or move the work to data preparation."
             )
         self._forget_host_operators()
 
     def _judge(self, figures: Sequence[Mapping[str, float]]) -> None:
-        """Warn of skipped steps. Raises NumericError if the guard's patience is exhausted or a bad step was taken.
+        """Log skipped steps. Raises NumericError if too many were skipped in a row or if a bad step was taken.
 
-        The guard compares on the device, where a comparison with NaN may not be false. No bad step has been saved yet.
+        The guard decides on the device, and not every device evaluates a comparison with NaN to false, so its decision
+        is verified here. This happens before the next checkpoint, so that a bad step is never saved.
         """
         for row in figures:
             if row["skipped_in_a_row"] == 0 and not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
                 raise NumericError(
                     f"step {int(row['step'])} had loss {row['loss']} and gradient norm {row['grad_norm']},"
                     f" and the guard on {self.backend.device_name()} did not skip it",
-                    expected="finite numbers, or a skipped step",
-                    next_command="trnpipe health on this machine (the last checkpoint is good)",
+                    expected="finite values, or a step that is skipped by the guard",
+                    next_command="trnpipe health on this machine (the last checkpoint is not affected)",
                 )
         last = figures[-1]
         skipped, in_a_row = int(last["skipped"]), int(last["skipped_in_a_row"])
         if skipped > self.skipped:
-            self.console.warn(f"skipped {skipped - self.skipped} steps (NaN or gradient spike), {skipped} so far")
+            self.console.warn(f"skipped {skipped - self.skipped} steps (NaN or gradient spike), {skipped} in total")
             self.emit(EventName.STEP_SKIPPED, step=self.step, new=skipped - self.skipped, total=skipped)
         self.skipped = skipped
         if in_a_row >= self.config.guard.patience:
             raise NumericError(
                 f"{in_a_row} consecutive steps were skipped because of a non-finite loss or a gradient spike",
                 expected=f"fewer than train.guard.patience = {self.config.guard.patience}",
-                next_command="inspect the data of these steps (the last checkpoint is good), or lower"
-                " train.optimizer.learning_rate and start another cycle (--cycle NAME)",
+                next_command="inspect the data of these steps (the last checkpoint is not affected), or lower"
+                " train.optimizer.learning_rate and start a new cycle (--cycle NAME)",
             )

@@ -1,11 +1,13 @@
-"""The loss of a global batch that is divided into micro-batches and ranks. A batch has Q queries with S products each.
+"""The training loss of a global batch, which may be divided over micro-batches and ranks.
 
-The graded term is a sum over a micro-batch divided by a constant count, so dividing a batch never changes the gradient.
-The contrastive term is computed over the whole global batch. If one graph holds the batch, or can gather it from the
-other ranks, the term is computed there. Otherwise a step has two passes (GradCache, Gao et al., "Scaling Deep
-Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP 2021). The first embeds every micro-batch without
-a gradient, then computes the loss and its gradient with respect to the embeddings. The second runs forward and backward
-of each micro-batch with the dot product of embeddings and those gradients as a surrogate loss.
+A batch has Q queries with S products each. The loss is the sum of two terms. The graded term is averaged over a
+constant number of slots, so that its gradient does not depend on how the batch is divided. The contrastive term,
+however, compares every query with all products in the global batch. If a single graph holds the global batch, or can
+gather it from the other ranks, the term is computed in that graph. Otherwise each step needs two passes (GradCache, Gao
+et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP 2021). The first pass embeds
+all micro-batches without tracking gradients, and then computes the loss and its gradient with respect to the
+embeddings. The second pass runs forward and backward for each micro-batch, using the dot product of the embeddings and
+these gradients as a surrogate loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,20 +24,23 @@ from pipeline.model.relevance import RelevanceOutputs
 from pipeline.train.config import TrainConfig
 
 Batch = Mapping[str, Tensor]
-_MASKED = -1e4  # added to a similarity, so that its softmax weight is 0
+_MASKED = -1e4  # added to the similarities to exclude, so that their softmax weight is 0
 
 
 class Targets(NamedTuple):
-    """Training targets of a batch. An empty slot has label and gain -1, a mined negative has label -1 and gain 0."""
+    """Training targets of a batch.
 
-    label: Tensor  # int32 [Q S], negative: unlabelled
+    Empty slots have a label and a gain of -1. Mined negatives have a label of -1 and a gain of 0.
+    """
+
+    label: Tensor  # int32 [Q S], negative if unlabelled
     gain: Tensor  # float32 [Q S]
     query_key: Tensor  # int32 [Q], equal for equal queries
     product_key: Tensor  # int32 [Q S], equal for equal products
 
 
 def relevance_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig, mined: int = 0) -> Tensor:
-    """Compute the loss of a complete global batch, fp32 scalar."""
+    """Compute the loss of a complete global batch as an fp32 scalar."""
     total = pair_loss(outputs, targets, config, mined)
     if config.contrastive_weight:
         contrastive = contrastive_loss(outputs.query, outputs.product, targets, config)
@@ -44,9 +49,10 @@ def relevance_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConf
 
 
 def pair_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig, mined: int = 0) -> Tensor:
-    """Compute the weighted graded loss: fp32 scalar, mean over the slots of a micro-batch.
+    """Compute the weighted graded loss, averaged over the slots of a micro-batch, as an fp32 scalar.
 
-    `mined`: slots per query for mined negatives. They have no label and are excluded from the mean.
+    `mined` is the number of slots per query for mined negatives. These have no label, so they are excluded from the
+    mean.
     """
     slots = outputs.product.shape[0] // outputs.query.shape[0]
     weight = config.graded_weight * (slots / (slots - mined))
@@ -54,7 +60,7 @@ def pair_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig, m
 
 
 def graded_loss(logits: Tensor, label: Tensor) -> Tensor:
-    """Compute the cross entropy over relevance classes, 0 for unlabelled samples. logits [B, K] -> scalar."""
+    """Compute the mean cross entropy of logits [B, K] over relevance classes. Unlabelled samples contribute 0."""
     log_probabilities = F.log_softmax(logits.float(), dim=1)
     classes = torch.arange(logits.shape[1], device=logits.device, dtype=label.dtype)
     chosen = (label[:, None] == classes[None, :]).float()  # all zero for a negative label
@@ -62,15 +68,16 @@ def graded_loss(logits: Tensor, label: Tensor) -> Tensor:
 
 
 def contrastive_loss(query: Tensor, product: Tensor, targets: Targets, config: LossConfig) -> Tensor:
-    """Compute InfoNCE over a whole global batch (van den Oord et al., 2018): mean over its positives, fp32 scalar.
+    """Compute the InfoNCE loss of a whole global batch, averaged over its positives (van den Oord et al., 2018).
 
-    query [Q, D], product [Q S, D]. The negatives of a positive are all products of the batch that are neither positives
-    of its query nor duplicates of one. A query's products with low grades are negatives too. With `matryoshka_sizes`
-    the result is the mean over truncated and full vectors (Kusupati et al., "Matryoshka Representation Learning",
-    NeurIPS 2022, with equal weights).
+    The inputs are query [Q, D] and product [Q S, D] embeddings, and the result is an fp32 scalar. Every product in the
+    batch is a negative of a query unless it is a positive of that query or a duplicate of one, so a query's own
+    products with low grades are negatives, too. With `matryoshka_sizes`, the losses of the full and the truncated
+    vectors are averaged with equal weights (Kusupati et al., "Matryoshka Representation Learning", NeurIPS 2022).
     """
     queries, products = query.shape[0], product.shape[0]
-    positive = (targets.gain - config.positive_gain >= 0).float()  # >= with a Python float would put f64 into the graph
+    # Comparing with 0 avoids an f64 constant in the graph.
+    positive = (targets.gain - config.positive_gain >= 0).float()
     excluded = _excluded(targets, positive, queries, products // queries)
     full = _info_nce(query, product, positive, excluded, config.temperature)
     if not config.matryoshka_sizes:
@@ -84,28 +91,31 @@ def contrastive_loss(query: Tensor, product: Tensor, targets: Targets, config: L
 
 
 def _info_nce(query: Tensor, product: Tensor, positive: Tensor, excluded: Tensor, temperature: float) -> Tensor:
-    """Compute InfoNCE. positive [Q S] and excluded [Q, Q S] (products that are not negatives) are 1 or 0."""
+    """Compute InfoNCE with 0/1 masks for the positives [Q S] and for products that are not negatives [Q, Q S]."""
     queries, slots = query.shape[0], product.shape[0] // query.shape[0]
     similarity = torch.matmul(l2_normalize(query.float()), l2_normalize(product.float()).t())  # [Q, Q S]
     eye = torch.eye(queries, device=query.device, dtype=similarity.dtype)
-    own = (similarity.reshape(queries, queries, slots) * eye[:, :, None]).sum(1)  # [Q, S], the query's products
+    own = (similarity.reshape(queries, queries, slots) * eye[:, :, None]).sum(1)  # [Q, S], to each query's own products
     positive = positive.view(queries, slots)
     scores = (similarity + excluded * _MASKED) / temperature
-    count = positive.sum().clamp(min=1.0)  # the loss of a batch without positives is 0
+    count = positive.sum().clamp(min=1.0)  # avoids 0 / 0 if the batch has no positives
     return (_log_loss(torch.logsumexp(scores, dim=1)[:, None], own / temperature) * positive).sum() / count
 
 
 def _log_loss(against: Tensor, own: Tensor) -> Tensor:
     """Compute -log(exp(own) / (exp(own) + exp(against))).
 
-    Not softplus, which XLA lowers to log-plus-one, an operator that AWS does not list for neuronx-cc.
+    This avoids softplus, which XLA lowers to log-plus-one. AWS does not list that operator as supported by neuronx-cc.
     """
     largest = torch.maximum(against, own).detach()
     return torch.log(torch.exp(against - largest) + torch.exp(own - largest)) + largest - own
 
 
 def _excluded(targets: Targets, positive: Tensor, queries: int, slots: int) -> Tensor:
-    """Return fp32 [Q, Q S], 1 for the positives of a query, their duplicates and empty slots: not its negatives."""
+    """Return an fp32 mask [Q, Q S] that is 1 for products that must not be used as negatives of a query.
+
+    These are the positives of the query, duplicates of them, and empty slots.
+    """
     keys = targets.query_key
     same_query = (keys[:, None] == keys[None, :]).float()
     excluded = (same_query[:, :, None] * positive.view(1, queries, slots)).view(queries, queries * slots)
@@ -117,11 +127,11 @@ def _excluded(targets: Targets, positive: Tensor, queries: int, slots: int) -> T
     return torch.maximum(excluded, empty[None, :].expand_as(excluded))
 
 
-# The loss of one rank's micro-batches.
+# The contribution of a rank's micro-batches to the loss.
 
 
 class Contrast(NamedTuple):
-    """The contrastive loss of a global batch, and its gradient with respect to all query and product embeddings."""
+    """The contrastive loss of a global batch and its gradients with respect to all query and product embeddings."""
 
     loss: Tensor
     query: Tensor
@@ -129,7 +139,7 @@ class Contrast(NamedTuple):
 
 
 class Embeddings(NamedTuple):
-    """Embeddings of the queries and products of all ranks, in the order of the global batch, and their targets."""
+    """Query and product embeddings of all ranks and their targets, in the order of the global batch."""
 
     query: Tensor
     product: Tensor
@@ -145,46 +155,48 @@ def concat_targets(micros: Sequence[Batch]) -> Targets:
 
 @dataclass(frozen=True)
 class GlobalLoss:
-    """The contribution of each micro-batch of a rank to the loss of the global batch.
+    """Computes the contribution of each micro-batch to the loss of the global batch.
 
-    `local`, `one_pass` and `second_pass` return (surrogate, loss): the tensor to differentiate and the value to report.
-    The mean surrogate over micro-batches and ranks has the gradient of the global batch's loss.
+    The methods `local`, `one_pass` and `second_pass` return a surrogate, which is the tensor to differentiate, and the
+    loss to report. Averaging the gradients of the surrogates over all micro-batches and ranks gives the gradient of the
+    loss of the global batch.
     """
 
     config: TrainConfig
     num_micro_batches: int
-    """Micro-batches of all ranks."""
+    """Number of micro-batches in the global batch, across all ranks."""
     gather: Callable[[list[Tensor]], list[Tensor]]
-    """Returns the rows of all ranks, in the order of the global batch, without a gradient."""
+    """Gathers the rows of all ranks in the order of the global batch. Gradients do not flow through it."""
 
     def gather_embeddings(self, query: Tensor, product: Tensor, targets: Targets) -> Embeddings:
-        """Gather the embeddings of all ranks, without a gradient."""
+        """Gather the embeddings of all ranks. Gradients do not flow through the result."""
         all_query, all_product, *all_targets = self.gather([query, product, *targets])
         return Embeddings(all_query, all_product, Targets(*all_targets))
 
     def contrast(self, rows: Embeddings) -> Contrast:
-        """Compute the loss over the embeddings of all ranks, between the two passes."""
+        """Compute the contrastive loss and its gradients between the two passes, given the embeddings of all ranks."""
         with torch.set_grad_enabled(True), torch.autograd.set_multithreading_enabled(False):
             query, product = rows.query.requires_grad_(), rows.product.requires_grad_()
             loss = contrastive_loss(query, product, rows.targets, self.config.loss)
             return Contrast(loss.detach(), *torch.autograd.grad(loss, (query, product)))
 
     def local(self, outputs: RelevanceOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute the loss of a micro-batch that is the whole global batch or has no contrastive term."""
+        """Compute the loss of a micro-batch if it is the whole global batch or if there is no contrastive term."""
         loss = relevance_loss(outputs, concat_targets([batch]), self.config.loss, self.config.mined_per_query)
         return loss, loss
 
     def one_pass(self, outputs: RelevanceOutputs, batch: Batch, rows: Embeddings) -> tuple[Tensor, Tensor]:
-        """Compute the loss over the embeddings of all ranks, differentiable only by those of this rank.
+        """Compute the loss over the embeddings of all ranks. Only those of this rank receive a gradient.
 
-        The row indices of this rank are data, not structure, so the graph is the same on every rank.
+        The row indices of this rank are an input of the graph instead of constants, so that all ranks have the same
+        graph.
         """
         query, product, index = outputs.query.float(), outputs.product.float(), batch["place"]
         pairs = pair_loss(outputs, concat_targets([batch]), self.config.loss, self.config.mined_per_query)
         indices = torch.arange(rows.query.shape[0], dtype=index.dtype, device=index.device)
         one_hot = (indices[:, None] == index[None, :]).float()  # [Q of all ranks, Q]
         groups, width = query.shape
-        # Zeros that carry the gradient of this rank's embeddings.
+        # Adding these zeros leaves the values unchanged, but connects this rank's embeddings to the loss.
         query_grad = torch.matmul(one_hot, query - query.detach())
         product_grad = torch.matmul(one_hot, (product - product.detach()).view(groups, -1)).view(-1, width)
         loss = contrastive_loss(rows.query + query_grad, rows.product + product_grad, rows.targets, self.config.loss)
@@ -192,7 +204,7 @@ class GlobalLoss:
         return pairs + weight * self.num_micro_batches * loss, pairs + weight * loss
 
     def second_pass(self, outputs: RelevanceOutputs, batch: Batch, contrast: Contrast) -> tuple[Tensor, Tensor]:
-        """Compute the surrogate loss of a micro-batch from the gradients in `contrast`."""
+        """Compute the surrogate loss of a micro-batch from the embedding gradients in `contrast`."""
         pairs = pair_loss(outputs, concat_targets([batch]), self.config.loss, self.config.mined_per_query)
         index = batch["place"]
         groups, width = contrast.query.shape

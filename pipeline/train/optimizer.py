@@ -1,6 +1,6 @@
-"""AdamW over the master weights of a strategy, with a guard that skips bad steps on the device.
+"""AdamW, and a guard that skips steps with a bad loss or gradient without waiting for the host.
 
-Decoupled weight decay as in Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019), algorithm 2.
+The update follows algorithm 2 of Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019).
 """
 
 import math
@@ -13,10 +13,11 @@ from pipeline.train.config import GuardConfig, OptimizerConfig
 
 
 def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> Tensor:
-    """Return learning rate, 1 - beta1^t, 1 - beta2^t and t of optimizer step t = `step` (1-based), fp32 [4].
+    """Return the learning rate, 1 - beta1^t, 1 - beta2^t and t for optimizer step t = `step` (1-based) as fp32 [4].
 
-    They are sent with the batch, so they need no extra transfer and no graph depends on the step. Computed in double
-    precision on the host, so they are equal on every backend.
+    These values are sent to the device together with the batch, so that they do not need a separate transfer and the
+    graph is the same for every step. They are computed on the host in double precision, which ensures that they are
+    equal on every backend.
     """
     return torch.tensor(
         [learning_rate, 1.0 - config.beta1**step, 1.0 - config.beta2**step, float(step)], dtype=torch.float32
@@ -24,20 +25,20 @@ def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> 
 
 
 def learning_rate_at(config: OptimizerConfig, step: int, max_steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (1-based): linear warm-up, then decay to zero."""
+    """Return the learning rate of step `step` (1-based), with a linear warm-up followed by the configured schedule."""
     peak, warmup_steps = config.learning_rate, round(config.warmup_fraction * max_steps)
     if step <= warmup_steps:
         return peak * step / max(1, warmup_steps)
     if config.schedule == "constant":
         return peak
-    # (step - 1), so that the learning rate of the last step is above zero.
+    # Use step - 1, because otherwise the last step would have a learning rate of zero.
     progress = min(1.0, (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps))
     remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
     return peak * remaining
 
 
 class AdamW:
-    """AdamW with two moments per master weight."""
+    """AdamW over the fp32 master weights of a parallel strategy."""
 
     def __init__(
         self,
@@ -50,8 +51,10 @@ class AdamW:
     ) -> None:
         """Initialise the moments to zero.
 
-        `decayed`: masters with weight decay. `traced`: use tensor operations for a tracing device instead of PyTorch's
-        fused kernel. `rates`: learning-rate multipliers of the masters (default: 1).
+        Args:
+            decayed: whether weight decay is applied to each master.
+            traced: use tensor operations, which a lazy or compiled backend can trace, instead of the fused kernel.
+            rates: learning-rate multiplier of each master. Defaults to 1.
         """
         self.config = config
         self.masters = list(masters)
@@ -59,7 +62,7 @@ class AdamW:
         self._rates = list(rates or [1.0] * len(self.masters))
         self.exp_avg = [torch.zeros_like(master, requires_grad=False) for master in masters]
         self.exp_avg_sq = [torch.zeros_like(master, requires_grad=False) for master in masters]
-        # Masters with equal decay and rate are updated by one call of the fused kernel.
+        # Masters with the same weight decay and learning rate are updated by a single call of the fused kernel.
         param_groups: dict[tuple[float, float], list[int]] = {}
         for index, key in enumerate(zip(self._decays, self._rates, strict=True)):
             param_groups.setdefault(key, []).append(index)
@@ -69,7 +72,10 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
-        """Update in place if `ok` (bool scalar). `clip` (fp32 scalar) scales `grads`. `control`: `control_values`."""
+        """Update the masters in place, unless `ok` (bool scalar) is false.
+
+        `clip` (fp32 scalar) is a factor applied to `grads`. `control` is the result of `control_values`.
+        """
         if self._traced:
             self._traced_step(grads, control, clip, ok)
             return
@@ -94,10 +100,11 @@ class AdamW:
             )
 
     def _traced_step(self, grads: Sequence[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
-        """Update with tensor operations. Common scalars are traced once.
+        """Update with tensor operations, tracing the scalars that all masters have in common only once.
 
-        The decision is folded into scalars, which takes half the time of selecting vectors with `where`. A skipped step
-        multiplies by one and adds zero, so the state stays bit-identical for any gradient, NaN included.
+        Whether the step is taken is folded into the scalars, which takes half the time of selecting the new values with
+        `where`. A skipped step multiplies by one and adds zero, so that the state remains bitwise identical for any
+        gradient, even if it contains NaN.
         """
         config, taken = self.config, ok.float()
         rate, correction1, correction2, _ = control.unbind()
@@ -118,42 +125,50 @@ class AdamW:
             second.copy_(new_second)
 
 
-# NaN and spike guard, evaluated on the device. A bad step changes nothing, and the host reads the counters later.
+# The guard against NaN and gradient spikes is evaluated on the device. A skipped step changes neither weights nor
+# moments, and the host reads the number of skipped steps later, together with the metrics.
 
 STATE_SIZE = 5
 MEAN, VARIANCE, COUNT, SKIPPED_IN_A_ROW, SKIPPED = range(STATE_SIZE)
 _LARGEST = 3.0e38
-_MIN_RATIO = 4.0  # to the mean. A smaller norm is never a spike, so that runs with low variance do not skip steps
-WARMUP_STEPS = 50  # without checking for spikes (NaN is always checked)
-_DECAY = 0.98  # of the running mean and variance
+_MIN_RATIO = 4.0  # a norm below this multiple of the mean is never a spike, even if the variance is very low
+WARMUP_STEPS = 50  # number of initial steps that are checked for NaN, but not for spikes
+_DECAY = 0.98  # decay rate of the running mean and variance
 
 
 class SpikeGuard:
-    """Running mean and variance of the gradient norm, and counts of skipped steps. State: fp32 [5] on the device.
+    """Decides on the device whether to skip a step, because its loss or gradient norm is not finite or is a spike.
 
-    Follows OLMo-core's SkipStepOptimizer (skip above a number of standard deviations, in tensor operations), but with
-    running moments.
+    The state is an fp32 tensor [5] with the running mean and variance of the gradient norm and counts of skipped steps.
+    Like OLMo-core's SkipStepOptimizer, the guard skips a step if the norm is too many standard deviations above the
+    mean, but it uses exponential moving averages instead of a window of past values.
     """
 
     def __init__(self, config: GuardConfig, device: torch.device) -> None:
         self.config = config
         self.state = torch.zeros(STATE_SIZE, dtype=torch.float32, device=device)
-        # On the device as fp32, because comparing with a Python float would put f64 into the graph (docs/neuron.md).
+        # Keep these limits on the device in fp32, because comparing a tensor with a Python float adds an f64 constant
+        # to the graph (see docs/neuron.md).
         self._largest = torch.tensor(_LARGEST, dtype=torch.float32, device=device)
         self._warmup = torch.tensor(float(WARMUP_STEPS), dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Update the state and return whether to take the step (bool scalar). Inputs: fp32 scalars, equal on ranks."""
+        """Update the state and return whether to take the step, as a bool scalar on the device.
+
+        `loss` and `grad_norm` are fp32 scalars. They must be equal on all ranks, which ensures that all ranks make the
+        same decision.
+        """
         config, state = self.config, self.state
         mean, variance, count, skipped_in_a_row, skipped = state.unbind()
         finite = (torch.abs(loss) < self._largest) & (torch.abs(grad_norm) < self._largest)  # NaN compares as false
         limit = torch.maximum(mean + config.sigma * torch.sqrt(variance), mean * _MIN_RATIO)
         ok = torch.where(count < self._warmup, finite, finite & (grad_norm <= limit))
         taken = ok.float()
-        # A spike is clipped to the limit, so that the mean follows a lasting change instead of skipping forever.
+        # A spike still updates the mean, clipped to the limit. Otherwise, a lasting increase of the gradient norm would
+        # cause every later step to be skipped.
         clipped = torch.where(count < self._warmup, grad_norm, torch.minimum(grad_norm, limit))
-        # Weight of the newest value: an exact mean of the first few values, an exponential one later.
+        # Compute the exact mean of the first values, and an exponential moving average from then on.
         weight = torch.clamp(1.0 / (count + 1.0), min=1.0 - _DECAY)
         change = torch.where(finite, clipped - mean, torch.zeros_like(mean))
         state.copy_(

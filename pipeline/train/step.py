@@ -1,7 +1,8 @@
-"""The training program of one rank: all state on the device, and the graphs of a step.
+"""The training program of a rank, which keeps all training state on the device and runs the graphs of a step.
 
-A step is forward and backward of each micro-batch, then reduction, clipping, guard and AdamW. No value is read back
-during a step. Metrics are collected in a small device buffer that the host reads every N steps.
+A step runs forward and backward for each micro-batch, reduces the gradients over all ranks, clips them, and updates the
+weights with AdamW if the guard allows it. The host never waits for a value during a step. Instead, metrics are
+collected in a small buffer on the device, which the host reads every few steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,10 @@ def open_program(
     buckets: Sequence[Bucket],
     watch: GraphWatch,
 ) -> "TrainProgram":
-    """Build the program of one rank of a run or of its trial, which have the same graphs. Takes over the model."""
+    """Build the training program of a rank, for a run or for its trial. Takes ownership of the model.
+
+    A trial uses the same function, which ensures that it has the same graphs as the run.
+    """
     plan, layout = config.parallel, process_group.layout
     model.encoder.longest_text = max(max(bucket.query_tokens, bucket.product_tokens) for bucket in buckets)
     strategy: ParallelStrategy
@@ -80,8 +84,8 @@ def open_program(
 def module_strategy(
     model: RelevanceModel, backend: Backend, config: TrainConfig, process_group: ProcessGroup
 ) -> "FsdpStrategy":
-    """Apply the run's plan to the model: sharding, tensor parallelism, FSDP units. Takes over the model."""
-    from pipeline.parallel.strategies.fsdp import FsdpStrategy  # takes 0.15 s, and flat vectors do not need it
+    """Apply FSDP and tensor parallelism to the model, as configured. Takes ownership of the model."""
+    from pipeline.parallel.strategies.fsdp import FsdpStrategy  # the import takes 0.15 s, and most runs do not need it
 
     prepare_model(model, backend, config)
     plan = config.parallel.as_plan("bf16" if config.precision == "bf16" else "fp32")
@@ -104,7 +108,7 @@ def flat_strategy(
     host_gather: HostGather = list,
     chunk_mib: float = CHUNK_MIB,
 ) -> FlatStrategy:
-    """Apply plain data parallelism over `world_size` ranks. Takes over the model."""
+    """Apply plain data parallelism over `world_size` ranks. Takes ownership of the model."""
     prepare_model(model, backend, config)
     return FlatStrategy(
         model,
@@ -120,13 +124,13 @@ def flat_strategy(
 
 
 def prepare_model(model: RelevanceModel, backend: Backend, config: TrainConfig) -> None:
-    """Choose the implementations of the operators. Raises ConfigError if a matryoshka size exceeds the width."""
+    """Select the operator implementations for the backend. Raises ConfigError if a matryoshka size is too large."""
     config.loss.check_width(model.encoder.width)
     choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
 
 
 class TrainProgram:
-    """The model on the device (through a strategy), the optimizer of its master weights, the guard and the metrics."""
+    """Runs the training steps of a rank, and owns the model, the optimizer, the guard and the metrics buffer."""
 
     def __init__(
         self,
@@ -149,7 +153,7 @@ class TrainProgram:
             reason = "recomputes layers" if is_recomputed else "has two passes per step"
             raise ConfigError(
                 f"dropout on {backend.device_name()} is not supported in a run that {reason}",
-                expected="no dropout, because this device may not drop the same elements both times",
+                expected="no dropout, because this device may not drop the same elements when a layer runs again",
                 next_command="--model.dropout 0 (with model.factory: a module without dropout)",
             )
         is_distributed = share.world_size > 1
@@ -168,7 +172,7 @@ class TrainProgram:
         self.guard = SpikeGuard(config.guard, backend.device)
         self._max_norm = torch.tensor(config.optimizer.max_grad_norm, dtype=torch.float32, device=backend.device)
         self._metrics = torch.zeros(metric_rows, len(METRICS), dtype=torch.float32, device=backend.device)
-        self._sums: list[Tensor] | None = None  # accumulated gradients and loss of this step
+        self._sums: list[Tensor] | None = None  # gradients and loss accumulated in this step
         self._micro_steps = 0
         self._shapes = {bucket.name for bucket in buckets} | {str(length) for length in batch_lengths(config, buckets)}
         self._watch: GraphWatch = watch or GraphWatch()
@@ -178,14 +182,15 @@ class TrainProgram:
         self._second_pass = step_program(backend, self._loss.second_pass)
         self._step_optimizer = step_program(backend, self._clip_and_step)
         self._append_metrics = step_program(backend, _append_row)
-        # Copy everything once, so that step 1 has the same graph inputs as step 2 and does not need another graph.
+        # Copy everything once, so that the graph of step 1 has the same inputs as that of step 2. Otherwise, step 1
+        # would require an additional graph.
         with torch.no_grad():
             for tensor in [*strategy.masters, *self._copies] if backend.is_lazy else ():
                 tensor.copy_(tensor.clone())
             self._cut("start", self._state())
 
     def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
-        """Compute scores and embeddings of one batch on the device."""
+        """Compute the scores and embeddings of a batch on the device. Raises DataError if its shape is unexpected."""
         shape = _position_of(batch).bucket
         if shape not in self._shapes:
             raise DataError(f"a batch has shape {shape}", expected=f"one of {', '.join(sorted(self._shapes))}")
@@ -193,7 +198,7 @@ class TrainProgram:
 
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
-        """Compute logits over relevance classes [B, K] and embeddings [B, D], fp32, without a gradient."""
+        """Compute the relevance logits [B, K] and embeddings [B, D] in fp32, without tracking gradients."""
         self.strategy.model.eval()
         outputs = RelevanceOutputs(*(tensor.float() for tensor in self.forward(batch)))
         self._position = _position_of(batch)
@@ -203,13 +208,14 @@ class TrainProgram:
     def step(self, micros: Sequence[Mapping[str, Tensor]], *, seeds: Sequence[int] = ()) -> None:
         """Take one optimizer step over the micro-batches of this rank.
 
-        `seeds`: dropout seed of each micro-batch, in both passes. The last batch has the step's `control_values`.
+        `seeds` has a dropout seed for each micro-batch, which is used in both passes. The `control_values` of the step
+        are taken from the last micro-batch.
         """
         self.accumulate(micros, seeds)
         self._update(micros[-1]["control"])
 
     def accumulate(self, micros: Sequence[Mapping[str, Tensor]], seeds: Sequence[int] = ()) -> None:
-        """Run forward and backward of all micro-batches. `reduce` returns the accumulated gradients and loss."""
+        """Run forward and backward for all micro-batches. Call `reduce` to get the accumulated gradients and loss."""
         contrast = self._first_pass(micros, seeds) if self._has_two_passes else None
         for number, batch in enumerate(micros):
             if seeds:
@@ -240,9 +246,10 @@ class TrainProgram:
         self._cut("contrast", contrast)
         return contrast
 
-    # Every live tensor becomes an output of the graph. The two functions below are separate from their callers so that
-    # only the state survives them. A live gradient would cost memory, and a reference that another thread frees late
-    # would occasionally cause an additional graph.
+    # On a lazy backend, every tensor that is alive at a step boundary becomes an output of the graph. The next two
+    # methods are separate from their callers to ensure that only the state is still alive after they return. A gradient
+    # that stays alive would use memory, and one that is freed late by a different thread would occasionally cause an
+    # additional graph to be compiled.
 
     def _accumulate(self, batch: Mapping[str, Tensor], contrast: Contrast | None, *, is_last: bool) -> None:
         self.strategy.model.train()
@@ -275,7 +282,7 @@ class TrainProgram:
         self._metrics = self._append_metrics(metrics, self._metrics)
 
     def _clip_and_step(self, grads: list[Tensor], loss: Tensor, grad_norm: Tensor, control: Tensor) -> list[Tensor]:
-        """Clip the gradients and step the optimizer if the guard allows it. Return the metrics named in METRICS."""
+        """Clip the gradients and step the optimizer if the guard allows it. Return the metrics listed in METRICS."""
         ok = self.guard.judge(loss[0], grad_norm)
         clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
         self.optimizer.step(grads, control, clip, ok)
@@ -283,7 +290,10 @@ class TrainProgram:
 
     @torch.no_grad()
     def _update(self, control: Tensor) -> None:
-        """Reduce over ranks, clip, check, step, and record the metrics. `control`: see optimizer.control_values."""
+        """Reduce the gradients over ranks, update the weights and record the metrics.
+
+        `control` is the result of `optimizer.control_values`.
+        """
         is_separate = self.config.step_boundary == "split"
         if not is_separate and self._reduces_on_host:
             is_separate = True
@@ -292,14 +302,20 @@ class TrainProgram:
         self._cut("publish" if self._publishes_on_host else "update" if is_separate else "step", self._state())
 
     def reduce(self) -> list[Tensor]:
-        """Return the mean over ranks of this step's gradient of each master, then of its loss. Resets both sums."""
+        """Average the accumulated gradients and loss over all ranks, and reset the accumulators.
+
+        Returns the gradient of each master, followed by the loss.
+        """
         if self._sums is None:
-            raise RuntimeError("cannot update before a micro-step")
+            raise RuntimeError("cannot update the weights before the first micro-step")
         sums, self._sums, self._micro_steps = self._sums, None, 0
         return self.strategy.reduce(sums)
 
     def read_metrics(self, count: int) -> list[dict[str, float]]:
-        """Return the metrics of the last `count` steps, oldest first. The only host sync of a logging interval."""
+        """Return the metrics of the last `count` steps, oldest first.
+
+        This is the only host sync in a logging interval.
+        """
         (rows,) = self.backend.to_host([self._metrics])
         return [dict(zip(METRICS, row, strict=True)) for row in rows[len(rows) - count :].tolist()]
 
@@ -307,19 +323,19 @@ class TrainProgram:
         self._cut("first_micro_step" if self._micro_steps <= 1 else "micro_step", self._sums or [])
 
     def _cut(self, phase: str, tensors: Sequence[Tensor]) -> None:
-        """End the graph that computes `tensors`."""
+        """End the current graph, which computes `tensors`, and report it to the graph watch."""
         position = replace(self._position, phase=phase)
         self._watch.before(position, tensors)
         self.backend.step_boundary(tensors)
         self._watch.after(position)
 
     def _state(self) -> list[Tensor]:
-        """Return all tensors that an update changes."""
+        """Return all tensors that are modified by an update."""
         guard, *vectors = self._saved_state().values()
         return [*guard, *self.strategy.masters, *chain.from_iterable(vectors), *self._copies, self._metrics]
 
     def _saved_state(self) -> dict[str, list[Tensor]]:
-        """Return the optimizer's tensors by their name in a checkpoint."""
+        """Return the guard and optimizer tensors by their name in a checkpoint."""
         state = {"guard": [self.guard.state]}
         for name, tensors in (("exp_avg", self.optimizer.exp_avg), ("exp_avg_sq", self.optimizer.exp_avg_sq)):
             for kind, decayed in KINDS.items():
@@ -328,13 +344,14 @@ class TrainProgram:
         return state
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copy (named weights fp32, optimizer state) to host memory with one synchronisation."""
+        """Copy the fp32 weights and the optimizer state to host memory, by name, with a single host sync."""
         return self.strategy.snapshot(self._saved_state())
 
     def restore(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> None:
-        """Load weights (in trnpipe's names, any dtype) and, when resuming, the optimizer state onto the device.
+        """Load weights and, when resuming, the optimizer state onto the device.
 
-        Raises CheckpointError if the state is of another model or optimizer.
+        The weights must use trnpipe's parameter names, but can have any dtype. Raises CheckpointError if the state
+        belongs to a different model or optimizer.
         """
         state = self._saved_state()
         if optimizer is not None and optimizer.keys() != state.keys():
@@ -343,17 +360,17 @@ class TrainProgram:
 
 
 def _append_row(metrics: list[Tensor], rows: Tensor) -> Tensor:
-    """Drop the first row and append `metrics`. A shift is static on every device, unlike an indexed write."""
+    """Drop the first row and append `metrics`. Unlike an indexed write, a shift has a static graph on every device."""
     return torch.cat([rows[1:], torch.stack(metrics)[None]])
 
 
 def uses_dropout(encoder: TextEncoder) -> bool:
-    """Return whether an encoder has active dropout modules. Other random operators of a factory are not detected."""
+    """Return whether an encoder has active dropout modules. Other random operators are not detected."""
     return any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in encoder.modules())
 
 
 def _position_of(batch: Mapping[str, Tensor]) -> GraphPosition:
-    """Return the position of a batch, named by its row length or, for pairs, by its bucket."""
+    """Return the graph position of a batch, which is named after its row length or, for pairs, after its bucket."""
     if "segments" in batch:
         return GraphPosition("", str(batch["tokens"].shape[1]), len(batch["label"]))
     samples, product_tokens = batch["product"].shape

@@ -1,4 +1,4 @@
-"""The prefetched micro-batches of a run, matched with their token counts and digests, and their pace."""
+"""Prefetch the micro-batches of a run, keep track of their token counts and digests, and measure the throughput."""
 
 import time
 from collections import deque
@@ -16,7 +16,10 @@ from pipeline.train.optimizer import control_values, learning_rate_at
 
 
 class BatchStream:
-    """Micro-batches of steps `start` (0-based) to `max_steps`. Iterated once, by the device loader's thread."""
+    """The micro-batches of steps `start` (0-based) to `max_steps`.
+
+    The device loader iterates over them in its thread, while the training loop calls `received` for each one.
+    """
 
     def __init__(
         self, source: GroupSource, plan: BatchPlan, share: RankSlice, config: TrainConfig, start: int, max_steps: int
@@ -35,27 +38,27 @@ class BatchStream:
             yield {**micro.tensors, "control": control_values(step, rate, self._optimizer)}
 
     def received(self, position: int) -> tuple[int, int, float]:
-        """Return (tokens without padding, digest of its samples, time it was ready on the host) of the next batch.
+        """Return the number of non-padding tokens, the sample digest and the host time of the next batch.
 
-        Must be called once per received batch. Raises RuntimeError if more batches arrive than were produced or the
-        batch belongs to another step. This only counts batches: the loop checks their identity by the step number in
-        their control values.
+        This must be called exactly once per received batch. Raises RuntimeError if more batches are received than were
+        produced, or if the next batch belongs to a different step. Note that batches are only counted here. To detect
+        reordered batches, the loop compares the step number in their control values.
         """
         if not self._pending:
-            raise RuntimeError(f"received a batch at position {position} that was never made (a duplicate)")
+            raise RuntimeError(f"received more batches than were produced, at position {position}")
         batch_position, tokens, digest, ready_at = self._pending.popleft()
         if batch_position != position:
-            raise RuntimeError(f"received a batch of position {batch_position} at position {position}")
+            raise RuntimeError(f"expected the batch at position {position}, but got the one at {batch_position}")
         return tokens, digest, ready_at
 
 
 def add_digests(digests: list[int]) -> int:
-    """Return the digest of a union of sample sets."""
+    """Return the digest of the union of several sets of samples."""
     with np.errstate(over="ignore"):
         return int(np.array(digests, dtype=np.uint64).sum(dtype=np.uint64))
 
 
-# Throughput and data wait per logging interval.
+# Throughput and time spent waiting for data, per logging interval.
 
 
 class Interval(NamedTuple):
@@ -66,26 +69,29 @@ class Interval(NamedTuple):
 
 
 class Pace:
-    """Measures throughput and data wait between calls of `read`. Time for evaluation and saving is excluded."""
+    """Measures the throughput between calls of `read`, excluding the time spent on evaluation and saving."""
 
     def __init__(self, samples_per_step: int, data_size: int) -> None:
-        """Start the first interval. `data_size`: number of data-parallel ranks."""
+        """Start the first interval. `data_size` is the number of data-parallel ranks."""
         self._samples = samples_per_step
         self._data_size = data_size
         self.seconds_per_step: float | None = None
-        """Moving average without compile time. None in the first interval, which includes one-time setup."""
+        """Moving average, excluding compile time. None in the first interval, because it includes one-time setup."""
         self._is_first = True
         self._started = time.monotonic()
         self._steps, self._tokens, self._wait_s = 0, 0, 0.0
 
     def step_done(self, tokens: int, waited_s: float) -> None:
-        """Count one optimizer step of this rank. `tokens`: without padding. `waited_s`: time spent waiting for data."""
+        """Record an optimizer step with its number of non-padding tokens and the time spent waiting for data."""
         self._steps += 1
         self._tokens += tokens
         self._wait_s += waited_s
 
     def read(self, compile_s: float = 0.0) -> Interval:
-        """Return the interval and start the next one. Call right after a device sync. `compile_s`: to exclude."""
+        """Return the current interval and start the next one.
+
+        Call this right after a device sync. `compile_s` is excluded from `seconds_per_step`.
+        """
         seconds = max(1e-9, time.monotonic() - self._started)
         interval = Interval(
             seconds,

@@ -291,7 +291,7 @@ def test_a_later_schema_is_refused(place: Place) -> None:
 def test_a_folder_of_another_kind_is_no_checkpoint(place: Place) -> None:
     (place.folder / "tokens").mkdir()
     commit_dir(place.storage, place.folder / "tokens", prefix_of(CYCLE, 3), kind="tokens", fields={})
-    with pytest.raises(CheckpointError, match="holds no committed checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a committed checkpoint"):
         place.store.open(3)
     assert place.store.newest_valid()[0] is None
 

@@ -28,7 +28,7 @@ def test_the_estimate_names_what_fits_and_what_does_not(tmp_path: Path, capsys: 
 
     code, fits = estimate("--model.preset=base", "--train.precision=bf16")
     assert code == 0, fits
-    assert "no prepared data yet: assuming a vocabulary of 8,192 and 4 classes" in fits
+    assert "assuming a vocabulary of 8,192 tokens and 4 labels" in fits
     assert fits.count("fits)") == 4  # lengths of rows
     code, large = estimate("--model.preset=large", "--train.global-batch-size=512", "--train.micro-batch-size=512")
     assert (code, "DOES NOT FIT" in large) == (CONFIG_CODE, True)

@@ -152,9 +152,7 @@ def test_wrong_numbers_and_places(ask: Ask, folder: Folder, tmp_path: Path) -> N
     ):
         assert seen in ask("export", uri, f"--out={out}", *words, code=CONFIG)[1]
     assert not Path(out).exists()
-    assert (
-        "MANIFEST.json of kind checkpoint" in ask("export", f"{tmp_path}/x/step-1", f"--out={out}", code=CHECKPOINT)[1]
-    )
+    assert "is not a committed checkpoint" in ask("export", f"{tmp_path}/x/step-1", f"--out={out}", code=CHECKPOINT)[1]
     for name in (uri, uri.removeprefix("file://"), uri.partition("workspace/")[2]):
         ask("export", name, f"--out={out}", "--format=safetensors", "--max-tokens=9")
     assert json.loads((Path(out) / "trnpipe.json").read_text())["max_tokens"] == 9

@@ -190,7 +190,7 @@ def test_status_warns_of_a_cache_made_with_other_flags(tmp_path: Path) -> None:
         for line in status_lines(opened(str(tmp_path)), CompilerFlags(optlevel=2), nobody)
         if line.startswith("warning")
     ]
-    assert "--optlevel=2" in warning and "compiles every graph again" in warning
+    assert "--optlevel=2" in warning and "will recompile all graphs" in warning
 
 
 def test_flags_have_one_spelling_in_one_order() -> None:

@@ -220,7 +220,7 @@ def test_all_graphs_are_compiled_and_a_second_time_none(case: Case) -> None:
     case.said[:2] = []
     assert result.graphs == tuple(case.tools.key(index) for index in range(2))
     assert result.seconds.keys() == set(result.graphs) and all(result.seconds.values())
-    assert case.said[0] == "compiling at most 2 graphs at once, attempt 1", "one for every 64 GiB"
+    assert case.said[0] == "compiling up to 2 graphs in parallel (attempt 1)", "one for every 64 GiB"
     assert '"compilation_summary"' in (case.scratch / "attempt-1" / LOG_NAME).read_text()
     again = case.run(3)
     assert (len(again.graphs), list(again.seconds)) == (3, [case.tools.key(2)])
@@ -260,12 +260,12 @@ def test_a_cache_on_s3_decides(case: Case, s3_uri: str) -> None:
 def test_a_crash_and_a_lack_of_memory_are_tried_once_more(case: Case, fault: str, parallel: int) -> None:
     """A crash leaves a lock, and the tool ends with 0; for memory with one compiler alone."""
     case.run(3, fault)
-    assert f"compiling at most {parallel} graphs at once, attempt 2" in case.said
+    assert f"compiling up to {parallel} graphs in parallel (attempt 2)" in case.said
     case.assert_clean(0, 1, 2)
 
 
 def test_a_trial_run_that_fails_and_a_lack_of_memory_for_one_compiler(case: Case) -> None:
-    with pytest.raises(DataError, match="the trial run ended with exit code 65") as failed:
+    with pytest.raises(DataError, match="the trial run failed with exit code 65") as failed:
         case.run(3, "trial:65")
     assert "Traceback: the trial run breaks here" in str(failed.value) and case.tools.compiles() == []
     with pytest.raises(ConfigError, match="a compiler was killed") as caught:
@@ -311,7 +311,7 @@ def test_a_trial_run_that_waits_for_a_dead_lock_goes_on(case: Case, monkeypatch:
     case.tools.lock(0)
     monkeypatch.setattr(ToolChain, "processes", lambda tools: [])
     case.run(2, "wait")
-    assert "a compile waits for the lock of" in case.text and f"unlock {case.tools.key(0)}" in case.text
+    assert "waiting for the lock of" in case.text and f"unlock {case.tools.key(0)}" in case.text
 
 
 @pytest.mark.fault

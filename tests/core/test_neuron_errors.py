@@ -95,7 +95,7 @@ def test_every_row_of_the_log_table_is_shown_by_a_line() -> None:
         "step 5 loss 0.4 NEURON_RT_EXEC_TIMEOUT=600",
         "stage execution failed with exit code 1",
         "status=4",
-        "the trial run ended with exit code 70",
+        "the trial run failed with exit code 70",
         "neuronx-cc --optlevel=1 took 70 s",
         "Compiler status PASS",
         "http status 101",

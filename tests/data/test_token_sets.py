@@ -96,8 +96,8 @@ def test_what_is_not_committed_or_is_of_another_kind_or_version_is_a_data_error(
     gone = commit(workspace, tmp_path, 1)
     workspace.delete([f"{gone}/MANIFEST.json"])
     for prefixes, words in (
-        ([gone], "contains no prepared data"),
-        ([commit(workspace, tmp_path, 2, kind="tokenizer")], "contains no prepared data"),
+        ([gone], "does not contain prepared data"),
+        ([commit(workspace, tmp_path, 2, kind="tokenizer")], "does not contain prepared data"),
         ([commit(workspace, tmp_path, 3, surprise=1)], "a different version"),
         (list[str](), "no prepared partition"),
     ):

@@ -133,7 +133,7 @@ def test_vectors_that_are_no_numbers_end_the_run(case: Case, plan: EmbedPlan) ->
                 vectors[3, 1] = np.inf
             return vectors
 
-    with pytest.raises(NumericError, match="1 vectors of part 1 have NaN or infinity, the first in row 19"):
+    with pytest.raises(NumericError, match="1 vectors of part 1 contain NaN or infinity, the first one in row 19"):
         case.work(plan, embedder=Broken())
     assert part_store(case.workspace, plan).done() == {0}
 

@@ -480,7 +480,7 @@ def difference(mean: float, spread: float, num_queries: int = 100, undefined: in
         (-0.2, 0.01, 0, "fail", "at least 0.1", True),
         (0.0, 0.1, 0, "fail", "takes about", True),
         (-0.06, 0.1, 0, "fail", "0.05 worse is allowed", True),
-        (0.2, 0.01, 51, "fail", "undefined in too many bootstrap draws", False),
+        (0.2, 0.01, 51, "fail", "undefined in too many bootstrap resamples", False),
         (0.2, 0.01, 50, "pass", "better", True),
     ],
 )
@@ -495,13 +495,13 @@ def test_the_burden_is_on_the_candidate(
 @pytest.mark.parametrize(
     ("mean", "spread", "undefined", "tool", "outcome", "words"),
     [
-        (-0.2, 0.01, 0, "", "fail", "accuracy of a=x: 0.3000 vs 0.5000 (0.2000 worse, 0.05 worse is allowed), "),
+        (-0.2, 0.01, 0, "", "fail", "accuracy of a=x: 0.3000 vs 0.5000 (0.2000 worse, up to 0.05 worse is allowed), "),
         (-0.2, 0.3, 0, "", "warn", ", not statistically significant with 100 queries"),
-        (-0.04, 0.01, 0, "", "pass", ", 0.05 worse is allowed)"),
-        (0.2, 0.01, 960, "", "skipped", "undefined in too many bootstrap draws"),
+        (-0.04, 0.01, 0, "", "pass", ", up to 0.05 worse is allowed)"),
+        (0.2, 0.01, 960, "", "skipped", "undefined in too many bootstrap resamples"),
         (-0.2, 0.01, 0, "T", "fail", "T is better on accuracy: "),
         (-0.2, 0.3, 0, "T", "warn", "T may be better on accuracy: "),
-        (-0.04, 0.01, 0, "T", "pass", "T is not better on accuracy: 0.4600 vs 0.5000 (0.0400 worse, 0.05 "),
+        (-0.04, 0.01, 0, "T", "pass", "T is not better on accuracy: 0.4600 vs 0.5000 (0.0400 worse, up to 0.05 "),
         (0.2, 0.01, 0, "T", "pass", "beats T on accuracy: 0.7000 vs 0.5000 (0.2000 better"),
         (0.2, 0.01, 960, "T", "skipped", "T on accuracy: "),
     ],

@@ -95,8 +95,8 @@ def test_ranks_are_those_of_the_first_item_that_a_name_means() -> None:
     assert [one.holds(one.incumbent or 0) for one in found.outcomes] == [False, False]
     lost = report([[5, 2, 1, 11], [0, 0, 0, 0]], [[11, 1, 0, 0], [0, 0, 0, 0]])
     assert [str(one) for one in lost.missed] == [
-        "'a' must find 'one' in the first 2 (at 3, production at 1)",
-        "'a' must not find 'bad' in the first 2 (at 2, production not found)",
+        "'a' must find 'one' in the top 2 (at 3, production at 1)",
+        "'a' must not find 'bad' in the top 2 (at 2, production not found)",
     ]
 
 

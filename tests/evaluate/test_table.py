@@ -100,7 +100,7 @@ search with candidate vectors truncated to 8 dimensions: nDCG 0.2000
 hybrid search: each model fused with BM25
   metric         candidate  production    bm25  candidate rrf  candidate weighted 0.35
   retrieval_mrr     0.2500      0.5000  0.4000         0.6100                   0.6200
-slices: 5 with the largest drops of 9 compared
+slices with the largest drops (5 of 9 compared)
   slice     metric   candidate  production  difference            interval  queries  gate
   kind=bad  loss        0.6000      0.5000     +0.1000  [+0.0500, +0.1500]       60  fail
   kind=7    ndcg@10     0.8000      0.8700     -0.0700  [-0.1000, +0.1000]    1,007  pass

@@ -70,14 +70,14 @@ def test_training_meets_only_compiled_graphs(
         evaluated = here.run("evaluate", UNJUDGED, "--launch.processes=1")
         assert "compiled ahead of time, manifest" in evaluated.out and "generation 1" in evaluated.out
     again = here.run("compile")
-    assert "done already" in again.out + again.err
+    assert "already done" in again.out + again.err
 
 
 @pytest.mark.thorough
 def test_shapes_can_come_from_the_settings_alone(bare_place: Callable[..., Place]) -> None:
     here = bare_place("xla", ONE_SHAPE)
     compiled = here.run("compile")
-    assert "no prepared data yet: assuming a vocabulary of 400 and 4 classes" in compiled.out + compiled.err
+    assert "assuming a vocabulary of 400 tokens and 4 labels" in compiled.out + compiled.err
     here.run("prepare")
     assert "compiled ahead of time, manifest" in here.run("train").out
     other = here.run("prepare", "--data.tokenizer.vocab-size=300", cycle="c2")
@@ -119,7 +119,7 @@ def test_a_graph_that_is_not_in_the_manifest_is_refused_and_explained(place: Cal
     known["schema_version"] = 1
     here.storage.write_bytes(key, json.dumps(known).encode())
     here.run("train")
-    assert "done already" not in here.run("compile").out, "keys of an earlier revision name no graph: traced again"
+    assert "already done" not in here.run("compile").out, "keys of an earlier revision name no graph: traced again"
     assert [graph.key for graph in manifest_of(here).graphs] == [graph.key for graph in manifest.graphs]
 
 

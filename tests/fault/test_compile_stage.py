@@ -142,7 +142,7 @@ def test_one_run_compiles_the_next_has_nothing_to_do_the_third_what_is_lost(firs
     manifest = first.assert_published()
     assert all(manifest.cache_entries.values())
     first.assert_in_order(0, 1, 2)
-    assert "3 cache entries, 3 compiled, " in first.place.runs[0].out
+    assert "3 cache entries (3 compiled, " in first.place.runs[0].out
     assert "pushed 3 " in first.place.runs[0].out
     names = [event["event"] for event in first.place.events() if event.get("stage") != "prepare"]
     assert names[-3:] == ["stage_started", "graph_compiled", "stage_finished"]
@@ -150,7 +150,7 @@ def test_one_run_compiles_the_next_has_nothing_to_do_the_third_what_is_lost(firs
     first.forget_trials()
     first.place.storage.delete_prefix(f"cycles/{CYCLE}/compile")  # as in the next cycle
     again = first.run("--compile.sync-url=")
-    assert f"compile: done already, {len(manifest.graphs)} graphs" in again.out
+    assert f"compile: already done, {len(manifest.graphs)} graphs" in again.out
     assert (first.num_trials(), len(first.tools.compiles())) == (0, NUM_GRAPHS)
     assert first.place.events()[-1]["event"] == "stage_skipped"
     first.assert_published()
@@ -159,7 +159,7 @@ def test_one_run_compiles_the_next_has_nothing_to_do_the_third_what_is_lost(firs
     store_manifest(first.place.storage, manifest.model_copy(update={"cache_entries": slow}))
     shutil.rmtree(first.tools.entry(1))
     third = first.run("--compile.sync-url=")
-    assert "3 cache entries, 1 compiled, the others found in the cache" in third.out
+    assert "3 cache entries (1 compiled, 2 already in the cache)" in third.out
     assert first.tools.compiles()[NUM_GRAPHS:] == [first.tools.entry(1).name]
     now = first.assert_published().cache_entries
     assert {name for name, seconds in now.items() if seconds != 40.0} == {first.tools.key(1)}
@@ -169,7 +169,7 @@ def test_one_run_compiles_the_next_has_nothing_to_do_the_third_what_is_lost(firs
 def test_an_empty_machine_starts_warm(first: Machine, machine: Callable[..., Machine]) -> None:
     other = machine(*first.flags, beside=first, env=first.env)
     run = other.run()
-    assert "pulled 3 " in run.out and "done already" in run.out
+    assert "pulled 3 " in run.out and "already done" in run.out
     assert (other.num_trials(), other.tools.compiles()) == (0, [])
     other.assert_in_order(0, 1, 2)
 
@@ -239,7 +239,7 @@ def test_two_nodes_run_the_trial_together_and_again_for_the_one_that_crashed(
         assert node.num_trials() == 2
     assert "unlock" in main.repairs()
     assert main.assert_published().plan["world_size"] == 2
-    assert "cache entries, " not in runs[1].out  # the main node publishes, alone
+    assert "cache entries (" not in runs[1].out  # the main node publishes, alone
     assert len(list_entries(open_storage(shared))) == NUM_GRAPHS
     assert len(main.place.events("graph_compiled")) == 1
 

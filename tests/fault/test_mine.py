@@ -56,4 +56,4 @@ def test_killed_and_run_again(place: Callable[..., Place], source: str, kinds: t
     }
     last = killed.run("mine", *flags)
     assert f"{there} of " in last.out and negatives(killed) == negatives(whole)
-    assert "done already" in killed.run("mine", *flags).out
+    assert "already done" in killed.run("mine", *flags).out

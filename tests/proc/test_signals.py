@@ -95,7 +95,7 @@ def test_ctrl_c_is_answered_at_once_while_the_main_thread_is_in_c() -> None:
     with started("with stop_on_signals(stop, grace_s=600): block_in_c()") as process:
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        assert process.stderr.readline() == "stopping: saving state (press Ctrl-C again to stop at once)\n"
+        assert process.stderr.readline() == "stopping: saving state (press Ctrl-C again to exit immediately)\n"
         assert process.poll() is None
 
 

@@ -87,7 +87,7 @@ def test_a_parent_that_is_gone_ends_it_with_a_note(workspace: Storage, family: t
     gone = digest_of(workspace, root)
     workspace.delete_prefix(root)
     last = lineage(workspace, grandchild)[-1]
-    note = f"it cannot be read: {workspace.uri(root)} holds no committed checkpoint"
+    note = f"it cannot be read: {workspace.uri(root)} is not a committed checkpoint"
     assert last == Ancestor(workspace.uri(root), gone, "c1", 300, note=note)
     assert len(lineage(workspace, child)) == 2
 
@@ -149,7 +149,7 @@ def test_what_is_no_checkpoint_has_no_lineage(workspace: Storage, make: Make) ->
     make("c1")
     workspace.write_bytes("tokens/x/file", b"x")
     for place in ("tokens/x", "checkpoints/c1", prefix("none")):
-        with pytest.raises(CheckpointError, match="holds no committed checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a committed checkpoint"):
             lineage(workspace, place)
     with pytest.raises(ConfigError):
         lineage(workspace, "../x")

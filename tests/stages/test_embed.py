@@ -97,7 +97,7 @@ def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.Capture
     assert digest.counts.model_dump() == {"embedded": 100, "carried": 0, "new": None, "gone": None}
     assert [check.name for check in digest.checks if check.outcome == "pass"][-1] == "sample"
     assert embed(workspace) == 0
-    assert "done already, 100 vectors" in capsys.readouterr().out
+    assert "already done, 100 vectors" in capsys.readouterr().out
     workspace.delete(["cycles/c1/embed/result.json"])
     assert embed(workspace) == 0
     assert result_of(workspace).figures["rows"] == 100
@@ -193,7 +193,7 @@ def test_the_next_cycle_embeds_only_the_news(workspace: Storage, tmp_path: Path)
         (("--embed.catalogue.path=nowhere",), 65, "nowhere does not exist"),
         (("--embed.catalogue.id=sku",), 65, "no column 'sku'"),
         (("--model-name=other",), 74, "no checkpoint of model other is promoted"),
-        (("--embed.checkpoint=checkpoints/c7/step-1",), 74, "holds no committed checkpoint"),
+        (("--embed.checkpoint=checkpoints/c7/step-1",), 74, "is not a committed checkpoint"),
     ],
 )
 def test_what_cannot_work_is_said_before_any_work(

@@ -90,7 +90,7 @@ def test_the_first_model_is_promoted_and_asked_again_it_is_done(case: Case) -> N
     assert not case.storage.list_dirs("cycles/c1/evaluate/parts/")
 
     before = {stat.key: stat.etag for stat in case.storage.list("") if not stat.key.endswith("events.jsonl")}
-    assert "done already, promoted" in case.run()
+    assert "already done, promoted" in case.run()
     assert before == {stat.key: stat.etag for stat in case.storage.list("") if not stat.key.endswith("events.jsonl")}
 
 
@@ -125,11 +125,11 @@ def test_a_worse_model_is_refused_and_again_without_new_work(promoted: Case, mon
     assert "promoted by force, generation 2" in forced
     assert promoted.history[-1] == ("forced", worse)
     assert "forced: a rehearsal" in promoted.entries[-1].reasons
-    assert "done already, promoted, figures" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
+    assert "already done, promoted, see" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
     author = Author(by="an operator", code_version="v")
     roll_back_model(promoted.storage, "relevance", "", reason="a rehearsal", author=author)
     again = f"promote it again with trnpipe registry promote {worse} --force REASON"
-    assert f"rolled back since ({again})" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
+    assert f"later rolled back ({again})" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
 
 
 def test_without_its_input_the_texts_of_the_page_are_decoded(promoted: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_without_its_input_the_texts_of_the_page_are_decoded(promoted: Case, mon
 
     monkeypatch.setattr(originals, "open_source", gone)
     told = promoted.run(f"--evaluate.candidate={promoted.made('worse', noisy(1.0))}", code=80)
-    assert "the page shows decoded texts: the input is gone" in told
+    assert "the report page shows decoded instead of original texts: the input is gone" in told
     digest = load_digest(promoted.storage, "c1")
     assert digest is not None and digest.examples
     assert all(one.product and one.product == one.product.lower() for one in digest.examples)
@@ -158,7 +158,7 @@ def test_scores_of_a_head_that_was_not_trained_are_no_figures(case: Case) -> Non
     floor = "--gate.floors=ndcg@10=0.1"
     told = case.run(candidate, floor, code=80)
     report = case.report()
-    assert "trained for retrieval alone (train.loss.graded_weight 0)" in told and "cannot be computed" in told
+    assert "the relevance head is untrained" in told and "cannot be computed" in told
     assert not report.candidate.metrics.values and "accuracy" in report.candidate.metrics.missing
     assert report.candidate.retrieval is not None and report.candidate.retrieval.values
     told = case.run(candidate, "--gate.floors=retrieval_ndcg@10=0.01", "--gate.drops=retrieval_ndcg@10=0.05")
@@ -169,7 +169,7 @@ def test_vectors_are_judged_as_they_are_embedded_and_narrower_ones_are_shown(cas
     told = case.run("--no-evaluate.promote", "--evaluate.retrieval.dimensions=4,8")
     whole = case.report().candidate
     assert whole.retrieval is not None and list(whole.ndcg_by_width) == [4, 8]
-    assert "search with candidate vectors cut to 8 dimensions: nDCG 0." in told
+    assert "search with candidate vectors truncated to 8 dimensions: nDCG 0." in told
     narrow = whole.ndcg_by_width[4]
     assert 0 < narrow < whole.retrieval.values["retrieval_ndcg@10"]
     case.run("--no-evaluate.promote", "--embed.output.dimensions=4")
@@ -193,7 +193,7 @@ def test_what_is_in_production_already_is_nothing_new(promoted: Case) -> None:
     assert "no prepared data" in told
     promoted.run(stage="prepare", cycle="c2")
     told = promoted.run(f"--evaluate.candidate={promoted.trained()}", cycle="c2")
-    assert "nothing new, the candidate is the production model" in told
+    assert "nothing to do, the candidate is already in production" in told
     result = promoted.result("c2")
     assert result is not None and result.figures["nothing_new"] is True
     assert len(promoted.history) == 1
@@ -204,9 +204,9 @@ def test_what_is_in_production_is_judged_against_another(promoted: Case, monkeyp
     worse = promoted.made("worse", noisy(1.0))
     told = promoted.run(f"--evaluate.incumbent={worse}")
     report = promoted.report()
-    assert "not compared with production" in told
+    assert "evaluate.incumbent is not the production model" in told
     assert report.incumbent is not None and report.incumbent.checkpoint.endswith(worse)
-    assert "not compared with production" in promoted.run("--evaluate.incumbent=none")
+    assert "evaluate.incumbent is not the production model" in promoted.run("--evaluate.incumbent=none")
     assert promoted.report().incumbent is None and len(promoted.history) == 1
 
     def killed(*args: object, **kwargs: object) -> None:
@@ -261,17 +261,17 @@ def test_a_catalogue_that_has_changed_is_another_question(case: Case) -> None:
     flags = ("--no-evaluate.promote", f"--evaluate.retrieval.catalogue={path}", "--gate.min-queries=2")
     path.write_text("product_id,title,query\n1,red shoe,shoe\n2,blue hat,hat\n")
     case.run(*flags)
-    assert "done already" in case.run(*flags) and case.report().holdout.retrieval_items == 2
+    assert "already done" in case.run(*flags) and case.report().holdout.retrieval_items == 2
     path.write_text("product_id,title,query\n1,red shoe,shoe\n2,blue hat,hat\n3,black hat,hat\n")
-    assert "done already" not in case.run(*flags)
+    assert "already done" not in case.run(*flags)
     assert case.report().holdout.retrieval_items == 3
 
     result = json.loads(case.storage.read_bytes("cycles/c1/evaluate/result.json"))
     del result["inputs"]["catalogue"]
     case.storage.write_bytes("cycles/c1/evaluate/result.json", json.dumps(result).encode())
-    assert "done already" not in case.run(*flags)
-    assert "done already" in case.run(*flags)
-    assert "done already" not in case.run(*flags, "--embed.precision=bf16"), "items are embedded in it"
+    assert "already done" not in case.run(*flags)
+    assert "already done" in case.run(*flags)
+    assert "already done" not in case.run(*flags, "--embed.precision=bf16"), "items are embedded in it"
 
 
 def test_golden_queries_are_judged_by_what_search_finds(promoted: Case) -> None:
@@ -288,7 +288,7 @@ def test_golden_queries_are_judged_by_what_search_finds(promoted: Case) -> None:
     told = promoted.run(*flags, code=80)
     found = promoted.report().golden
     assert found is not None and found.unknown == ("nothing",)
-    assert "golden queries name 1 product(s) not among the" in told and "golden queries: " in told
+    assert "1 product(s) of golden queries are not among the" in told and "golden queries: " in told
     texts = dict.fromkeys(
         (row["title"], row["text"])
         for day in synthetic.partitions(SyntheticConfig(num_queries=60, num_days=2))
@@ -321,30 +321,30 @@ def test_golden_queries_in_a_catalogue_of_its_own(case: Case) -> None:
     assert found is not None and found.unknown == ("green hat",) and not found.missed
     ranks = {one.product: one.candidate for one in found.outcomes}
     assert ranks["2"] == ranks["blue cap"] and {ranks["2"], ranks["black hat"]} < {1, 2, 3}
-    assert "done already" in case.run(*flags, "--no-evaluate.promote")
+    assert "already done" in case.run(*flags, "--no-evaluate.promote")
     golden.write_text("[[golden]]\nquery = 'hat'\nmust = ['1']\n")
-    assert "done already" not in case.run(*flags, "--no-evaluate.promote"), "another question"
+    assert "already done" not in case.run(*flags, "--no-evaluate.promote"), "another question"
 
 
 def test_judged_first_and_promoted_later(case: Case) -> None:
     told = case.run("--no-evaluate.promote")
-    assert "passed, not promoted (evaluate.promote)" in told and case.pointer is None
-    assert "done already, passed, not promoted" in case.run("--no-evaluate.promote")
+    assert "passed but not promoted, because evaluate.promote is false" in told and case.pointer is None
+    assert "already done, passed but not promoted" in case.run("--no-evaluate.promote")
     assert "generation 1" in case.run()
     assert case.history == [("promoted", case.trained())]
 
 
 def test_promoted_under_one_name_it_is_not_under_another(promoted: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     other = "--model-name=other"
-    assert "done already, passed, not promoted" in promoted.run(other, "--no-evaluate.promote")
+    assert "already done, passed but not promoted" in promoted.run(other, "--no-evaluate.promote")
     with monkeypatch.context() as patch:
         patch.setattr(Evaluation, "run", lambda self: pytest.fail("evaluated again"))
         told = promoted.run(other)
-    assert "promoted, generation 1" in told and "done already" not in told
+    assert "promoted, generation 1" in told and "already done" not in told
     assert [(entry.action, entry.checkpoint) for entry in read_history(promoted.storage, "other")] == [
         ("promoted", promoted.trained())
     ]
-    assert "done already, promoted" in promoted.run(other) and "done already, promoted" in promoted.run()
+    assert "already done, promoted" in promoted.run(other) and "already done, promoted" in promoted.run()
     assert len(promoted.history) == 1
 
 
@@ -364,7 +364,7 @@ def test_killed_after_the_verdict_or_the_promotion_it_goes_on_from_there(
         assert "promoted, generation 1" in case.run()
     result = case.result()
     assert result is not None and result.figures["promoted"] is True and result.figures["generation"] == 1
-    assert len(case.history) == 1 and "done already, promoted" in case.run()
+    assert len(case.history) == 1 and "already done, promoted" in case.run()
 
 
 def test_a_broken_incumbent_is_named_with_the_way_out(promoted: Case) -> None:
@@ -378,7 +378,7 @@ def test_a_candidate_from_elsewhere_is_judged_and_not_promoted(case: Case, tmp_p
     shutil.copytree(tmp_path / "workspace" / case.trained(), tmp_path / "elsewhere" / "step-7")
     flag = f"--evaluate.candidate={tmp_path}/elsewhere/step-7"
     assert "is outside the workspace" in case.run(flag, code=78)
-    assert "passed, not promoted" in case.run(flag, "--no-evaluate.promote")
+    assert "passed but not promoted" in case.run(flag, "--no-evaluate.promote")
     assert case.pointer is None
     inside = f"--evaluate.candidate=file://{tmp_path}/workspace/{case.trained()}"
     assert "generation 1" in case.run(inside)
@@ -418,7 +418,7 @@ def test_a_holdout_that_was_trained_on(case: Case, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(evaluate_work, "find_leak", lambda *args: Leak(30, 4, 2))
     assert "6 of 30 test queries (20%) were trained on (4 by id, 2 by text)" in case.run(code=65)
     assert not case.storage.stat("cycles/c1/evaluate/report.json")
-    assert "better than on new queries" in case.run("--evaluate.leak=warn")
+    assert "better than they would be on new queries" in case.run("--evaluate.leak=warn")
     assert (case.report().holdout.leaked_by_id, case.report().holdout.leaked_by_text) == (4, 2)
     assert any("were trained on" in warning for warning in case.report().warnings)
 
@@ -429,8 +429,8 @@ def test_a_holdout_that_was_trained_on(case: Case, monkeypatch: pytest.MonkeyPat
         ({"tokenizer_fingerprint": "other"}, (), 78, "the data has a different tokenizer"),
         ({}, ("--evaluate.candidate=checkpoints/none/step-1",), 74, "no committed checkpoint"),
         ({}, ("--evaluate.retrieval.catalogue=/none.parquet",), 65, "does not exist"),
-        ({}, ("--evaluate.max-rows=1",), 65, "evaluate.max_rows is 1, but the first selected query of split test"),
-        ({}, ("--gate.drops=nonsense=0.1",), 78, "no metric is called 'nonsense'"),
+        ({}, ("--evaluate.max-rows=1",), 65, "evaluate.max_rows is 1, but the first query selected from split test"),
+        ({}, ("--gate.drops=nonsense=0.1",), 78, "unknown metric 'nonsense'"),
     ],
 )
 def test_what_cannot_be_evaluated_is_named(

@@ -67,7 +67,7 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     first, negatives = mined(case, "c1")
     assert first.info.source == "bm25" and len(negatives.query_id) == 92
     assert f"{first.info.figures['negatives']:,} negatives" in said
-    assert "done already" in case.run(stage="mine")
+    assert "already done" in case.run(stage="mine")
     assert "and 3 mined negatives" in case.run(MINED, stage="train")
     assert "generation 1" in case.run(MINED)
 

@@ -82,4 +82,4 @@ def test_a_second_cycle_and_one_without_news(place: Place, tmp_path: Path) -> No
     assert result["figures"]["steps_done"] == 0
     assert not place.events("train_started", cycle="c3")
     assert not place.storage.list_dirs("checkpoints/c3/")
-    assert "done already" in place.run("train", start, cycle="c3").out
+    assert "already done" in place.run("train", start, cycle="c3").out

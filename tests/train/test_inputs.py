@@ -137,10 +137,18 @@ def other_inputs(**changes: Any) -> dict[str, Checkpoint]:
         ({"labels": ("yes",), "label_gains": (1.0,)}, DataError, "1 relevance classes"),
         ({"model": MODEL.model_copy(update={"max_positions": 7})}, ConfigError, "the longest bucket has 8 tokens"),
         ({"parent": parent_of({}, tokenizer_fingerprint="other")}, ConfigError, "tokenised with tok"),
-        (other_inputs(numeric=()), ConfigError, "different numeric than .*: new: price"),
-        (other_inputs(numeric=("price", "brand_age")), ConfigError, "different numeric than .*: missing: brand_age\n"),
-        (other_inputs(labels=("a", "b")), ConfigError, "different labels than .*: missing: a, b; new: "),
-        (other_inputs(query_prefix="q: "), ConfigError, "different query_prefix than .*: '' instead of 'q: '"),
+        (other_inputs(numeric=()), ConfigError, "numeric differs between the data and .*: new: price"),
+        (
+            other_inputs(numeric=("price", "brand_age")),
+            ConfigError,
+            "numeric differs between the data and .*: missing: brand_age\n",
+        ),
+        (other_inputs(labels=("a", "b")), ConfigError, "labels differs between the data and .*: missing: a, b; new: "),
+        (
+            other_inputs(query_prefix="q: "),
+            ConfigError,
+            "query_prefix differs between the data and .*: '' instead of 'q: '",
+        ),
         ({"model": MODEL.model_copy(update={"num_layers": 2}), "parent": parent_of({})}, ConfigError, "num_layers"),
         ({"train": TRAIN.model_copy(update={"mined_per_query": 2})}, ConfigError, "none were mined"),
         (

@@ -296,7 +296,9 @@ def test_data_that_fills_no_batch_is_counted_as_the_settings_count(cycle: Cycle)
     slots = CONFIG.candidates_per_query
     with pytest.raises(DataError) as caught:
         cycle.run()
-    pattern = r"(\d+) groups of up to (\d+) products, but a batch of 4096 samples has (\d+)"
+    pattern = (
+        r"the training data has only (\d+) groups of up to (\d+) products, but a batch of 4096 samples requires (\d+)"
+    )
     found = re.fullmatch(pattern, caught.value.seen)
     assert found and (int(found[2]), int(found[3])) == (slots, 4096 // slots)
     assert caught.value.next_command.startswith(f"--train.global-batch-size {int(found[1]) * slots},")
@@ -380,7 +382,7 @@ def test_a_holdout_without_gains_fails_before_training_where_the_metric_is_of_ga
             cycle.run()
         assert not cycle.losses()
         assert "--train.metric accuracy" in caught.value.next_command
-        assert "another --cycle NAME" in caught.value.next_command
+        assert "a different --cycle NAME" in caught.value.next_command
         cycle.train = CONFIG
         cycle.run()
 

@@ -6,7 +6,7 @@ locals {
   events = {
     failed = {
       description = "A job of ${var.name} has failed for good."
-      # Children of an array and nodes of a gang are left out by the pattern: the whole job fails too, in one message.
+      # Children of an array and nodes of a multi-node job are left out by the pattern: the whole job fails too, in one message.
       text = "\"Job <job> of cycle <cycle> failed: <reason>. Next: trnjobs status --cycle <cycle>; docs/runbook.md has what to do.\""
     }
     blocked = {

@@ -7,7 +7,7 @@ resource "aws_cloudwatch_log_group" "flow" {
 
 resource "aws_flow_log" "this" {
   vpc_id          = aws_vpc.this.id
-  traffic_type    = "REJECT" # what is refused explains a node that cannot join; all traffic of a gang would cost more than it tells
+  traffic_type    = "REJECT" # what is refused explains a node that cannot join; all traffic of a multi-node job would cost more than it tells
   log_destination = aws_cloudwatch_log_group.flow.arn
   iam_role_arn    = aws_iam_role.flow.arn
 }

@@ -30,7 +30,7 @@ resource "aws_route_table_association" "nodes" {
 
 # The nodes' group is the VPC's default group. The interfaces of a multi-node job take the groups of the compute
 # environment or, where it has none, this one; and a compute environment whose launch template lists network
-# interfaces can have none. So both the instances and the containers of a gang are in this group.
+# interfaces can have none. So both the instances and the containers of a multi-node job are in this group.
 resource "aws_default_security_group" "nodes" {
   vpc_id = aws_vpc.this.id
 

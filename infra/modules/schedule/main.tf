@@ -44,7 +44,7 @@ resource "aws_batch_job_definition" "this" {
     attempts = var.attempts
 
     dynamic "evaluate_on_exit" {
-      for_each = jsondecode(file("${path.module}/retry.json")) # the rules of every job, see jobs/plan/retry.py
+      for_each = jsondecode(file("${path.module}/retry.json")) # the rules of every job, see jobs/plan/spec.py
 
       content {
         action           = evaluate_on_exit.value.action

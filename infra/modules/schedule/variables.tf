@@ -59,7 +59,7 @@ variable "watch_expression" {
 }
 
 variable "attempts" {
-  description = "Tries of one driver or watch job, the first included."
+  description = "Attempts of one driver or watch job, the first included."
   type        = number
 
   validation {

@@ -306,11 +306,11 @@ def judge_overall(comparison: Comparison, difference: PairedDifference, confiden
     """Judge a comparison over all rows by a non-inferiority test.
 
     The check only passes if we can be confident that the candidate is worse by at most the allowed drop. If there are
-    too few queries to tell, it fails.
+    too few queries to decide, it fails.
     """
     interval, values, drop, worst, best = _losses(comparison, difference, confidence)
     if math.isnan(worst):
-        return comparison.check("fail", f"{values}, but undefined in too many bootstrap draws for an interval")
+        return comparison.check("fail", f"{values}, but undefined in too many bootstrap resamples to judge")
     allowed = comparison.allowed
     if worst <= allowed:
         bound = "better" if worst < 0 else "not worse" if worst == 0 else f"at most {worst:.4f} worse"
@@ -340,7 +340,7 @@ def judge_refusal(
     interval, values, drop, _, best = _losses(comparison, difference, confidence)
     allowed, tool, metric = comparison.allowed, comparison.baseline, comparison.metric.text
     if math.isnan(best):
-        reason = f"{values}, but undefined in too many bootstrap draws for an interval"
+        reason = f"{values}, but undefined in too many bootstrap resamples to judge"
         return comparison.check("skipped", reason, interval, title=tool and f"{tool} on {metric}")
     if best > allowed:
         reason = f"{values}, at least {best:.4f} worse with {confidence:.2%} confidence"
@@ -365,7 +365,7 @@ def _losses(
         drop, worst, best = difference.difference, high, low
     change = "equal" if drop == 0 else f"{abs(drop):.4f} {'worse' if drop > 0 else 'better'}"
     if comparison.allowed or not comparison.baseline:
-        change += f", {comparison.allowed:g} worse is allowed"
+        change += f", up to {comparison.allowed:g} worse is allowed"
     values = f"{comparison.candidate.value:.4f} vs {comparison.reference.value:.4f} ({change})"
     return interval, values, drop, worst, best
 

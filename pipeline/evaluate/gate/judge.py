@@ -5,7 +5,7 @@ The gate applies four rules, whose error rates are measured by bench/gate_rates.
 1. Floors: each metric with a floor must reach it.
 2. All rows: in every compared metric we must be confident that the candidate is worse than production by at most the
    allowed drop. As a result, a candidate that is worse by more than that in any metric is promoted with a probability
-   of at most 1 - confidence, no matter how many metrics are compared. If the test split is too small to tell, the
+   of at most 1 - confidence, no matter how many metrics are compared. If the test split is too small to decide, the
    candidate is refused.
 3. Slices: the candidate is refused if it is significantly worse than allowed in any slice. The Bonferroni correction
    divides 1 - confidence by the number of slice comparisons. This ensures that a candidate that is not worse in any
@@ -143,7 +143,7 @@ def _differences(
     return differences
 
 
-# Comparisons with the baselines, which check that none of them is significantly better than the candidate.
+# Comparisons with the baselines, which must not be significantly better than the candidate.
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +227,8 @@ def judge(
 ) -> Verdict:
     """Decide whether to promote a candidate. The same inputs always result in the same verdict.
 
+    Raises DataError if the models were not scored on the same rows and queries.
+
     Args:
         candidate: The results of the candidate, whose slice columns define the slices.
         production: The results of the production model, if there is one.
@@ -236,8 +238,6 @@ def judge(
         warnings: Problems with the test split, which are added to the checks.
         golden: The check of the golden queries, if any.
         seed: The seed of the bootstrap.
-
-    Raises DataError if the models were not scored on the same rows and queries.
     """
     if production is not None:
         check_same_holdout(candidate, production)

@@ -13,10 +13,7 @@ Precision = Literal["fp32", "autocast", "bf16"]
 State = Mapping[str, Sequence[Tensor]]
 """Optimizer state on the device, keyed by the name of the checkpoint vector that the tensors are stored in."""
 KINDS = {"decayed": True, "plain": False}
-"""Whether weight decay applies to a checkpoint vector, keyed by the suffix of its name.
-
-This only covers vectors with one element per model parameter.
-"""
+"""Whether weight decay applies to the optimizer state in a checkpoint vector, keyed by the suffix of its name."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pipeline.parallel.strategies.flat import ALIGNED, CHUNK_MIB, FlatLayout, Fl
 LARGEST_BYTES, LARGEST_UNDER_AUTOCAST_BYTES = 130_000_000, 65_000_000
 """Maximum size of a single reduce-scatter or all-gather.
 
-The values are from neuronx-distributed (trainer/trainer.py), which says: "Bucket cap > 140 MB causes NaN at step 3".
+The limit is from neuronx-distributed (trainer/trainer.py): "Bucket cap > 140 MB causes NaN at step 3".
 """
 
 

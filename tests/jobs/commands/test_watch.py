@@ -208,7 +208,7 @@ WAITS = under_way("embed", "PENDING")
                 "                         eta 3m12s",
                 "embed    PENDING    -",
                 "29s ago: train started, step 60",
-                "stopping: saving state (press Ctrl-C again to stop at once)",
+                "stopping: saving state (press Ctrl-C again to exit immediately)",
             ],
         ),
         (

@@ -139,7 +139,7 @@ def test_of_twelve_hosts_each_gets_its_own_rank_in_the_order_of_names(tmp_path: 
 def test_a_name_may_resolve_late(tmp_path: Path, late: SimpleNamespace) -> None:
     env = ml_root(tmp_path, "algo-2", ["algo-1", "algo-2"])
     late.after_s = 40.0
-    with pytest.raises(TransientError, match="algo-1 has no address after 20 s"):
+    with pytest.raises(TransientError, match="algo-1 has not resolved within 20 s"):
         sagemaker_variables(env, gather_s=20.0)
     assert sagemaker_variables(env, gather_s=900.0)["TRNJOBS_MAIN"] == "10.0.0.7"
 
@@ -184,4 +184,4 @@ def test_the_failure_file_begins_with_the_code_and_can_stand_in_a_json_string(
 def test_a_failure_that_cannot_be_written_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "output").touch()
     write_failure({"TRAINING_JOB_NAME": "x", "TRNJOBS_ML_ROOT": str(tmp_path)}, 75, "a peer is lost")
-    assert "Not reported to SageMaker: exit 75 TransientError: a peer is lost" in capsys.readouterr().err
+    assert "SageMaker was not notified of: exit 75 TransientError: a peer is lost" in capsys.readouterr().err
