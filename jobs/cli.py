@@ -1,4 +1,4 @@
-"""The `trnjobs` command: its table of commands."""
+"""The `trnjobs` command, which runs the jobs of a cycle and reports on them."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,25 +8,25 @@ from pathlib import Path
 from pipeline.command_line import COMPLETION, CommandParser, Usage, completion, run_program, show
 from pipeline.core.errors import EXIT_OK
 
-# A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names.
-# `arguments.settings` holds the settings of the cycle.
+# Each command is implemented by a function `run_<name>(arguments, say)`, which returns the exit code. MODULES maps the
+# command to its module in jobs/commands. The settings of the cycle are passed as `arguments.settings`.
 COMMANDS: dict[str, str] = {
-    "submit": "run a cycle here, on AWS Batch or on SageMaker; safe to repeat, no job is started twice",
-    "status": "show the jobs of a cycle",
-    "logs": "show the log of an attempt of a job; on any of its nodes",
-    "history": "list the cycles of a workspace",
-    "diff": "compare two cycles: settings, data, metrics; default: the newest two",
-    "report": "write the page of a cycle, reports/<cycle>.html; also written whenever a cycle ends",
-    "retry": "go on with a failed or interrupted cycle; with its stored settings: what failed or was left is run",
-    "cancel": "cancel the unfinished jobs of a cycle; the last job first",
-    "run": "run your own script as a job, such as -- python train.py; with the ranks and retries of a stage",
-    "plan": "show the jobs of a cycle: sizes, limits, time and cost; --json: the exact requests",
-    "cost": "show time and cost of a cycle by stage; --last N: several cycles, with their success rate",
-    "fit": "check that a cycle fits what Terraform will create; schedule, limits, capacity",
-    "driver": "start the cycle that is due, once; entry point of the scheduler",
-    "reconcile": "record the states of jobs, close cycles that have ended; of --cycle, or of all open cycles",
-    "notify": "send pending notifications; --test: first a test message to every address",
-    "config": "print every setting with its value and source; [jobs] included",
+    "submit": "Run a cycle locally, on AWS Batch or on SageMaker. It is safe to repeat: no job is started twice.",
+    "status": "Show the jobs of a cycle.",
+    "logs": "Show the log of a job. By default, this is the last attempt on the main node.",
+    "history": "List the cycles of a workspace.",
+    "diff": "Compare the settings, data and metrics of two cycles. By default, these are the newest two.",
+    "report": "Write the HTML page of a cycle, reports/<cycle>.html. It is also written whenever a cycle ends.",
+    "retry": "Resume a failed or interrupted cycle. Unfinished jobs are run with the settings of the submission.",
+    "cancel": "Cancel all unfinished jobs of a cycle, beginning with the last one.",
+    "run": "Run a script as a job, for example -- python train.py. It gets ranks and retries like a stage.",
+    "plan": "Show the jobs of a cycle with their size, limits, time and cost. --json shows the exact requests.",
+    "cost": "Show the time and cost of a cycle by stage. --last N shows several cycles and their success rate.",
+    "fit": "Check that Terraform will create what a cycle needs. This covers the schedule, limits and capacity.",
+    "driver": "Start the cycle that is due, unless it was started before. This is the entry point of the scheduler.",
+    "reconcile": "Record job states and close cycles that have ended. --cycle limits this to a single cycle.",
+    "notify": "Send pending notifications. --test first sends a test message to every address.",
+    "config": "Print every setting with its value and source, including those in [jobs].",
     "completion": COMPLETION.replace("trnpipe", "trnjobs"),
 }
 TARGETS = ["local", "batch", "sagemaker"]
@@ -38,10 +38,10 @@ MODULES = {
 }
 
 
-_NEWEST, _PRICES = "the newest", "jobs.prices jobs.vcpu_usd_per_hour"
+_NEWEST, _PRICES = "the newest cycle", "jobs.prices jobs.vcpu_usd_per_hour"
 USAGE: dict[str, Usage] = {
     "plan": Usage(("--cycle 2026-11-20", "--target batch --json"), common="jobs.target jobs.train.instance jobs.image"),
-    "fit": Usage(("plan.json",), places=""),
+    "fit": Usage(("plan.json",), scope=""),
     "submit": Usage(
         ("--cycle first", "--config configs/small.toml --target batch", "--cycle first --fresh"),
         common="data.path model.preset model.init_from train.epochs train.start gate.drops jobs.target "
@@ -49,29 +49,29 @@ USAGE: dict[str, Usage] = {
     ),
     "run": Usage(
         ("-- python train.py --lr 1e-3", "--nodes 2 --processes 32 --instance trn1.32xlarge -- python train.py"),
-        places="workspace",
+        scope="workspace",
     ),
     "status": Usage(("", "--watch", "--cycle first --json"), reads=_PRICES, cycle=_NEWEST),
     "logs": Usage(("train -f", "train --tail 20", "embed:3 --attempt 1"), reads="jobs", cycle=_NEWEST),
     "cancel": Usage(('--cycle first --reason "wrong data"',), reads="jobs", cycle=_NEWEST),
     "retry": Usage(("", "--cycle first"), reads="jobs", cycle=_NEWEST),
     "reconcile": Usage(("", "--cycle first"), reads="jobs", cycle="all open cycles"),
-    "history": Usage(("", "--last 50"), reads=_PRICES, places="workspace"),
-    "diff": Usage(("", "first second"), reads=_PRICES, places="workspace"),
+    "history": Usage(("", "--last 50"), reads=_PRICES, scope="workspace"),
+    "diff": Usage(("", "first second"), reads=_PRICES, scope="workspace"),
     "cost": Usage(("", "--last 30"), reads=_PRICES, cycle=_NEWEST),
     "report": Usage(("", "--cycle first"), reads="jobs report", cycle=_NEWEST),
-    "notify": Usage(("", "--test"), reads="jobs", places="workspace"),
+    "notify": Usage(("", "--test"), reads="jobs", scope="workspace"),
     "driver": Usage(
         ("--scheduled-time 2026-11-20T02:00:00Z",),
         common="jobs.schedule.expression jobs.schedule.timezone",
-        places="workspace",
+        scope="workspace",
     ),
-    "config": Usage(("--config configs/small.toml", "| grep -v default"), places=""),
+    "config": Usage(("--config configs/small.toml", "| grep -v default"), scope=""),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code (core/errors.py). Only bugs print a traceback."""
+    """Run a command and return its exit code (see core/errors.py). A traceback is only printed for bugs."""
     return run_program("trnjobs", COMMANDS, _run, argv)
 
 
@@ -99,58 +99,76 @@ def _parser(name: str) -> CommandParser:
 
 
 def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a command. Every other flag is a setting."""
+    """Add the flags of a command to its parser. All other flags are settings."""
     add = parser.add_argument
     if name in ("plan", "submit", "run", "driver"):
-        add("--target", choices=TARGETS, help="overrides jobs.target")
+        add("--target", choices=TARGETS, help="override jobs.target")
     if name in ("plan", "cost", "status", "config"):
-        add("--json", action="store_true", help="print as JSON (plan: the exact requests to the target)")
+        add("--json", action="store_true", help="print JSON")
     match name:
         case "plan":
             add("--diff", action="store_true", help="show differences from the registered job definitions")
         case "config":
-            add("--markdown", action="store_true", help="print the reference of all settings, docs/settings.md")
+            add("--markdown", action="store_true", help="print the reference of all settings as Markdown")
         case "fit":
-            add("plan", type=Path, metavar="PLAN.json", help="output of `terraform show -json` for a plan")
+            add("plan", type=Path, metavar="PLAN.json", help="a plan as printed by `terraform show -json`")
         case "submit":
-            fresh = "start a submitted cycle again from the beginning, if nothing was trained in it"
+            fresh = "restart a submitted cycle from the beginning, unless it has trained a model"
             add("--fresh", action="store_true", help=fresh)
         case "run":
-            again = "run it again from the beginning, with access to the checkpoints of the earlier run"
+            again = "run the script again, which can read the checkpoints of the earlier run"
             add("--again", action="store_true", help=again)
-            add("--name", default="", help="recorded as the cycle run-NAME (default: from the script)")
-            add("--nodes", type=int, default=0, metavar="N", help="machines at once (default: 1)")
-            add("--processes", type=int, default=0, metavar="P", help="ranks on each machine (default: 1)")
+            add("--name", default="", help="run as the cycle run-NAME (default: the name of the script)")
+            add("--nodes", type=int, default=0, metavar="N", help="number of nodes (default: 1)")
+            add("--processes", type=int, default=0, metavar="P", help="ranks per node (default: 1)")
             add("--instance", default="", help="instance type, such as trn1.32xlarge")
-            add("--vcpus", type=int, default=0, metavar="N", help="vCPUs per node (default: the instance's, else 1)")
-            add("--memory-mib", type=int, default=0, metavar="MIB", help="per node (default: likewise, else 2048)")
+            add(
+                "--vcpus",
+                type=int,
+                default=0,
+                metavar="N",
+                help="vCPUs per node (default: those of the instance, or 1)",
+            )
+            add(
+                "--memory-mib",
+                type=int,
+                default=0,
+                metavar="MIB",
+                help="memory per node (default: that of the instance, or 2048)",
+            )
             add("--attempts", type=int, default=0, metavar="A", help="maximum number of attempts (default: 3)")
-            add("--timeout-s", type=int, default=0, metavar="S", help="limit of one attempt (default: 24 h)")
-            add("--image", default="", help="overrides jobs.image")
-            add("--queue", default="", help="overrides jobs.queue")
-            add("--role", default="", help="overrides jobs.role")
-            add("--environment", type=_variable, action="append", metavar="NAME=VALUE", help="variable, not a secret")
+            add("--timeout-s", type=int, default=0, metavar="S", help="time limit of an attempt (default: 24 h)")
+            add("--image", default="", help="override jobs.image")
+            add("--queue", default="", help="override jobs.queue")
+            add("--role", default="", help="override jobs.role")
+            add(
+                "--environment",
+                type=_variable,
+                action="append",
+                metavar="NAME=VALUE",
+                help="set an environment variable (not for secrets)",
+            )
         case "logs":
-            add("job", help="name in trnjobs status (a child of an array: embed:3)")
-            add("--attempt", type=int, default=0, help="attempt number, from 1 (default: the last)")
-            add("--node", type=int, default=0, help="node of a multi-node job, from 0 (the main node)")
-            add("-f", "--follow", action="store_true", help="print new lines until the attempt has ended")
+            add("job", help="name as shown by trnjobs status, such as train, or embed:3 for a task of an array job")
+            add("--attempt", type=int, default=0, help="attempt number, starting at 1 (default: the last attempt)")
+            add("--node", type=int, default=0, help="node of a multi-node job (default: 0, the main node)")
+            add("-f", "--follow", action="store_true", help="keep printing new lines until the attempt has ended")
             add("--tail", type=_count, metavar="N", help="start with the last N lines")
         case "notify":
             add("--test", action="store_true", help="first send a test message to every address")
         case "cancel":
-            add("--reason", default="by hand", help="recorded with the cycle")
+            add("--reason", default="by hand", help="reason to record with the cycle")
         case "diff":
-            add("cycles", nargs="*", metavar="CYCLE", help="two cycles, the earlier one first")
+            add("cycles", nargs="*", metavar="CYCLE", help="two cycles to compare, with the earlier one first")
         case "history":
-            add("--last", type=_count, default=20, help="cycles to show")
+            add("--last", type=_count, default=20, metavar="N", help="number of cycles to show (default: 20)")
         case "cost":
             add("--last", type=_count, metavar="N", help="show the newest N cycles and their success rate")
         case "status":
-            add("--watch", action="store_true", help="refresh until the cycle has ended, exit with its exit code")
+            add("--watch", action="store_true", help="refresh until the cycle has ended, then exit with its exit code")
             add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between updates (default: 5)")
         case "driver":
-            default = "default: TRNJOBS_SCHEDULED_TIME, else the newest scheduled time that has passed"
+            default = "default: TRNJOBS_SCHEDULED_TIME, or else the most recent scheduled time"
             add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z ({default})")
 
 

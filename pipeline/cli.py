@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # importing the settings takes a while, and `trnpipe --help` 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code (core/errors.py). A traceback is only printed for bugs."""
+    """Run a command and return its exit code (see core/errors.py). A traceback is only printed for bugs."""
     enable_stack_dumps()
     line_buffer_c_stdout()
     code = run_program("trnpipe", COMMANDS, _run, argv)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def allow_open_files(num_files: int = 65_536) -> None:
     """Raise the limit on open files.
 
-    Every token shard is a memory-mapped file, and the default limit is often only 1,024 files.
+    Every token shard is a memory-mapped file, so that the default limit, which is often 1,024, may be too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
@@ -51,7 +51,7 @@ def _run(name: str, arguments: list[str]) -> int:
             for command, tool in tools.items()
         }
         return show(completion("trnpipe", parsers, arguments, Settings))
-    if name != "health":  # the health checks verify the default limit
+    if name != "health":  # the health checks must see the default limit
         allow_open_files()
     tool = CONFIG if name == "config" else TOOLS.get(name, Tool(""))
     end = arguments.index("--") if tool.command and "--" in arguments else len(arguments)
@@ -78,7 +78,7 @@ def _run(name: str, arguments: list[str]) -> int:
         warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
         if warning:
             print(f"trnpipe {name}: warning: {warning}", file=sys.stderr)
-        # When using neuron_parallel_compile, the ranks are started by the trial run instead.
+        # With neuron_parallel_compile, the trial run starts the ranks instead.
         drives = name == "compile" and drives_tool(settings.compile, settings.backend, os.environ)
         if not drives and needs_launch(settings.launch.processes, os.environ):
             return _launch_ranks(name, [name, *arguments], settings)
@@ -86,9 +86,9 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _action(name: str, tool: Tool, arguments: Sequence[str]) -> str:
-    """Return the action on the command line, or '' if the command takes none.
+    """Return the action from the command line, or an empty string if the command is used without one.
 
-    Raises ConfigError if the action is missing or unknown.
+    Raises ConfigError if a required action is missing, or if the action is unknown.
     """
     action = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     if action in tool.actions:
@@ -108,7 +108,7 @@ def _parser(name: str, action: str, tool: Tool) -> CommandParser:
         choice = "|".join(command.actions)
         prog += f" [{choice}]" if command.arguments or name in STAGES else f" <{choice}>"
         lines = ["", *rows({" ".join([key, *sub.arguments]): sub.text for key, sub in command.actions.items()})]
-        lines.append(f"Flags of an action: trnpipe {name} {next(iter(command.actions))} --help")
+        lines.append(f"Run trnpipe {name} {next(iter(command.actions))} --help for the flags of an action.")
     parser = CommandParser(prog, "\n".join([command.text or COMMANDS[name], *lines]), tool.command, USAGE[name])
     for argument in command.arguments:
         parser.add_argument(argument, metavar=argument.strip("[]"), nargs="?" if argument.startswith("[") else None)
@@ -128,13 +128,13 @@ def _launch_ranks(name: str, command_line: list[str], settings: "Settings") -> i
         print(f"trnpipe {name}: {line}", file=sys.stderr, flush=True)
 
     stop = StopSignal()
-    # Pass the cycle explicitly, because it defaults to the current date, which may change while the ranks are starting.
+    # The cycle defaults to the current date. Pass it explicitly, so that all ranks agree if they start around midnight.
     with stop_on_signals(stop, grace_s=LAUNCHER_S), shared_compile_cache(settings, stop, say):
         return launch([*command_line, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
 
 
 def run_stage(name: str, settings: "Settings", command_line: Sequence[str] = ()) -> int:
-    """Run a stage with signal handlers installed, and write its start and outcome to the event log."""
+    """Run a stage with signal handlers installed, and record its start and outcome in the event log."""
     from pipeline.compile.sync import shared_compile_cache
     from pipeline.context import StageContext, open_context, with_backend
     from pipeline.telemetry.events import EventName
@@ -160,7 +160,7 @@ def run_stage(name: str, settings: "Settings", command_line: Sequence[str] = ())
                 result = import_module(f"pipeline.stages.{name}").run(settings, ctx)
         except BaseException as error:
             outcome = EventName.STAGE_STOPPED if isinstance(error, Preempted) else EventName.STAGE_FAILED
-            # Ignore errors from the event log, such as a full disk, so that the original error sets the exit code.
+            # If the event log cannot be written either, for example because the disk is full, raise the original error.
             with contextlib.suppress(TrnpipeError):
                 ctx.events.emit(outcome, stage=name, error=type(error).__name__, reason=str(error))
             raise

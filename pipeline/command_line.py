@@ -31,34 +31,34 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Usage:
-    """The help of a command.
+    """The examples and settings to show in the help of a command.
 
-    Settings are separated by spaces. The name of a section stands for all settings in that section.
+    Names of settings are separated by spaces. The name of a section includes all settings in that section.
 
     Args:
         examples: example command lines without the name of the program.
-        common: the most commonly used settings, which --help shows.
-        reads: all other settings that the command reads, which --help-all shows.
+        common: the most commonly used settings, which --help lists.
+        reads: all other settings that the command reads, which only --help-all lists. If empty, it reads all of them.
     """
 
     examples: tuple[str, ...] = ()
     common: str = ""
     reads: str = ""
-    places: str = "workspace cycle"
-    """Those of these two that the command reads."""
+    scope: str = "workspace cycle"
+    """Which of these two settings the command reads. The help lists them first."""
     cycle: str = ""
-    """The default of --cycle in words, if it is not today's date."""
+    """A description of the default cycle, unless it is today's date."""
 
 
 def run_program(
     name: str, commands: Mapping[str, str], run: Callable[[str, list[str]], int], argv: Sequence[str] | None
 ) -> int:
-    """Run a command and return its exit code (core/errors.py).
+    """Run a command and return its exit code (see core/errors.py).
 
     Args:
         name: name of the program.
-        commands: the available commands and their descriptions.
-        run: takes the name of a command and its arguments, runs the command, and returns its exit code.
+        commands: the available commands and their descriptions. The overview only shows the first sentence of each.
+        run: a function that runs a command, given its name and arguments, and returns the exit code.
         argv: the command line without the name of the program (default: sys.argv).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -69,9 +69,11 @@ def run_program(
                 topic = arguments[1]
                 return run(topic, ["--help"]) if topic in commands else run("config", ["--help", topic])
             usage = f"usage: {name} <command> [--config FILE.toml ...] [--section.key value ...]"
-            first_clauses = {command: text.partition("; ")[0] for command, text in commands.items()}
-            more = f"{name} <command> --help has examples and common settings, {name} --help train.loss a section."
-            return show("\n".join([usage, f"       {name} --version", "", *rows(first_clauses), "", wrapped(more)]))
+            summaries = {command: text.partition(". ")[0].rstrip(".") for command, text in commands.items()}
+            more = (
+                f"Run {name} <command> --help for examples and common settings, or {name} --help train for a section."
+            )
+            return show("\n".join([usage, f"       {name} --version", "", *rows(summaries), "", wrapped(more)]))
         if command == "--version":
             from pipeline.telemetry.events import code_version
 
@@ -92,13 +94,13 @@ def run_program(
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser for one command that treats all unknown flags as settings.
+    """An argument parser for a single command, which treats all unknown flags as settings.
 
-    Unlike argparse, it raises ConfigError instead of exiting.
+    Unlike `argparse.ArgumentParser`, it raises ConfigError instead of exiting.
     """
 
     def __init__(self, prog: str, text: str, command: str = "", usage: Usage | None = None) -> None:
-        """Create a parser. `command` is the placeholder for a command that the user specifies after `--`, if any."""
+        """Create a parser. If users specify a command after `--`, `command` is its placeholder in the usage."""
         self._own_flags, self._usage = {*HELP, HELP_ALL}, usage or Usage()
         self._command = f" -- {command}" if command else ""
         self._name = " ".join(prog.split()[:2])
@@ -117,7 +119,7 @@ class CommandParser(argparse.ArgumentParser):
             "-h", "--help", action="store_true", help="show this help, or the settings of a section (--help SECTION)"
         )
         self.add_argument(HELP_ALL, action="store_true", help="show all settings that the command reads")
-        files = "read settings from a file; can be repeated (default: trnpipe.toml in this or a parent folder)"
+        files = "read settings from this file, repeatable (default: trnpipe.toml in this or a parent folder)"
         self.add_argument("--config", type=Path, action="append", default=[], metavar="FILE.toml", help=files)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
@@ -131,12 +133,12 @@ class CommandParser(argparse.ArgumentParser):
 
     @property
     def choices(self) -> dict[str, list[str]]:
-        """Return the values that flags of the command accept, by flag."""
+        """Return the accepted values of each flag that only accepts certain values."""
         return {name: [*action.choices] for action in self._actions if action.choices for name in action.option_strings}
 
     @property
     def reads(self) -> list[str]:
-        """Return the beginnings of the flags of the settings that the command reads, without dashes; empty: of all."""
+        """Return flag prefixes (without dashes) of the settings that the command reads, or [] if it reads all."""
         names = [*GENERAL, *self._usage.common.split(), *self._usage.reads.split()] if self._usage.reads else []
         return [name.replace("_", "-") for name in names]
 
@@ -144,9 +146,10 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(message, expected=self._usage_line(), next_command=f"{self.prog} --help")
 
     def read(self, arguments: Sequence[str], model: "type[S]") -> "tuple[argparse.Namespace, Resolved[S]] | None":
-        """Parse the arguments and resolve the settings. Returns None if the user requested help, which is printed.
+        """Parse the arguments and resolve the settings.
 
-        The flags of settings are also available as `flags` in the returned namespace.
+        Returns None after printing the help if the user requested it. The `flags` attribute of the returned namespace
+        holds the flags that are settings.
         """
         from pipeline.settings import project_files, resolve
 
@@ -161,8 +164,8 @@ class CommandParser(argparse.ArgumentParser):
     def _show_help(self, arguments: Sequence[str], model: "type[S]") -> None:
         """Print the help of the command.
 
-        By default, this only includes the most common settings. --help-all shows all settings of the command, and
-        --help SECTION shows those in a section.
+        By default, the help only lists the most common settings. --help-all lists all settings that the command reads,
+        and --help SECTION lists those in a section.
         """
         from pipeline.settings import leaves
 
@@ -176,7 +179,7 @@ class CommandParser(argparse.ArgumentParser):
                 expected="the name of a section or setting, such as train or train.loss",
                 next_command=f"{self._name} {HELP_ALL}",
             )
-        common, reads = [*self._usage.places.split(), *self._usage.common.split()], self._usage.reads.split()
+        common, reads = [*self._usage.scope.split(), *self._usage.common.split()], self._usage.reads.split()
         prefixes = tuple(f"{name}." for name in (*GENERAL, *common, *reads))
         read = [name for name in fields if not reads or f"{name}.".startswith(prefixes)]
         groups = dict[str, list[str]]()
@@ -209,9 +212,9 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def _split(self, arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
-        """Split the command line into arguments of the command itself and settings.
+        """Split the command line into the command's own arguments and settings.
 
-        A setting is `--flag value`, `--flag=value` or just `--flag`.
+        A setting can be given as `--flag value`, `--flag=value` or just `--flag`.
         """
         own, flags, rest = list[str](), list[tuple[str, str | None]](), list(arguments)
         while rest:
@@ -224,25 +227,30 @@ class CommandParser(argparse.ArgumentParser):
         return own, flags
 
 
-COMPLETION = 'print completion for bash, zsh or fish; use it with: eval "$(trnpipe completion bash)"'
+COMPLETION = 'Print the completion script for bash, zsh or fish. Load it with eval "$(trnpipe completion bash)".'
 _BASH = """\
 _{name}() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} own= reads=- actions= known=
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} own= reads=- actions= words=
     case ${{COMP_WORDS[1]}} in
 {commands}
     esac
     if [ "$COMP_CWORD" = 1 ]; then
-        known='{names}'
+        words='{names}'
     elif [ "${{word:0:1}}" = - ]; then
-        known="$own $(printf '%s\\n' {settings} | grep -E "^--($reads)")"
+        words="$own $(printf '%s\\n' {settings} | grep -E "^--($reads)")"
     else
         case $before in
 {choices}
         esac
-        if [ -z "$known" ] && [ "$COMP_CWORD" = 2 ]; then known=$actions; fi
+        if [ -z "$words" ] && [ "$COMP_CWORD" = 2 ]; then
+            words=$actions
+        fi
     fi
-    if [ -n "$known" ]; then known=$(compgen -W "$known" -- "$word"); else known=$(compgen -f -- "$word"); fi
-    COMPREPLY=($known)
+    if [ -n "$words" ]; then
+        COMPREPLY=($(compgen -W "$words" -- "$word"))
+    else
+        COMPREPLY=($(compgen -f -- "$word"))
+    fi
 }}
 complete -o filenames -F _{name} {name}
 """
@@ -251,9 +259,13 @@ complete -o filenames -F _{name} {name}
 def completion(
     name: str, parsers: Mapping[str, Mapping[str, CommandParser]], arguments: Sequence[str], model: "type[S]"
 ) -> str:
-    """Return the completion script of a program for a shell. `parsers`: by command and action ("": without one).
+    """Return the shell completion script of a program. Raises ConfigError if the shell is not supported.
 
-    Raises ConfigError if the shell is not supported.
+    Args:
+        name: name of the program.
+        parsers: the parsers of each command by action, including "" for the command without an action.
+        arguments: the arguments of the command, which should consist of the name of the shell.
+        model: the settings to complete.
     """
     from pipeline.settings import leaves
 
@@ -264,40 +276,40 @@ def completion(
         raise ConfigError(
             f"unsupported shell {shell!r}",
             expected="bash, zsh or fish",
-            next_command=f'eval "$({name} completion bash)"; fish: {name} completion fish | source',
+            next_command=f'eval "$({name} completion bash)" or, in fish, {name} completion fish | source',
         )
     fields = leaves(model).values()
     settings, commands = " ".join(field.flag for field in fields), list[str]()
     choices = {field.flag: field.choices for field in fields}
     fish = [f"complete -c {name} -n __fish_use_subcommand -f -a '{' '.join([*parsers, 'completion'])}'"]
-    for command, of_command in parsers.items():
-        flags = list(dict.fromkeys(flag for parser in of_command.values() for flag in parser.flags))
-        actions = " ".join(filter(None, of_command))
-        for parser in of_command.values():
+    for command, by_action in parsers.items():
+        flags = list(dict.fromkeys(flag for parser in by_action.values() for flag in parser.flags))
+        actions = " ".join(filter(None, by_action))
+        for parser in by_action.values():
             choices |= parser.choices
-        own, reads = " ".join(flags), "|".join(of_command[""].reads)
+        own, reads = " ".join(flags), "|".join(by_action[""].reads)
         commands.append(f"    {command}) own='{own}' reads='{reads}' actions='{actions}';;")
         fish.append(f"complete -c {name} -n '__fish_seen_subcommand_from {command}' -f -a '{own} {actions}'")
     fish.append(f"complete -c {name} -n 'string match -q -- \"--*\" (commandline -ct)' -f -a '{settings}'")
     if shell == "fish":
         return "\n".join(fish)
     commands.append("    completion) actions='bash zsh fish';;")
-    known = [f"            {flag}) known='{' '.join(values)}';;" for flag, values in choices.items() if values]
+    cases = [f"            {flag}) words='{' '.join(values)}';;" for flag, values in choices.items() if values]
     names = " ".join([*parsers, "completion"])
-    tables = {"commands": "\n".join(commands), "choices": "\n".join(known), "names": names, "settings": settings}
+    tables = {"commands": "\n".join(commands), "choices": "\n".join(cases), "names": names, "settings": settings}
     return ("autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "") + _BASH.format(
         name=name, **tables
     )
 
 
 def hint(name: str, candidates: Iterable[str]) -> str:
-    """Return a hint such as "; did you mean train?", or an empty string if there is no similar candidate."""
+    """Return a hint such as " (did you mean train?)", or an empty string if no candidate has a similar name."""
     close = difflib.get_close_matches(name, candidates, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def rows(table: Mapping[str, str]) -> list[str]:
-    """Format names and texts in two aligned columns that fit the terminal."""
+    """Format names and descriptions as two aligned columns, wrapped to the width of the terminal."""
     indent = max(map(len, table), default=0) + 4
     return [wrapped(f"  {name:<{indent - 2}}{text}", indent=" " * indent) for name, text in table.items()]
 
@@ -307,7 +319,7 @@ def help_width() -> int:
 
 
 def wrapped(text: str, width: int = 0, indent: str = "") -> str:
-    """Break the lines of a text at the width of the terminal, between words. `indent`: of continued lines."""
+    """Wrap a text to `width` characters (default: the terminal), and indent continuation lines by `indent`."""
     wrapper = textwrap.TextWrapper(
         width or help_width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
@@ -315,7 +327,7 @@ def wrapped(text: str, width: int = 0, indent: str = "") -> str:
 
 
 def show(text: str) -> int:
-    """Print a text to standard output. It is not an error if the reader closes the pipe early, as in `| head`."""
+    """Print a text to standard output, and ignore the error if the reader has closed the pipe (as `| head` does)."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -104,7 +104,7 @@ def test_help_has_examples_and_a_dozen_settings(
     assert len([line for line in text.splitlines() if line.startswith("  --") and "." in line.split()[0]]) <= 12
     lines, examples = text.splitlines(), (f"  {program} ", f"    {program} ")
     assert len(lines) < 66 and all(len(line) <= 80 or line.startswith(examples) for line in lines)
-    places = (USAGE if program == "trnpipe" else JOBS_USAGE)[command].places.split()
+    places = (USAGE if program == "trnpipe" else JOBS_USAGE)[command].scope.split()
     assert {f"--{name}" for name in places} == {"--workspace", "--cycle"} & {
         line.split()[0] for line in lines if line[:4] == "  --"
     }
@@ -193,7 +193,7 @@ def test_config_shows_the_resolved_tree(
         (["config", "what"], "unrecognized arguments: what"),
         (["cache"], "expected: one of status, repair, sync, before the flags"),
         (["cache", "--workspace", "w", "status"], "the action is missing"),
-        (["cache", "stauts"], "trnpipe cache has no action 'stauts'; did you mean status?"),
+        (["cache", "stauts"], "trnpipe cache has no action 'stauts' (did you mean status?)"),
         (["cache", "sink", "--help"], "one of status, repair, sync"),
         (["cache", "status", "repair"], "unrecognized arguments: repair"),
         (["cache", "status", "--json"], "unknown setting json"),

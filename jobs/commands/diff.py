@@ -1,4 +1,4 @@
-"""`trnjobs diff A B`: differences between two cycles in settings, data and metrics."""
+"""`trnjobs diff`, which shows how the settings, data and metrics of two cycles differ."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -16,26 +16,29 @@ from pipeline.core.progress import Say
 from pipeline.evaluate.report import EvaluationReport, load_report
 
 _DATA = ("rows", "rows_bad", "queries_train", "queries_valid", "queries_test", "labels", "partitions_prepared")
-"""Figures of prepare that describe the data."""
+"""Figures of the prepare stage that describe the data."""
 _MAIN_METRICS = ("ndcg@10", "retrieval_ndcg@10", "retrieval_recall@100", "macro_f1", "accuracy", "ece")
 _MAX_CHARACTERS = 30
 _SAME = 5e-5
-"""Metrics with a smaller difference are equal at four decimals."""
+"""Smaller differences are not shown, because metrics are printed with four decimals."""
 
 
 def run_diff(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the differences of two cycles (default: the newest two). Raises ConfigError if one does not exist."""
+    """Print the differences between two cycles, which are the newest two by default.
+
+    Raises ConfigError if a cycle does not exist.
+    """
     base = open_newest(arguments.settings, say)
     names = arguments.cycles or newest_cycles(base.store)[-2:]
     if len(names) != 2:
         raise ConfigError(
             f"{len(names)} cycle(s) to compare: {', '.join(names) or 'none'}",
             expected="two cycles",
-            next_command="trnjobs history, then: trnjobs diff A B",
+            next_command="trnjobs history, and then trnjobs diff A B",
         )
     first, second = (base.other(name).store for name in names)
     for name in names:
-        base.other(name).plan()  # raises if the cycle was not submitted
+        base.other(name).plan()  # raises an error if the cycle was not submitted
     say(f"{first.cycle} -> {second.cycle}")
     for title, lines in (
         ("settings", _changed(_settings(first), _settings(second))),
@@ -72,9 +75,9 @@ def _text(name: str, value: Any) -> str:
 
 
 def _metrics(before: EvaluationReport | None, now: EvaluationReport | None) -> list[str]:
-    """Return the main metrics of both cycles, and a note if their test rows differ."""
+    """Format the changes in the main metrics, with a note if they were measured on different test rows."""
     if before is None or now is None:
-        return [f"{'the first' if before is None else 'the second'} was not evaluated"]
+        return [f"the {'first' if before is None else 'second'} cycle was not evaluated"]
     old, new = before.candidate.figures, now.candidate.figures
     rows: list[Sequence[str]] = [
         (metric_name(name), f"{old[name]:.4f}", "->", f"{new[name]:.4f}", f"{new[name] - old[name]:+.4f}")
@@ -84,7 +87,5 @@ def _metrics(before: EvaluationReport | None, now: EvaluationReport | None) -> l
     lines = aligned(rows, left=(0, 2)) if rows else []
     sizes = [f"{format_count(report.holdout.queries)} queries" for report in (before, now)]
     if lines and before.inputs.get("data") != now.inputs.get("data"):
-        lines.append(
-            f"measured on different test rows ({sizes[0]}, {sizes[1]}), which may explain a part of the change"
-        )
+        lines.append(f"measured on different test rows ({sizes[0]}, {sizes[1]}), which may explain some of the change")
     return lines

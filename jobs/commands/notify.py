@@ -1,12 +1,12 @@
-"""Notifications through Apprise: `trnjobs notify`, and the messages that other commands send.
+"""Notifications through Apprise, which are sent by `trnjobs notify` and by commands that close cycles.
 
-A message is stored in the workspace until every address has accepted it, so that none is lost:
+To ensure that no message is lost, messages are stored in the workspace until every address has accepted them:
 
-notify/<cycle>/<name>.json          a pending message and the addresses that have accepted it, deleted after the last
-cycles/<cycle>/jobs/told/<name>     marks that the message was created, so that it is not created again
+notify/<cycle>/<name>.json          a pending message, with a list of the addresses that have accepted it
+cycles/<cycle>/jobs/told/<name>     an empty marker file, which ensures that the message is only created once
 
-The message is written before the mark, and both before the cycle is closed. After a kill between a delivery and its
-record, the message is sent again.
+The message is written first, then the marker, and then the cycle is closed. If the process is killed after a message
+was delivered but before this was recorded, the message is sent again.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from pipeline.io.storage import read_record
 
 OUTBOX = "notify"
 MAX_TEXT = 1500
-"""Limit of a line in characters, because the reasons of jobs may be long."""
+"""Maximum number of characters per line, because failure reasons can be long."""
 
 
 class Notification(Record):
@@ -44,35 +44,35 @@ class Notification(Record):
     title: str
     body: str
     at: float = Field(description="Time of the event, in seconds since 1970")
-    taken_by: tuple[int, ...] = Field((), description="Indices of the addresses that have accepted it")
+    taken_by: tuple[int, ...] = Field((), description="Indices of the addresses that have accepted the message")
 
 
 def run_notify(arguments: argparse.Namespace, say: Say) -> int:
-    """Send the pending messages, after a test message with `--test`.
+    """Send all pending messages. With `--test`, a test message is sent first.
 
-    Raises ConfigError without an address, TransientError if an address did not accept every message.
+    Raises ConfigError if no address is configured, and TransientError if an address did not accept all messages.
     """
     cycle = open_cycle(arguments.settings, say)
     if not cycle.settings.jobs.notify.is_set:
         raise ConfigError(
             "jobs.notify has no address",
             expected="url_variable or url_secret",
-            next_command="see `trnjobs config` for [jobs.notify]; addresses: https://github.com/caronc/apprise/wiki",
+            next_command="set one of them in [jobs.notify] (see https://github.com/caronc/apprise/wiki for addresses)",
         )
     if arguments.test:
-        _put(cycle, f"test-{round(1000 * time.time())}", "a test of trnjobs")
+        _put(cycle, f"test-{round(1000 * time.time())}", "this is a test message")
     if waiting := send_messages(cycle):
-        raise TransientError(f"{waiting} messages are pending", next_command="trnjobs notify")
+        raise TransientError(f"{waiting} messages are still pending", next_command="trnjobs notify")
     say("all messages were delivered")
     return EXIT_OK
 
 
 def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], closed: Closed | None) -> None:
-    """Store a message for a missed deadline and one for the end of the cycle."""
+    """Store messages for a missed deadline and for the end of the cycle, if applicable."""
     store = cycle.store
     ledger = read_ledger(store, plan, records, cycle.settings.jobs, closed=closed)
     if ledger.deadline_at is not None and (closed.at if closed else store.clock()) > ledger.deadline_at:
-        _put(cycle, "late-deadline", "its deadline has passed", at=ledger.deadline_at)
+        _put(cycle, "late-deadline", "the deadline has passed", at=ledger.deadline_at)
     if closed is None or closed.outcome == "cancelled":
         return
     evaluated = load_result(store.storage, store.cycle, "evaluate")
@@ -90,7 +90,10 @@ def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], clo
 
 
 def _put(cycle: OpenCycle, name: str, event: str, lines: Sequence[str] = (), *, at: float | None = None) -> None:
-    """Store a message, unless it was created before. `name`: unique in the cycle. `at`: None for now."""
+    """Store a message, unless it was created before.
+
+    `name` identifies the message within the cycle, and `at` is the time of the event (default: now).
+    """
     store, storage = cycle.store, cycle.store.storage
     if storage.stat(store.key(f"told/{name}")) is not None:
         return
@@ -102,7 +105,7 @@ def _put(cycle: OpenCycle, name: str, event: str, lines: Sequence[str] = (), *, 
 
 
 def plain(text: str) -> str:
-    """Return one line of at most MAX_TEXT characters, without control, format and bidirectional characters."""
+    """Convert a text to a single line of at most MAX_TEXT characters, without control and format characters."""
     line = " ".join("".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in text).split())
     return shortened(line, MAX_TEXT)
 
@@ -110,9 +113,10 @@ def plain(text: str) -> str:
 def send_messages(
     cycle: OpenCycle, plan: JobPlan | None = None, records: Sequence[JobRecord] = (), closed: Closed | None = None
 ) -> int:
-    """Store the messages of a cycle (if `plan` is given), and send the pending messages of all cycles.
+    """Send the pending messages of all cycles. If `plan` is given, messages for that cycle are stored first.
 
-    Returns the number of messages that are still pending. A failure here never changes the outcome of the cycle.
+    Returns the number of messages that are still pending. Errors are only printed, so that they never affect the
+    outcome of the cycle.
     """
     if not cycle.settings.jobs.notify.is_set:
         return 0
@@ -122,23 +126,26 @@ def send_messages(
         return _send(cycle)
     except Preempted:
         raise
-    except Exception as error:  # even a bug. The text of an unknown error may contain an address.
+    except Exception as error:  # including bugs. Don't print unknown errors, because they may contain an address.
         seen = error.seen if isinstance(error, ConfigError) else type(error).__name__
-        cycle.say(f"notify: messages were not sent: {seen}")
+        cycle.say(f"notify: messages could not be sent: {seen}")
         return 1
 
 
 def _send(cycle: OpenCycle) -> int:
-    """Send every pending message to each address that has not accepted it. An address that fails is then skipped."""
+    """Send each pending message to all addresses that have not accepted it yet, and return how many remain pending.
+
+    An address that fails is skipped for all further messages.
+    """
     storage, pending = cycle.store.storage, list[tuple[str, Notification]]()
     for stat in storage.list(OUTBOX):
         command = f"delete {storage.uri(stat.key)}"
         try:
             message = read_record(storage, stat.key, Notification, "a message", "trnjobs", next_command=command)
         except DataError as error:
-            cycle.say(f"notify: {error.seen}; next: {command}")
+            cycle.say(f"notify: {error.seen} (next: {command})")
             continue
-        if message is not None:  # otherwise another process has just sent it
+        if message is not None:  # otherwise, a different process has just sent it
             pending.append((stat.key, message))
     if not pending:
         return 0
@@ -167,7 +174,7 @@ def _send(cycle: OpenCycle) -> int:
             remaining = message.model_copy(update={"taken_by": tuple(sorted(taken))})
             storage.write_bytes(key, remaining.model_dump_json(indent=1).encode())
     for index in sorted(failed):
-        cycle.say(f"notify: address {index + 1} of jobs.notify did not accept a message, which stays pending")
+        cycle.say(f"notify: address {index + 1} of jobs.notify did not accept a message, which remains pending")
     return waiting
 
 
@@ -183,6 +190,6 @@ def _addresses(cycle: OpenCycle) -> list[str]:
         raise ConfigError(
             f"{config.url_secret or config.url_variable} is empty",
             expected="Apprise URLs, separated by spaces",
-            next_command="set it for every process that closes cycles: the driver, and trnjobs submit",
+            next_command="set it for all processes that close cycles, such as the driver and trnjobs submit",
         )
     return text.split()

@@ -1,4 +1,4 @@
-"""Commands that only read: `trnjobs plan`, `fit`, `status`, `logs`, `history`, `cost`, `report` and `config`."""
+"""Read-only commands: `trnjobs plan`, `fit`, `status`, `logs`, `history`, `cost`, `report` and `config`."""
 
 import argparse
 import json
@@ -33,11 +33,14 @@ from pipeline.core.progress import Say
 from pipeline.io.paths import temporary_folder
 from pipeline.settings import as_json, reference, resolve, table_text
 
-HISTORY = 10  # cycles for the median of the expected durations
+HISTORY = 10  # number of earlier cycles from which job durations are estimated
 
 
 def run_plan(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the jobs of a cycle with sizes, duration and cost. Raises ConfigError if the target would refuse them."""
+    """Print the jobs of a cycle with their size, duration and cost.
+
+    Raises ConfigError if the target would reject the plan.
+    """
     settings: CycleSettings = arguments.settings
     target = arguments.target or settings.jobs.target
     plan = make_plan(settings)
@@ -48,7 +51,7 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
     if arguments.json and target == "sagemaker":
         say(json.dumps(sagemaker_requests(plan), indent=1))
     elif arguments.json:
-        # Both requests of every job. Values that only AWS assigns are in angle brackets: revisions and job ids.
+        # Print both requests for each job. Values assigned by AWS, such as job ids, are shown in angle brackets.
         ids = {job.name: f"<id of {job.name}>" for job in plan.jobs}
         requests = []
         for job in plan.jobs:
@@ -71,8 +74,8 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             seconds = expected_seconds(replace(store, cycle=name).records() for name in names)
             prepared = load_result(store.storage, names[-1], "prepare") if names else None
             few = prepared.figures.get("few_queries") if prepared else None
-        except TrnpipeError as error:  # the plan itself needs no workspace
-            say(f"earlier cycles cannot be read: {error.seen}")
+        except TrnpipeError as error:  # the plan itself does not depend on the workspace
+            say(f"warning: cannot read earlier cycles: {error.seen}")
         for line in plan_lines(plan, seconds, prices_of(settings.jobs, target), settings.jobs.sla_s):
             say(line)
         if target == "local" and seconds:
@@ -83,14 +86,17 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_fit(arguments: argparse.Namespace, say: Say) -> int:
-    """Check that a cycle would run on the queues that a Terraform plan creates. `make deploy` runs this before apply.
+    """Check that a cycle can run on the queues that a Terraform plan would create.
 
-    The planned settings override the settings files of the image, which are read from the same paths here. Files and
-    flags of the command override both. Nothing is sent to AWS. Raises ConfigError if a job does not fit.
+    `make deploy` runs this before applying the plan. It does not access AWS. The planned settings take precedence over
+    the settings files of the image, which are read from the same paths on this machine, and files and flags on the
+    command line take precedence over both. Raises ConfigError if a job does not fit.
     """
     planned = read_planned(arguments.plan)
     with TemporaryDirectory(prefix="trnjobs-", dir=temporary_folder()) as folder:
-        infra = Path(folder) / "infra.json"  # the file of make deploy, without values that are not known yet
+        infra = (
+            Path(folder) / "infra.json"
+        )  # like the file that make deploy writes, without values that are not known yet
         infra.write_text(json.dumps(planned.settings))
         files = [*planned.files, *arguments.config, infra]
         settings = resolve(files, os.environ, arguments.flags, CycleSettings).settings
@@ -102,7 +108,7 @@ def run_fit(arguments: argparse.Namespace, say: Say) -> int:
     if problems:
         raise ConfigError(
             "\n  ".join(["a cycle with these settings cannot run on the planned queues:", *problems]),
-            expected="queues and compute environments that can hold every job",
+            expected="queues and compute environments that have the capacity for every job",
             next_command="correct [jobs] or the variables of infra/, then make deploy",
         )
     for warning in account_warnings(plan, planned.account):
@@ -120,7 +126,7 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the current states of the jobs. Raises ConfigError if the cycle has no jobs."""
+    """Print the current state of each job. Raises ConfigError if the cycle has no jobs."""
     cycle = open_newest(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
     store = cycle.store
     if arguments.watch:
@@ -142,7 +148,7 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_logs(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the log of one attempt of a job on one node. Raises ConfigError if there is no such log."""
+    """Print the log of an attempt of a job on a node. Raises ConfigError if the job or attempt does not exist."""
     cycle = open_newest(arguments.settings, say)
     position = {"attempt": arguments.attempt, "node": arguments.node}
     lines = log_lines(cycle, arguments.job, **position, follow=arguments.follow)
@@ -155,7 +161,10 @@ def run_logs(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bool = False) -> Iterator[str]:
-    """Yield the log of one attempt (from 1; 0: the last), with `follow` until it has ended. Raises ConfigError."""
+    """Yield the log lines of an attempt of a job. With `follow`, continue until the attempt has ended.
+
+    Attempts are numbered from 1, and 0 selects the last one. Raises ConfigError if the job or attempt does not exist.
+    """
     plan, target = cycle.plan(), cycle.target()
 
     def find() -> dict[str, JobRecord]:
@@ -165,15 +174,15 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bo
     record = tasks.get(job)
     if record is None or record.children:
         raise ConfigError(
-            f"{job} is an array of {len(record.children)}" if record else f"no job {job!r}{hint(job, tasks)}",
-            expected=f"{job}:0 and so on" if record else f"one of {', '.join(tasks) or 'none'}",
+            f"{job} is an array of {len(record.children)} tasks" if record else f"no job {job!r}{hint(job, tasks)}",
+            expected=f"a task such as {job}:0" if record else f"one of {', '.join(tasks) or 'none'}",
             next_command="trnjobs status",
         )
     number = attempt or len(record.attempts)
     if not 1 <= number <= len(record.attempts):
         raise ConfigError(
             f"{record.name} has no attempt {attempt or 1} (attempts: {len(record.attempts)})",
-            expected="a job that has started, and one of its attempts",
+            expected="the number of an attempt that has started",
             next_command="trnjobs status",
         )
 
@@ -187,7 +196,7 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bo
 
 
 def run_history(arguments: argparse.Namespace, say: Say) -> int:
-    """Print one line per cycle of a workspace, the newest last, from the stored records."""
+    """Print a line for each cycle of a workspace, ending with the newest. This only reads stored records."""
     base = open_newest(arguments.settings, say)
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "attempts", "why")]
     errors = list[str]()
@@ -218,7 +227,7 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_cost(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the time and cost of a cycle, or of the last cycles. Raises ConfigError if there are no jobs."""
+    """Print the time and cost of a cycle, or of the newest cycles. Raises ConfigError if there are no jobs."""
     warn: Say = (lambda _: None) if arguments.json else say
     newest = open_newest(arguments.settings, warn)
     if arguments.last:
@@ -228,7 +237,7 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
         ledgers = [cycle.ledger(plan, cycle.records(plan))]
     if not ledgers:
         raise ConfigError(
-            f"no cycle with jobs in {newest.store.storage.root}",
+            f"there is no cycle with jobs in {newest.store.storage.root}",
             expected="a submitted cycle",
             next_command="trnjobs submit",
         )
@@ -254,20 +263,23 @@ def _newest_ledgers(base: OpenCycle, last: int, warn: Say) -> Iterator[CycleLedg
         cycle = base.other(name).with_stored()
         plan = cycle.store.plan() if claim else None
         if claim is None:
-            warn(f"cycle {name} is skipped: its claim.json is not a valid record; restore an earlier version of it")
+            warn(f"skipping cycle {name}: its claim.json is not a valid record (restore an earlier version)")
         elif plan is None:
-            warn(f"cycle {name} is skipped: it is claimed, but nothing was submitted; trnjobs submit --cycle {name}")
+            warn(f"skipping cycle {name}: it was claimed but not submitted (next: trnjobs submit --cycle {name})")
         else:
             yield cycle.ledger(plan, cycle.records(plan))
 
 
 def run_report(arguments: argparse.Namespace, say: Say) -> int:
-    """Write the page of a cycle and print its summary. Raises ConfigError if there are no jobs."""
+    """Write the page of a cycle, and print a summary of the cycle. Raises ConfigError if it has no jobs."""
     cycle = open_newest(arguments.settings, say).with_stored()
     plan, store = cycle.plan(), cycle.store
     records = cycle.records(plan)
     closed = store.closed() or outcome_of(plan, records)
     report = write_page(store, plan, records, cycle.settings.jobs, closed)
-    for line in (*cycle.end_lines(plan, records, closed, report), *(f"not read: {line}" for line in report.unread)):
+    for line in (
+        *cycle.end_lines(plan, records, closed, report),
+        *(f"warning: {line}" for line in report.unread),
+    ):
         say(line)
     return EXIT_OK

@@ -1,6 +1,7 @@
 """Commands that change a cycle: `trnjobs submit`, `run`, `retry`, `cancel`, `reconcile` and `driver`.
 
-The last part compares a cycle with its earlier submission, and decides whether it can start from the beginning.
+The last section handles cycles that were submitted before. It compares the current settings with those of the earlier
+submission, and determines whether the cycle can be restarted from the beginning.
 """
 
 import argparse
@@ -49,28 +50,33 @@ from pipeline.registry.records import verdict_key
 TIME_VARIABLE = "TRNJOBS_SCHEDULED_TIME"
 MAX_CHANGES = 8
 MAX_CHARACTERS = 60
-"""Limit for one value."""
+"""Maximum length of a setting's value in messages."""
 _NOT_PLANNED = tuple(
     f"jobs.{name}" for name in ("prices", "vcpu_usd", "sla_s", "schedule", "notify", "local_", "target")
 )
-"""Prefixes of settings that do not change the plan."""
+"""Prefixes of settings that do not affect the plan."""
 
 
 def run_submit(arguments: argparse.Namespace, say: Say) -> int:
-    """Submit the jobs of a cycle, or resume it. Only the target batch returns before the cycle has ended."""
+    """Submit or resume a cycle. Except on AWS Batch, this blocks until the cycle has ended."""
     settings: CycleSettings = arguments.settings
-    settings = settings.model_copy(update={"cycle": cycle_of(settings)})  # the same date for plan and workspace
+    settings = settings.model_copy(
+        update={"cycle": cycle_of(settings)}
+    )  # use the same date for the plan and the workspace
     with stopping_jobs(settings) as stop:
         plan, target = make_plan(settings), arguments.target or settings.jobs.target
         return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.fresh)
 
 
 def run_run(arguments: argparse.Namespace, say: Say) -> int:
-    """Submit a script as the single job of the cycle run-<name>, or resume it. Raises ConfigError if it is invalid."""
+    """Submit a script as the only job of the cycle run-<name>, or resume it.
+
+    Raises ConfigError if the arguments are invalid.
+    """
     settings: CycleSettings = arguments.settings
     if not arguments.command:
         raise ConfigError(
-            "no script",
+            "no script to run",
             expected="a command after --",
             next_command="trnjobs run --nodes 2 -- python train.py --lr 1e-3",
         )
@@ -94,10 +100,10 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def submit_plan(cycle: OpenCycle, plan: JobPlan, target_name: str, *, again: bool = False) -> int:
-    """Claim the cycle and submit its jobs. Safe to repeat: no job is started twice.
+    """Claim the cycle and submit its jobs. This can safely be repeated, because no job is started twice.
 
-    `again`: start from the beginning and replace an earlier submission. Returns the exit code of the cycle if it has
-    ended, else 0. Raises ConfigError if it was submitted with other settings.
+    With `again`, the cycle is restarted from the beginning, which replaces an earlier submission. Returns the exit code
+    of the cycle if it has ended, and otherwise 0. Raises ConfigError if it was submitted with different settings.
     """
     store = cycle.store
     if not again:
@@ -118,21 +124,21 @@ def submit_plan(cycle: OpenCycle, plan: JobPlan, target_name: str, *, again: boo
     claim, jobs = store.claim(), [job.name for job in plan.jobs]
     first = claim.first_round if claim else 1
     submission = max(store.submissions(), default=first)
-    if submission > first and store.plan() == plan:  # an interrupted retry: all other jobs have succeeded
+    if submission > first and store.plan() == plan:  # resume an interrupted retry
         jobs = _unfinished(plan, cycle.target().records(plan))
     return _submit_jobs(cycle, target_name, plan, submission, jobs)
 
 
 def run_retry(arguments: argparse.Namespace, say: Say) -> int:
-    """Run the failed jobs of a cycle, and those after them, as a new submission, with the stored settings.
+    """Submit the failed jobs of a cycle, and all jobs that depend on them, again with the stored settings.
 
-    An incomplete submission, or a cycle that was interrupted on this machine, is resumed instead. Raises ConfigError
-    while jobs are running, or if no job has failed.
+    If the last submission is incomplete, or the cycle was interrupted on this machine, that submission is resumed
+    instead. Raises ConfigError if the cycle is still running or has no failed jobs.
     """
     with stopping_jobs(arguments.settings) as stop:
         cycle = open_newest(arguments.settings, say, stop, is_shown=True)
         if unused := unused_settings(cycle):
-            say(f"retry uses the settings with which the cycle was submitted; ignored: {'; '.join(unused)}")
+            say(f"warning: retry uses the settings of the submission and ignores {', '.join(unused)}")
         cycle = cycle.with_stored()
         plan, target, submissions = cycle.plan(), cycle.target(), cycle.store.submissions()
         records = target.records(plan)
@@ -140,18 +146,20 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         has_ended = cycle.store.closed() or outcome_of(plan, records)
         if has_ended:
             submission += 1
-        elif cycle.interrupted_s() is not None:  # resume this submission, which no process runs
+        elif cycle.interrupted_s() is not None:  # resume the submission, which no process is running
             cycle.say(f"cycle {cycle.name} was interrupted, resuming it")
             claim = cycle.store.claim()
-            submission = submission or (claim.first_round if claim else 1)  # it may have no job yet
+            submission = submission or (claim.first_round if claim else 1)  # no job may have been submitted yet
         elif len(submissions) < 2 or cycle.store.submitted(submission).keys() >= {*unfinished}:
             raise ConfigError(
                 f"cycle {cycle.name} is under way",
-                expected="an ended cycle",
+                expected="a cycle that has ended",
                 next_command=f"trnjobs status --cycle {cycle.name}",
             )
         if not unfinished:
-            raise ConfigError(f"cycle {cycle.name}: no job failed", next_command=f"trnjobs status --cycle {cycle.name}")
+            raise ConfigError(
+                f"cycle {cycle.name} has no failed jobs", next_command=f"trnjobs status --cycle {cycle.name}"
+            )
         if has_ended:
             cycle.store.archive_records(submission - 1, records)
         return _submit_jobs(cycle, target.name, plan, submission, unfinished)
@@ -163,7 +171,10 @@ def _unfinished(plan: JobPlan, records: Sequence[JobRecord]) -> list[str]:
 
 
 def _submit_jobs(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: int, jobs: Sequence[str]) -> int:
-    """Claim the cycle and submit `jobs` to the target. Returns the exit code of the cycle if it has ended, else 0."""
+    """Claim the cycle and submit the given jobs to the target.
+
+    Returns the exit code of the cycle if it has ended, and otherwise 0.
+    """
     store, view = cycle.store, View(cycle, plan) if cycle.is_shown and target_name != "batch" else None
     with store.submitting(plan, target_name, submitter(), _script_digest(cycle, plan, target_name)) as renew:
         store.save_settings(of_all_jobs(cycle.settings))
@@ -171,32 +182,32 @@ def _submit_jobs(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: 
         target = open_target(replace(cycle, say=view.say) if view else cycle, target_name, renew)
         if target_name == "batch":
             target.submit(plan, submission, jobs)
-    if target_name != "batch":  # runs until the end, a second process waits (local) or follows too (sagemaker)
+    if target_name != "batch":  # blocks until the jobs have ended, even if a different process already runs them
         with view.while_running() if view else nullcontext():
             target.submit(plan, submission, jobs)
     return finish(cycle, plan, target.records(plan))
 
 
 def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
-    """End every unfinished job of a cycle, from the last to the first."""
+    """Cancel all unfinished jobs of a cycle, beginning with the last one."""
     cancel_cycle(open_newest(arguments.settings, say).with_stored(), arguments.reason)
     return EXIT_OK
 
 
 def cancel_cycle(cycle: OpenCycle, reason: str) -> None:
-    """End a cycle and close it. Raises ConfigError if it has no jobs."""
+    """Cancel a cycle and close it. Raises ConfigError if it has no jobs."""
     plan, target, store = cycle.plan(), cycle.target(), cycle.store
-    with store.submitting(plan, target.name, submitter()):  # no other process may submit now
+    with store.submitting(plan, target.name, submitter()):  # prevent other processes from submitting jobs
         target.cancel(plan, CANCELLED + reason)
     records = target.records(plan)
     finish(cycle, plan, records, Closed(outcome="cancelled", at=store.clock(), reason=reason))
 
 
 def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
-    """Record the states of jobs, which AWS Batch forgets after a week, and close cycles that have ended.
+    """Record job states, which AWS Batch only keeps for a week, and close cycles that have ended.
 
-    Without a cycle it handles all cycles that are not closed. A second schedule runs this, to detect blocked queues and
-    missed deadlines.
+    Unless a cycle is specified, this includes all cycles that have not been closed. It runs on a separate schedule, so
+    that blocked queues and missed deadlines are detected.
     """
     base = open_cycle(arguments.settings, say)
     if base.settings.cycle:
@@ -208,8 +219,8 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
     for cycle in open_cycles:
         try:
             if cycle.store.plan() is None:
-                command = "the same trnjobs run again" if is_run(cycle) else f"trnjobs submit --cycle {cycle.name}"
-                say(f"cycle {cycle.name}: claimed, but nothing was submitted; next: {command}")
+                command = "repeat trnjobs run" if is_run(cycle) else f"trnjobs submit --cycle {cycle.name}"
+                say(f"cycle {cycle.name} was claimed but not submitted (next: {command})")
             else:
                 close_cycle(cycle)
         except TrnpipeError as error:  # continue with the other cycles
@@ -224,7 +235,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def close_cycle(cycle: OpenCycle) -> None:
-    """Record the states of the jobs of a cycle, and close it if it has ended."""
+    """Record the job states of a cycle, and close it if it has ended."""
     cycle = cycle.with_stored()
     plan, target = cycle.plan(), cycle.target()
     records = target.advance(plan)
@@ -235,9 +246,10 @@ def close_cycle(cycle: OpenCycle) -> None:
 
 
 def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:
-    """Record and print the states of the jobs. If all have ended, write the page and close the cycle.
+    """Record and print the job states. If all jobs have ended, write the page and close the cycle.
 
-    Returns the exit code of the cycle, 0 while it runs. `cancelled`: the end of a partially submitted cycle.
+    Returns the exit code of the cycle, which is 0 while it is running. `cancelled` is used as the end of the cycle if
+    some of its jobs were never submitted.
     """
     cycle = cycle.with_stored()
     store, say = cycle.store, cycle.say
@@ -246,7 +258,7 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
     closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
     if closed is not None:
         submission = max(store.submissions(), default=0)
-        # Another process may have retried the cycle since the records were read.
+        # A different process may have retried the cycle after the records were read.
         is_retried = {job.id for job in store.submitted(submission).values()} - {record.id for record in records}
         closed = None if is_retried else closed.model_copy(update={"round": submission})
     if closed is None:
@@ -260,15 +272,17 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
         return EXIT_OK
     data = None
     if store.closed() != closed:
-        # The page is written first. After a kill in between, the process that closes the cycle writes it again.
+        # Write the page first. If this process is killed before it closes the cycle, the next one writes it again.
         try:
             data = write_page(store, plan, records, cycle.settings.jobs, closed)
         except Preempted:
             raise
-        except Exception as error:  # even a bug here must not keep the cycle open, because the next cycle waits for it
+        except (
+            Exception
+        ) as error:  # even bugs must not prevent the cycle from being closed, because the next one waits for it
             say(
-                f"cycle {store.cycle}: writing its page failed: {type(error).__name__}: {error};"
-                f" next: trnjobs report --cycle {store.cycle}"
+                f"cycle {store.cycle}: failed to write its page: {type(error).__name__}: {error}"
+                f" (next: trnjobs report --cycle {store.cycle})"
             )
         send_messages(cycle, plan, records, closed)
         store.close(closed)
@@ -279,13 +293,13 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
     return exit_code_of_cycle(closed, records)
 
 
-# The driver, which the scheduler runs. It starts the cycle that is due, and exits. It is idempotent.
+# The driver, which is run by the scheduler. It starts the cycle that is due and then exits. It is idempotent.
 
 
 def run_driver(arguments: argparse.Namespace, say: Say) -> int:
     """Start the cycle that is due.
 
-    Raises ConfigError for a time that is not on the schedule, TransientError if it would overlap another cycle.
+    Raises ConfigError if the time does not match the schedule, and TransientError if a different cycle is running.
     """
     settings, now = arguments.settings, datetime.now(UTC)
     config = settings.jobs.schedule
@@ -296,7 +310,7 @@ def run_driver(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def drive(config: ScheduleConfig, scheduled: datetime, now: datetime, base: OpenCycle, target: str) -> int:
-    """Start the cycle of a scheduled time if it is due and no other cycle runs. Return the exit code."""
+    """Start the cycle for a scheduled time, if it is due and no other cycle is running. Returns the exit code."""
     claimed = claimed_cycles(base.store)
     name, reason = due_cycle(config, scheduled=scheduled, now=now, claimed=claimed)
     if reason:
@@ -306,41 +320,41 @@ def drive(config: ScheduleConfig, scheduled: datetime, now: datetime, base: Open
     running = next((other for other in reversed(others) if not has_ended(base.other(other))), "")
     if running:
         raise TransientError(
-            f"cycle {running} is under way, and cycle {name} would overlap it",
-            expected="one cycle at a time",
-            next_command=f"wait; or trnjobs submit --cycle {running} to complete its submission; or trnjobs cancel",
+            f"cycle {running} is under way, and cycle {name} would overlap with it",
+            expected="only one cycle at a time",
+            next_command=f"wait, or complete the submission with trnjobs submit --cycle {running}, or trnjobs cancel",
         )
     cycle = base.other(name)
     if name in claimed and has_ended(cycle):
-        cycle.say(f"cycle {name} has ended already")
+        cycle.say(f"cycle {name} has already ended")
         return EXIT_OK
     return submit_plan(cycle, make_plan(cycle.settings), target)
 
 
 def has_ended(cycle: OpenCycle) -> bool:
-    """Update the records of a cycle and return whether it has ended."""
+    """Update the records of a cycle, and return True if it has ended."""
     if cycle.store.closed() is not None:
         return True
     cycle = cycle.with_stored()
     plan = cycle.store.plan()
-    if plan is None:  # claimed, and nothing submitted
+    if plan is None:  # it was claimed but not submitted
         return False
     finish(cycle, plan, cycle.target().records(plan))
     return cycle.store.closed() is not None
 
 
 def scheduled_time(text: str, config: ScheduleConfig, now: datetime) -> datetime:
-    """Parse a scheduled time, by default the newest that has passed. Raises ConfigError if it is invalid."""
+    """Parse a scheduled time, which defaults to the most recent one. Raises ConfigError if it is invalid."""
     if not text:
         return next(config.schedule().before(now))
     try:
         time = datetime.fromisoformat(text)
         if time.tzinfo is None:
-            raise ValueError(f"{text} has no offset")
+            raise ValueError(f"{text} has no UTC offset")
     except ValueError as error:
         raise ConfigError(
             f"scheduled time {text!r}: {error}",
-            expected="a time such as 2026-11-20T02:00:00Z, which the scheduler sets by <aws.scheduler.scheduled-time>",
+            expected="a time such as 2026-11-20T02:00:00Z, as set by <aws.scheduler.scheduled-time>",
             next_command="correct the command in the target of the schedule",
         ) from error
     return time.astimezone(UTC)
@@ -354,34 +368,34 @@ def is_run(cycle: OpenCycle) -> bool:
 
 
 def refuse_other(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
-    """Raise ConfigError with the differences if the cycle was submitted with other settings."""
+    """Raise ConfigError if the cycle was submitted with different settings. The error lists the differences."""
     if not cycle.store.belongs_to_other(plan, target):
         return
     stops, changed = obstacle(cycle), changes(cycle, plan, target)
     flag, other = ("--again", "--name") if is_run(cycle) else ("--fresh", "--cycle")
-    restart = f"the same command with {flag}, which starts it from the beginning; or with another {other}"
-    more = f"; and {len(changed) - MAX_CHANGES} more" if len(changed) > MAX_CHANGES else ""
+    restart = f"the same command with {flag} to restart it from the beginning, or with a different {other}"
+    more = f" and {len(changed) - MAX_CHANGES} more" if len(changed) > MAX_CHANGES else ""
     raise ConfigError(
-        f"cycle {cycle.name} was submitted with other settings: {'; '.join(changed[:MAX_CHANGES])}{more}",
-        expected="the settings of its submission (left of each arrow), or another cycle",
-        next_command=f"the same command with another {other} ({flag} is refused: {stops})" if stops else restart,
+        f"cycle {cycle.name} was submitted with different settings: {', '.join(changed[:MAX_CHANGES])}{more}",
+        expected="the settings of the submission (to the left of each arrow), or a different cycle",
+        next_command=f"the same command with a different {other} ({flag} is refused: {stops})" if stops else restart,
     )
 
 
 def changes(cycle: OpenCycle, plan: JobPlan, target: str) -> list[str]:
-    """Return the differences to the submission on record, as `name: stored -> current` without secrets."""
+    """Return the differences from the recorded submission as `name: stored -> current`, without secrets."""
     claim, stored = cycle.store.claim(), cycle.store.plan()
     if stored is None:
-        return ["its plan does not exist, because a start from the beginning was interrupted"]
+        return ["its plan does not exist, because restarting it from the beginning was interrupted"]
     changed = list[tuple[str, Any, Any]]()
     if claim is not None and claim.target != target:
         changed.append(("target", claim.target, target))
     if stored != plan:
         try:
             before = of_all_jobs(with_values(cycle.store.settings() or {}, {}))
-        except (ConfigError, DataError):  # of another version
+        except (ConfigError, DataError):  # settings of an incompatible version
             before = of_all_jobs(cycle.settings)
-        # If the settings are equal, another version or folder has led to a different plan.
+        # If the settings are the same, compare the plans, which can also depend on the version and the folder.
         own = differences(before, of_all_jobs(cycle.settings))
         changed += [difference for difference in own if not difference[0].startswith(_NOT_PLANNED)] or list(
             differences(stored.model_dump(mode="json"), plan.model_dump(mode="json"))
@@ -390,11 +404,11 @@ def changes(cycle: OpenCycle, plan: JobPlan, target: str) -> list[str]:
 
 
 def unused_settings(cycle: OpenCycle) -> list[str]:
-    """Return the current settings that a command ignores because they differ from the stored ones."""
+    """Return all explicitly set settings that are ignored because they differ from the stored settings."""
     stored = values_of(cycle.store.settings() or {})
     excluded = {"cycle", "workspace", "jobs"}
     current = values_of(cycle.settings.model_dump(mode="json", exclude_unset=True, exclude=excluded))
-    complete = values_of(cycle.settings.model_dump(mode="json"))  # with the defaults of records in lists
+    complete = values_of(cycle.settings.model_dump(mode="json"))  # including the defaults of records in lists
     current = {name: complete[name] for name in current if name in stored}
     different = differences({name: stored[name] for name in current}, current)
     return [_change(*difference) for difference in different][:MAX_CHANGES]
@@ -406,10 +420,10 @@ def _change(name: str, before: Any, now: Any) -> str:
 
 
 def obstacle(cycle: OpenCycle) -> str:
-    """Return why the cycle cannot start from the beginning (`submit --fresh`, `run --again`), empty if it can.
+    """Return why the cycle cannot be restarted from the beginning, or an empty string if it can.
 
-    A cycle cannot start again once a model was trained or evaluated, so that no model and no decision of the gate is
-    lost. A script may always run again.
+    This applies to `submit --fresh` and `run --again`. To ensure that no model and no gate decision is ever lost, a
+    cycle cannot be restarted after a model was trained or evaluated. A script can always be run again.
     """
     store = cycle.store
     if not store.submissions():
@@ -423,15 +437,15 @@ def obstacle(cycle: OpenCycle) -> str:
         target = cycle.target()
         return target.busy_reason(target.records(plan))
     except TrnpipeError as error:
-        return f"cannot find out whether its jobs have ended: {error.seen}"
+        return f"cannot determine if its jobs have ended: {error.seen}"
 
 
 def _kept_result(cycle: OpenCycle) -> str:
     storage, name, closed = cycle.store.storage, cycle.name, cycle.store.closed()
     if closed is not None and closed.outcome in ("succeeded", "refused"):
-        return "it has succeeded" if closed.outcome == "succeeded" else "it has ended, refused by the gate"
+        return "it has succeeded" if closed.outcome == "succeeded" else "its model was refused by the gate"
     if steps := CheckpointStore(storage, name, cache_dir=Path(), emit=lambda *_, **__: None).steps():
-        return f"it has trained: {prefix_of(name, steps[-1])}"
+        return f"it has trained {prefix_of(name, steps[-1])}"
     for folder in storage.list_dirs(f"checkpoints/{name}/"):
         if not folder.startswith("step-"):
             return f"its script {folder} has written checkpoints/{name}/{folder}"
@@ -442,17 +456,20 @@ def _kept_result(cycle: OpenCycle) -> str:
 
 
 def begin_again(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
-    """Replace the earlier submission and end its jobs. Raises ConfigError if it has results to keep or running jobs."""
+    """Cancel the jobs of an earlier submission and replace it with a new plan.
+
+    Raises ConfigError if the earlier submission has running jobs or results that must be kept.
+    """
 
     def end(earlier: JobPlan) -> Sequence[JobRecord]:
         if stops := obstacle(cycle):
             raise ConfigError(
-                f"cycle {cycle.name} cannot start from the beginning: {stops}",
-                expected="a cycle without trained models, gate decisions and running jobs",
-                next_command=f"{cycle.command('status')}; or another {'--name' if is_run(cycle) else '--cycle'}",
+                f"cycle {cycle.name} cannot be restarted from the beginning: {stops}",
+                expected="a cycle without trained models, gate decisions or running jobs",
+                next_command=f"{cycle.command('status')}, or a different {'--name' if is_run(cycle) else '--cycle'}",
             )
         old, store = cycle.target(), cycle.store
-        old.cancel(earlier, f"{CANCELLED}its cycle starts from the beginning")
+        old.cancel(earlier, f"{CANCELLED}its cycle is restarted from the beginning")
         store.storage.delete([f"cycles/{store.cycle}/train/parent.json"])  # the pinned parent model
         return old.records(earlier)
 
@@ -460,20 +477,23 @@ def begin_again(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
 
 
 def _script_digest(cycle: OpenCycle, plan: JobPlan, target: str) -> str:
-    """Return the SHA-256 of the script of a `trnjobs run` on this machine, empty if it is not a file here."""
+    """Return the SHA-256 of the script of a local `trnjobs run`, or an empty string if it is not a file."""
     script = Path(script_of(plan.jobs[0])) if is_run(cycle) and target == "local" else Path()
     return hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else ""
 
 
 def ended_line(cycle: OpenCycle, plan: JobPlan, target: str, closed: Closed) -> str:
-    """Return the message for a cycle that has already ended. Raises ConfigError if the script of a run has changed."""
+    """Return a message for a cycle that has already ended.
+
+    Raises ConfigError if the cycle is a run whose script has changed since then.
+    """
     claim, script, digest = cycle.store.claim(), script_of(plan.jobs[0]), _script_digest(cycle, plan, target)
     at = f"{datetime.fromtimestamp(closed.at, UTC):%Y-%m-%d %H:%M} UTC"
     if digest and claim is not None and claim.script not in ("", digest):
         raise ConfigError(
-            f"nothing ran: {script} has changed since {cycle.name} ended, {at}: {closed.text}",
-            expected="the same file",
-            next_command="run the same command with --again, which runs the changed file",
+            f"nothing ran, because {script} has changed since {cycle.name} ended on {at}: {closed.text}",
+            expected="an unchanged script",
+            next_command="the same command with --again, to run the changed script",
         )
     outcome = {
         "succeeded": "already succeeded",
@@ -481,10 +501,10 @@ def ended_line(cycle: OpenCycle, plan: JobPlan, target: str, closed: Closed) -> 
         "refused": "was refused by the gate, so production is unchanged",
         "cancelled": "was cancelled",
     }[closed.outcome]
-    line = f"cycle {cycle.name} {outcome}, {at}; nothing ran"
+    line = f"cycle {cycle.name} {outcome} on {at}, so nothing ran."
     if is_run(cycle):
-        comparison = f"{script} is unchanged (its imports are not compared); " if digest else ""
-        return f"{line}; {comparison}to run it again: the same command with --again"
+        comparison = f" {script} is unchanged (not considering its imports)." if digest else ""
+        return f"{line}{comparison} To run it again, use the same command with --again"
     if closed.outcome in ("succeeded", "refused"):
-        return f"{line}; the next cycle: --cycle NAME (make: CYCLE=NAME)"
-    return f"{line}; to resume it with its settings: {cycle.command('retry')}"
+        return f"{line} To start a new cycle, use --cycle NAME (make: CYCLE=NAME)"
+    return f"{line} To resume it with its settings, use {cycle.command('retry')}"

@@ -1,6 +1,6 @@
-"""The commands of `trnpipe`: the stages of a cycle, and tools, each in a module of this package.
+"""The table of `trnpipe` commands, which are the stages of a cycle and various tools.
 
-A module is imported when its tool runs.
+Each tool is implemented in a module of this package, which is only imported when the tool runs.
 """
 
 from collections.abc import Mapping
@@ -12,40 +12,41 @@ from pipeline.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Tool:
-    """A command that is no stage: `pipeline/commands/<module>.py` with `run(settings, stop, say, call) -> exit code`.
+    """A command that is not a stage, or an action of a command.
 
-    `say` prints a line. A tool with the name of a stage adds actions to it.
+    It is implemented by a function `run(settings, stop, say, call)` in `pipeline/commands/<module>.py`, which prints
+    lines with `say` and returns the exit code. A tool with the same name as a stage adds actions to that stage.
     """
 
     text: str
     arguments: tuple[str, ...] = ()
-    """Names as shown in the usage. Those in brackets are optional."""
+    """Positional arguments as shown in the usage. Those in brackets are optional."""
     switches: Mapping[str, str] = field(default_factory=dict)
-    """Flags without a value that are not settings, such as --json, with a line of help."""
+    """Flags without a value that are not settings, such as --json, and their help."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Flags with a value that are not settings, with the name of the value and a line of help."""
+    """Flags with a value that are not settings, and their help, which starts with a placeholder for the value."""
     actions: Mapping[str, "Tool"] = field(default_factory=dict)
-    """Subcommands. One is required, unless the tool has arguments without one."""
+    """Subcommands. The user has to specify one of them, unless the tool itself takes arguments."""
     module: str = ""
-    """Name of the module, if it is not that of the tool."""
+    """Name of the module (default: the name of the tool)."""
     function: str = "run"
     command: str = ""
-    """The command after `--` in the usage of a tool that runs one."""
+    """Placeholder in the usage for the command after `--`, if the tool runs one."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """The command line of a tool without the settings."""
+    """The parsed command line of a tool, except for its settings."""
 
     action: str = ""
     arguments: tuple[str, ...] = ()
     switches: frozenset[str] = frozenset()
     options: Mapping[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
-    """The arguments after `--`."""
+    """All arguments after `--`."""
 
     def number(self, option: str, default: int, most: int) -> int:
-        """Return an option as an integer from 1 to `most`. Raises ConfigError."""
+        """Return the value of an option. Raises ConfigError if it is not an integer from 1 to `most`."""
         text = self.options.get(option, str(default))
         if not text.isdecimal() or not 0 < int(text) <= most:
             raise ConfigError(
@@ -54,54 +55,54 @@ class ToolCall:
         return int(text)
 
 
-# A stage is `pipeline/stages/<name>.py` with `run(settings, ctx) -> StageResult`, imported when it runs.
+# Each stage is implemented by `run(settings, ctx) -> StageResult` in `pipeline/stages/<name>.py`.
 STAGES: dict[str, str] = {
-    "health": "check this machine, its cores and collectives; exit 75 sends the job to another machine",
-    "prepare": "read new input, tokenise it once, commit token shards",
-    "mine": "mine hard negatives for the training queries; by the parent's vectors or BM25, for train.mined_per_query",
-    "compile": "compile every graph of this cycle ahead of time; writes the graph manifest",
-    "train": "train on the prepared shards, save checkpoints; continues from the last checkpoint of an earlier attempt",
-    "evaluate": "compare the model with production, promote or refuse it; a refusal exits with 80",
-    "embed": "embed the whole catalogue; unchanged vectors of an earlier cycle are reused",
+    "health": "Check the cores and collectives of this machine. Exit code 75 means that a different machine may help.",
+    "prepare": "Tokenise new input data and write it as token shards.",
+    "mine": "Mine hard negatives for the training queries, using the parent model or BM25 (for train.mined_per_query).",
+    "compile": "Compile all graphs of this cycle ahead of time, and list them in the graph manifest.",
+    "train": "Train on the prepared shards. Training resumes from the last checkpoint of an earlier attempt.",
+    "evaluate": "Compare the model with production, and promote or refuse it. The exit code of a refusal is 80.",
+    "embed": "Embed the whole catalogue. Unchanged vectors of an earlier cycle are reused.",
 }
 PARALLEL = frozenset({"mine", "compile", "train", "evaluate", "embed"})
-"""Stages that --launch.processes runs in several ranks."""
+"""Stages that run in multiple ranks if --launch.processes is set."""
 _JSON = {"--json": "print JSON"}
-_REASON = {"--reason": "TEXT  why; recorded"}
+_REASON = {"--reason": "TEXT  reason to record"}
 TOOLS: dict[str, Tool] = {
     "init": Tool(
-        "guess the columns of a file of judgements, write trnpipe.toml; flags of settings win over guesses",
+        "Guess the columns of a file of judgements and write trnpipe.toml. Flags override the guesses.",
         arguments=("FILE",),
     ),
     "registry": Tool(
-        "production models: list, show, promote, rollback",
+        "Show and change the models in production.",
         actions={
-            "list": Tool("every model and its checkpoint in production", switches=_JSON),
+            "list": Tool("List all models with their checkpoints in production.", switches=_JSON),
             "show": Tool(
-                "production, or one checkpoint: its lineage back to the root, and the history",
+                "Show the lineage and history of the production checkpoint, or of a given checkpoint.",
                 arguments=("[CHECKPOINT]",),
                 switches=_JSON,
             ),
             "promote": Tool(
-                "promote a checkpoint that passed the gate against production; else exit 80",
+                "Promote a checkpoint if it passed the gate against production. Otherwise, the exit code is 80.",
                 arguments=("CHECKPOINT",),
-                options={"--force": "REASON  overrule the gate; the reason is recorded"},
+                options={"--force": "REASON  promote it even if it did not pass the gate, and record the reason"},
             ),
             "rollback": Tool(
-                "restore the previous production checkpoint, or a named one, after verifying it; the served"
-                " model and vectors follow, unless --without-vectors",
+                "Verify and restore the previous production checkpoint, or a given one. The served vectors are rolled"
+                " back with it, unless --without-vectors is set.",
                 arguments=("[TO]",),
-                switches={"--without-vectors": "keep the served model and vectors"},
+                switches={"--without-vectors": "keep serving the current model and vectors"},
                 options=_REASON,
             ),
         },
     ),
     "serving": Tool(
-        "the served model with its vectors: show, rollback",
+        "Show and roll back the served vectors and their model.",
         actions={
-            "show": Tool("the pair that is served, and earlier pairs", switches=_JSON),
+            "show": Tool("Show the served pair of model and vectors, and earlier pairs.", switches=_JSON),
             "rollback": Tool(
-                "serve the same model's previous vectors, or those of a cycle; production stays",
+                "Serve the previous vectors of the same model, or those of a given cycle. Production does not change.",
                 arguments=("[CYCLE]",),
                 options=_REASON,
             ),
@@ -110,94 +111,97 @@ TOOLS: dict[str, Tool] = {
         function="run_serving",
     ),
     "search": Tool(
-        "search the catalogue with a model; ranks by vectors, with each product's rank by words (BM25) and by both",
+        "Search the catalogue by vector similarity. Also shows the rank of each product by words (BM25) and by both.",
         arguments=("QUERY",),
         options={
-            "--top": "N  products shown (default: 10)",
-            "--by": "NAME  order: vectors (default), words, hybrid",
-            "--beside": "CYCLE  a second model in the next column: a cycle, production, or previous",
+            "--top": "N  number of products to show (default: 10)",
+            "--by": "NAME  sort by vectors (default), words or hybrid",
+            "--beside": "CYCLE  show results of a second model, which is that of a cycle, `production` or `previous`",
         },
         switches=_JSON,
         module="ask",
         function="run_search",
     ),
     "encode": Tool(
-        "print the vectors of texts as JSON lines; texts are lines of FILE or of standard input",
+        "Print the vectors of texts as JSON lines. Each line of FILE or of standard input is a text.",
         arguments=("[FILE]",),
         options={
-            "--kind": "NAME  query (default) or product: the model may put other words before each",
-            "--out": "FILE.npy  write one matrix instead",
-            "--checkpoint": "NAME  checkpoints/<cycle>/step-<n>, or a URI (default: the model that is served)",
+            "--kind": "NAME  query (default) or product, which may have different prefixes",
+            "--out": "FILE.npy  write a matrix to this file instead",
+            "--checkpoint": "NAME  checkpoints/<cycle>/step-<n>, or a URI (default: the served model)",
         },
         module="ask",
         function="run_encode",
     ),
     "score": Tool(
-        "grade pairs of query and product; rows of a CSV, JSON lines or Parquet file, printed as JSON lines",
+        "Grade pairs of a query and a product in a CSV, JSON lines or Parquet file. Grades are printed as JSON lines.",
         arguments=("[FILE]",),
-        options={"--checkpoint": "NAME  checkpoints/<cycle>/step-<n>, or a URI (default: the model that is served)"},
+        options={"--checkpoint": "NAME  checkpoints/<cycle>/step-<n>, or a URI (default: the served model)"},
         module="ask",
         function="run_score",
     ),
     "import": Tool(
-        "make a checkpoint from a Hugging Face folder or weights file; also from a sentence-transformers folder",
+        "Convert a Hugging Face or sentence-transformers folder, or a weights file, to a checkpoint.",
         arguments=("PATH",),
         module="exchange",
         function="run_import",
     ),
     "export": Tool(
-        "write a checkpoint or vectors as a folder for other tools; default: the promoted checkpoint",
+        "Export a checkpoint or vectors for use with other tools. The default is the promoted checkpoint.",
         arguments=("[CHECKPOINT]",),
         options={
-            "--out": "DIR  folder or URI to write; new, empty, or an earlier export",
-            "--format": "NAME  sentence-transformers (default; transformers opens it too), safetensors, torchscript",
-            "--max-tokens": "N  maximum text length of the exported model (default: that of training)",
-            "--bucket": "16x32  torchscript: tokens of a query and of a product (default: the data's longest)",
-            "--batch-size": "N  torchscript: pairs of one call (default: 1)",
+            "--out": "DIR  folder or URI to write to, which must be new, empty, or an earlier export",
+            "--format": "NAME  sentence-transformers (default, also opens in transformers), safetensors or torchscript",
+            "--max-tokens": "N  maximum text length of the exported model (default: as in training)",
+            "--bucket": "16x32  query and product tokens for torchscript (default: the longest bucket of the data)",
+            "--batch-size": "N  pairs per call for torchscript (default: 1)",
         },
         actions={
             "vectors": Tool(
-                "export the served vectors, or those of a cycle, as one memory-mappable matrix with its ids",
+                "Export the served vectors, or those of a given cycle, with their ids as a memory-mappable matrix.",
                 arguments=("[CYCLE]",),
-                options={"--out": "DIR  local folder to write"},
+                options={"--out": "DIR  local folder to write to"},
             )
         },
         module="exchange",
         function="run_export",
     ),
     "doctor": Tool(
-        "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
-        switches={"--hlo": "lint every graph, too"},
+        "Estimate memory and time on a Trainium core. --hlo also lints all graphs for problems with neuronx-cc.",
+        switches={"--hlo": "also lint all graphs"},
     ),
     "cache": Tool(
-        "compiled graphs of this machine: status, repair, sync",
+        "Manage the compiled graphs of this machine.",
         actions={
-            "status": Tool("list the cache entries with age and size, and warn of graphs that will be compiled again"),
-            "repair": Tool("remove stale locks, remembered failures, half entries"),
-            "sync": Tool("exchange finished entries with --compile.sync-url, both ways"),
+            "status": Tool(
+                "List all cache entries with age and size, and warn about graphs that need to be compiled again."
+            ),
+            "repair": Tool("Remove stale locks, cached failures and incomplete entries."),
+            "sync": Tool("Upload and download complete entries to and from --compile.sync-url."),
         },
     ),
     "parity": Tool(
-        "score and train one checkpoint on two devices; A and B are cpu, cuda:bf16 or a record, exit 80 if B is too far"
-        " from A",
+        "Score and train a checkpoint on two devices and compare the results. A and B are devices such as cpu or"
+        " cuda:bf16, or recorded results. The exit code is 80 if they differ too much.",
         arguments=("A", "[B]"),
-        options={"--to": "FOLDER or URI  with A alone: where to record it, to be compared elsewhere"},
+        options={"--to": "FOLDER or URI  record the results of A there, to compare them later (without B)"},
     ),
     "launch": Tool(
-        "run a script for torchrun in --launch.processes ranks; here, or on each node of a multi-node job",
+        "Run a script written for torchrun in --launch.processes ranks, locally or on each node of a multi-node job.",
         command="[python] SCRIPT.py|-m MODULE [ARGUMENT ...]",
     ),
     "embed": Tool(
         STAGES["embed"],
         actions={
             "verify": Tool(
-                "read every byte of the vectors: ids, numbers, catalogue, a recomputed sample; exit 65 if wrong",
+                "Verify that the vectors are complete and match the catalogue, and recompute a sample. The exit code is"
+                " 65 if a check fails.",
                 switches=_JSON,
             )
         },
     ),
 }
-CONFIG = Tool("print every setting with its value and source", switches=_JSON)
+CONFIG = Tool("Print every setting with its value and source.", switches=_JSON)
 _SELDOM = ("launch", "doctor", "cache", "parity")
 COMMANDS: dict[str, str] = (
     {name: tool.text for name, tool in TOOLS.items() if name not in {*STAGES, *_SELDOM}}
@@ -206,9 +210,9 @@ COMMANDS: dict[str, str] = (
     | {"config": CONFIG.text, "completion": COMPLETION}
 )
 
-# What `trnpipe <command> --help` shows beside the flags of the command.
+# In addition to its flags, `trnpipe <command> --help` shows these examples and settings.
 
-_SERVED = "that of the model that is served"
+_SERVED = "that of the served model"
 
 USAGE: dict[str, Usage] = {
     "prepare": Usage(
@@ -254,7 +258,7 @@ USAGE: dict[str, Usage] = {
         ("judgements.csv", "s3://bucket/judgements/", "judgements.csv --data.columns.label grade"),
         common="data.columns.query data.columns.title data.columns.label data.labels data.numeric data.categorical",
         reads="data gate.min_queries",
-        places="",
+        scope="",
     ),
     "search": Usage(
         (
@@ -278,10 +282,10 @@ USAGE: dict[str, Usage] = {
         ("--config configs/small.toml", "--config configs/small.toml --hlo"),
         common="model.preset train.micro_batch_size train.precision launch.processes",
         reads="estimate model train data embed compile launch",
-        places="",
+        scope="",
     ),
     "cache": Usage(
-        ("status", "sync --compile.sync-url s3://bucket/cache"), common="compile.sync_url", reads="compile", places=""
+        ("status", "sync --compile.sync-url s3://bucket/cache"), common="compile.sync_url", reads="compile", scope=""
     ),
     "registry": Usage(
         (
@@ -291,10 +295,10 @@ USAGE: dict[str, Usage] = {
         ),
         common="model_name",
         reads="model_name",
-        places="workspace",
+        scope="workspace",
     ),
     "serving": Usage(
-        ("show", 'rollback --reason "wrong catalogue"'), common="model_name", reads="model_name", places="workspace"
+        ("show", 'rollback --reason "wrong catalogue"'), common="model_name", reads="model_name", scope="workspace"
     ),
     "parity": Usage(
         ("cpu xla --cycle first", "neuron:bf16 --to s3://bucket/side --cycle first"),
@@ -302,9 +306,9 @@ USAGE: dict[str, Usage] = {
         reads="parity evaluate data train model launch compile",
     ),
     "import": Usage(("all-MiniLM-L6-v2/",), common="model.preset model.architecture", reads="model data"),
-    "export": Usage(("--out exported/", "vectors --out vectors/"), reads="data.buckets", places="workspace"),
+    "export": Usage(("--out exported/", "vectors --out vectors/"), reads="data.buckets", scope="workspace"),
     "launch": Usage(
-        ("--launch.processes 2 -- train.py --lr 1e-3",), common="launch.processes", reads="launch", places=""
+        ("--launch.processes 2 -- train.py --lr 1e-3",), common="launch.processes", reads="launch", scope=""
     ),
-    "config": Usage(("--config configs/small.toml", "| grep -v default"), places=""),
+    "config": Usage(("--config configs/small.toml", "| grep -v default"), scope=""),
 }

@@ -1,4 +1,4 @@
-"""`trnpipe search`, `encode` and `score`, with the served model, that of a cycle, or a checkpoint."""
+"""`trnpipe search`, `encode` and `score`, which use the served model, the model of a cycle, or a given checkpoint."""
 
 import json
 import os
@@ -38,24 +38,24 @@ TOP, BY, BESIDE, CHECKPOINT, KIND, OUT, JSON = (
 )  # fmt: skip
 _MOST_HITS = 1000
 _WIDTH = 80
-"""Minimum characters of a line. Wider terminals show more of the titles."""
+"""Minimum width of the output in characters. On wider terminals, more of each title is shown."""
 _CHUNK_ROWS = 10_000
 _PREVIOUS, _PRODUCTION = "previous", "production"
 
 
 def run_search(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Print the products that a query finds. Raises ConfigError, CheckpointError, DataError, Preempted."""
+    """Print the top products for a query. Raises ConfigError, CheckpointError, DataError, Preempted."""
     query, top, by = call.arguments[0], call.number(TOP, 10, _MOST_HITS), call.options.get(BY, "vectors")
     models, beside = [_open(settings, stop, settings.cycle)], call.options.get(BESIDE)
     if beside is not None:
         models.append(_open(settings, stop, _cycle_of(settings, stop, beside)))
-    with use_display(Console(stream=sys.stderr).progress):  # the first search of vectors writes their index
+    with use_display(Console(stream=sys.stderr).progress):  # the first search builds the index
         results = [model.search(query, top, cast(Order, by)) for model in models]
     if len({model.index.mapped.vectors_digest for model in models}) < len(models):
         raise ConfigError(
-            f"both columns are the vectors of cycle {models[0].index.mapped.cycle}",
-            expected=f"two models: {BESIDE} {_PREVIOUS} is the previously served one",
-            next_command=f"{BESIDE} {_PREVIOUS}, or --cycle CYCLE for the first column",
+            f"both columns would show the vectors of cycle {models[0].index.mapped.cycle}",
+            expected=f"two different models, such as {BESIDE} {_PREVIOUS} for the previously served model",
+            next_command=f"{BESIDE} {_PREVIOUS}, or --cycle CYCLE for a different first column",
         )
     if JSON in call.switches:
         columns = [
@@ -71,16 +71,16 @@ def run_search(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
     else:
         say(f"{one_line(query)} | by {by}")
         lines = two_columns(results[0], results[1], (models[0].name, models[1].name), width)
-        lines.append("+2: two places higher on the left than on the right; new: not on the right")
+        lines.append("+2 means two ranks higher than on the right, and new means not listed on the right")
     for line in lines:
         say(_cut(line, width))
     if not results[0]:
-        say(f"nothing shares a word with {one_line(query)!r}")
+        say(f"no product has a word in common with {one_line(query)!r}")
     return EXIT_OK
 
 
 def _one_column(hits: Sequence[Hit], by: str) -> list[str]:
-    """Return one line for each product, with its rank in the other orders."""
+    """Format the results as a table with a line per product, including its ranks in the other orders."""
     others = [order for order in get_args(Order) if order != by]
     rows = [["", "cosine", *others, "product"]]
     for rank, hit in enumerate(hits, 1):
@@ -91,7 +91,7 @@ def _one_column(hits: Sequence[Hit], by: str) -> list[str]:
 
 
 def two_columns(left: Sequence[Hit], right: Sequence[Hit], names: tuple[str, str], width: int) -> list[str]:
-    """Return both lists side by side, with the change of rank of each product from right to left."""
+    """Format two lists of results side by side, with the rank change of each product from right to left."""
     room = (width - 4 - 2 - 5 - 2) // 2
     right_ranks = {hit.id: rank for rank, hit in enumerate(right, 1)}
     lines = [f"{'':4}{names[0]:<{room}}  {'':5}  {names[1]}"]
@@ -105,7 +105,7 @@ def two_columns(left: Sequence[Hit], right: Sequence[Hit], names: tuple[str, str
 
 
 def _cut(text: str, width: int) -> str:
-    """Return a text that fits `width` terminal cells, with an ellipsis if it is cut."""
+    """Truncate a text to `width` terminal cells. A truncated text ends in an ellipsis."""
     return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1)}…"
 
 
@@ -117,13 +117,13 @@ def _moved(before: int | None, now: int) -> str:
 
 def _open(settings: Settings, stop: StopSignal, cycle: str, checkpoint: str = "") -> Model:
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    if auto_uses_xla_cpu(settings.backend, os.environ):  # a few texts are not worth compiling graphs for
+    if auto_uses_xla_cpu(settings.backend, os.environ):  # compiling graphs for a few texts is not worthwhile
         settings = settings.model_copy(update={"backend": host_backend(compiles_graphs=False)})
     return open_model(settings, workspace, checkpoint, cycle, stop)
 
 
 def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
-    """Return the cycle of the second column. Raises ConfigError if there is none."""
+    """Return the cycle whose model is shown in the second column. Raises ConfigError if there is none."""
     if beside not in (_PREVIOUS, _PRODUCTION):
         return beside
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
@@ -132,7 +132,7 @@ def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
     pairs = [pair for pair in registry.pairs() if served and (pair == served) == (beside == _PRODUCTION)]
     if not pairs:
         raise ConfigError(
-            f"no {'earlier ' if served else ''}vectors of model {registry.model!r} were served",
+            f"model {registry.model!r} has no {'previously ' if served else ''}served vectors",
             expected="two cycles with vectors",
             next_command="trnpipe serving show",
         )
@@ -140,17 +140,20 @@ def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
 
 
 def run_encode(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Print the vector of each text on a line. Raises ConfigError, CheckpointError, DataError, Preempted."""
+    """Print the vectors of texts as JSON lines, or write them to a file as a matrix.
+
+    Raises ConfigError, CheckpointError, DataError, Preempted.
+    """
     kind, out = call.options.get(KIND, "query"), call.options.get(OUT, "")
     if out and not out.endswith(".npy"):
-        raise ConfigError(f"{OUT} {out}", expected=f"{OUT} FILE.npy, or no {OUT} to print JSON lines")
+        raise ConfigError(f"{OUT} {out}", expected=f"{OUT} FILE.npy, or JSON lines without {OUT}")
     texts = list(_lines(call.arguments[0] if call.arguments else "-"))
     vectors = _open(settings, stop, settings.cycle, call.options.get(CHECKPOINT, "")).encode(texts, cast(Kind, kind))
     if out:
         path = user_path(out)
         with os_errors("writing", path.as_uri()):
             write_atomic(path, lambda file: np.save(file, vectors, allow_pickle=False))
-        say(f"encode: {len(texts):,} vectors of {vectors.shape[1]} dimensions: {out}")
+        say(f"encode: wrote {len(texts):,} vectors of {vectors.shape[1]} dimensions to {out}")
         return EXIT_OK
     for text, vector in zip(texts, vectors, strict=True):
         values = [float(f"{value:.7g}") for value in vector.tolist()]
@@ -159,7 +162,10 @@ def run_encode(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
 
 
 def _lines(source: str) -> Iterator[str]:
-    """Yield the lines of a text file (`-`: standard input). Raises DataError for an empty or non-UTF-8 line."""
+    """Yield the lines of a text file, or of standard input if `source` is "-".
+
+    Raises DataError if a line is empty or not UTF-8.
+    """
     path = None if source == "-" else user_path(source)
     with os_errors("reading", path.as_uri() if path else "standard input"):
         data = path.read_bytes() if path else sys.stdin.buffer.read()
@@ -171,16 +177,16 @@ def _lines(source: str) -> Iterator[str]:
         if not text:
             raise DataError(
                 f"line {number} of {source} is {'empty' if not line.strip() else 'not UTF-8'}",
-                expected="one text in every line",
-                next_command="remove or repair it: vectors and lines would not match",
+                expected="a text in every line, so that lines and vectors match",
+                next_command="remove or correct the line",
             )
         yield text
 
 
 def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Print a line of JSON for each row of a file, with its grade or an error.
+    """Print the grade (or an error) of each row of a file as JSON lines.
 
-    Raises ConfigError, CheckpointError, DataError, Preempted.
+    Raises DataError if there are too many errors. Also raises ConfigError, CheckpointError and Preempted.
     """
     model = _open(settings, stop, settings.cycle, call.options.get(CHECKPOINT, ""))
     reasons, scored = Counter[str](), 0
@@ -200,9 +206,9 @@ def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) ->
     )
     if reasons.total() > settings.data.max_bad_fraction * total:
         raise DataError(
-            f"{reasons.total():,} of {total:,} rows were not scored",
+            f"{reasons.total():,} of {total:,} rows could not be scored",
             expected=f"at most {settings.data.max_bad_fraction:.0%} (data.max_bad_fraction)",
-            next_command="look at the lines with an error",
+            next_command="check the output for lines with an error",
         )
     return EXIT_OK
 
@@ -210,13 +216,13 @@ def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) ->
 def _chunks(model: Model, settings: Settings, path: str, stop: StopSignal) -> Iterator[RowChunk]:
     files = open_files(path, settings.data.format if settings.data.format != "esci" else "auto", stop, "FILE")
     for stat, name in files.entries:
-        one = replace(files, entries=((stat, name),))  # a chunk has rows of one file
-        batches = one.read(lambda uri: partial(plan_pairs, model.row_config, file=uri), _CHUNK_ROWS, "scoring")
+        single = replace(files, entries=((stat, name),))  # chunks must not span multiple files
+        batches = single.read(lambda uri: partial(plan_pairs, model.row_config, file=uri), _CHUNK_ROWS, "scoring")
         yield from cut_chunks(stat.key, batches, _CHUNK_ROWS)
 
 
 def _spooled(folder: Path) -> str:
-    """Write standard input to a file: JSON lines if it begins with a brace, else CSV."""
+    """Write standard input to a file. Input that starts with a brace is assumed to be JSON lines, and otherwise CSV."""
     data = sys.stdin.buffer.read()
     path = folder / ("stdin.jsonl" if data.lstrip()[:1] == b"{" else "stdin.csv")
     path.write_bytes(data)
@@ -224,7 +230,7 @@ def _spooled(folder: Path) -> str:
 
 
 def _score_lines(chunk: RowChunk, rows: CleanRows, scores: PairScores, bad: Sequence[BadRow]) -> Iterator[str]:
-    """Yield the rows of a chunk in their order, each with its scores or its error."""
+    """Yield a JSON line with scores or an error for each row of a chunk, in the order of the rows."""
     wrong = {row.row for row in bad}
     usable = [number for number in chunk.rows.tolist() if number not in wrong]
     lines: dict[int, dict[str, object]] = {row.row: {"row": row.row, "error": row.reason} for row in bad}

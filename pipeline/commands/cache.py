@@ -1,6 +1,6 @@
-"""`trnpipe cache`: the compiled graphs of this machine. List them, delete stale or failed entries, share them.
+"""`trnpipe cache`, which lists, repairs and synchronises the compile cache of this machine.
 
-The live cache, a local folder or a prefix on S3, is read and written by this machine's compiler.
+The live cache is the folder or S3 prefix that the compiler on this machine reads from and writes to.
 """
 
 from pipeline.commands import ToolCall
@@ -16,9 +16,9 @@ from pipeline.settings import Settings
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Run one action on the live cache.
+    """Run an action on the live cache.
 
-    Raises ConfigError for settings that do not allow the action, DiskFull, TransientError, Preempted.
+    Raises ConfigError if the settings don't allow the action. Also raises DiskFull, TransientError and Preempted.
     """
     live = open_storage(settings.compile.cache_root(settings.workspace), retry=settings.storage, stop=stop)
     if call.action == "status":
@@ -42,8 +42,8 @@ def _sync(settings: Settings, live: Storage, say: Say) -> None:
     root, url = live.local_path(""), settings.compile.sync_url
     if not url or root is None:
         raise ConfigError(
-            f"nothing to exchange between the compile cache {live.root} and compile.sync_url {url!r}",
-            expected="a cache in a local folder, and s3://bucket/prefix as compile.sync_url",
+            f"cannot synchronise the compile cache {live.root} with compile.sync_url {url!r}",
+            expected="a compile cache in a local folder, and s3://bucket/prefix as compile.sync_url",
             next_command="trnpipe cache sync --compile.cache-url FOLDER --compile.sync-url s3://bucket/prefix",
         )
     for line in sync_cache(root, open_storage(url, retry=settings.storage, stop=live.stop)).lines():
@@ -51,7 +51,7 @@ def _sync(settings: Settings, live: Storage, say: Say) -> None:
 
 
 def _graph_lines(settings: Settings, stop: StopSignal) -> list[str]:
-    """Describe the graph manifests of the workspace."""
+    """Return a line for each graph manifest in the workspace."""
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     lines = [
         f"graphs {manifest.plan_id[:12]} | {manifest.plan.get('device', 'unknown device')} | "

@@ -1,4 +1,4 @@
-"""`trnpipe doctor`: estimate memory and time on a Trainium core. `--hlo`: lint the graphs for neuronx-cc."""
+"""`trnpipe doctor`, which estimates memory and time on a Trainium core, and lints graphs for neuronx-cc (`--hlo`)."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,9 +28,9 @@ from pipeline.train.config import TrainConfig, batch_lengths, groups_per_batch, 
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Estimate, and lint the traced graphs. Return the exit code of ConfigError if the model cannot run, else 0.
+    """Print the estimates and, if requested, lint the traced graphs.
 
-    Raises ConfigError, Preempted.
+    Returns the exit code of ConfigError if the model would not fit or compile. Raises ConfigError, Preempted.
     """
     with open_context(settings, stop) as ctx:
         shapes = shapes_of(settings, ctx, say)
@@ -46,20 +46,24 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 
 def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int:
-    """Trace a trial run as on one Neuron core without executing it. Return the number of errors."""
+    """Lint the graphs of a trial run, which is traced as if on a Neuron core but not executed.
+
+    Returns the number of errors.
+    """
     backend = open_tracer()
     recorder = Recorder(backend, shapes.plan(settings, World(), backend.device_name()))
     process_group = ProcessGroup(World(), timeout_s=settings.train.collective_timeout_s)
     shapes.trial(settings, backend, process_group, recorder, stop, Console(quiet=True)).run()
     largest = max(recorder.graphs.values(), key=lambda graph: graph.num_instructions)
     say(
-        f"traced {len(recorder.graphs)} graphs, the largest {largest.phase} of {largest.batch_size} x {largest.bucket} "
-        f"with {largest.num_instructions:,} operations in {largest.hlo_bytes / 1e6:.1f} MB of text"
+        f"traced {len(recorder.graphs)} graphs, the largest of which is {largest.phase} with batch "
+        f"{largest.batch_size} x {largest.bucket} ({largest.num_instructions:,} operations, "
+        f"{largest.hlo_bytes / 1e6:.1f} MB of HLO text)"
     )
     if settings.launch.processes > 1:
         say(
-            f"these are graphs of one core: `trnpipe compile` lints those of {settings.launch.processes} ranks, with"
-            " their collectives, on the device"
+            f"these are the graphs of a single core. On the device, `trnpipe compile` lints the graphs of"
+            f" {settings.launch.processes} ranks, including their collectives"
         )
     findings = (*lint(*recorder.texts.values()), *lint_counters(backend.host_operators()))
     for finding in findings:
@@ -69,12 +73,15 @@ def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int
     return count["error"]
 
 
-# Memory and time of a step on one core: core/footprint.py for settings and shapes.
+# Estimates of memory and step time on one core, based on core/footprint.py.
 
 
 def estimates(settings: Settings, shapes: Shapes, share: RankSlice) -> dict[int, Estimate]:
-    """Return an estimate for each row length in training. Raises ConfigError for an unknown instance."""
-    with torch.device("meta"):  # sizes only
+    """Estimate memory and time for each row length that occurs in training.
+
+    Raises ConfigError if the instance type is unknown.
+    """
+    with torch.device("meta"):  # don't allocate parameters
         model = RelevanceModel(settings.model, shapes.spec)
     size = settings.model.encoder
     encoder = EncoderSizes(
@@ -127,7 +134,10 @@ def estimates(settings: Settings, shapes: Shapes, share: RankSlice) -> dict[int,
 
 
 def contrastive_batch(train: TrainConfig, share: RankSlice) -> ContrastiveBatch | None:
-    """Return the sizes of the contrastive loss of a step on Neuron, where ranks gather within the graph."""
+    """Return the batch sizes of the contrastive loss on Neuron, where embeddings are gathered within the graph.
+
+    Returns None if the loss is not used.
+    """
     if not train.loss.contrastive_weight:
         return None
     groups = groups_per_batch(train)
@@ -136,19 +146,20 @@ def contrastive_batch(train: TrainConfig, share: RankSlice) -> ContrastiveBatch 
 
 
 def estimate_lines(by_length: dict[int, Estimate], contrastive: ContrastiveBatch | None) -> list[str]:
-    """Return a table of memory and step time on one core by row length."""
+    """Format the estimates as a table with memory and step time for each row length."""
     first = next(iter(by_length.values()))
     sizes = first.footprint
     lines = [
-        f"one core of {first.instance.name} ({format_bytes(first.instance.core_memory_bytes)}), estimated from sizes:",
+        f"estimates for one core of {first.instance.name} ({format_bytes(first.instance.core_memory_bytes)}):",
         f"  parameters {sizes.master_bytes // 4 / 1e6:.1f}M | weights {format_bytes(sizes.parameter_bytes)} | "
         f"optimizer {format_bytes(sizes.optimizer_bytes)} | gradients {format_bytes(sizes.gradient_bytes)}",
     ]
     if contrastive is not None:
         passes = "two forward passes and one backward pass" if contrastive.two_passes else "one pass"
         lines.append(
-            f"  contrastive loss of {contrastive.queries:,} queries and {contrastive.products:,} products: {passes} a"
-            f" step, up to {format_bytes(max(each.footprint.contrastive_bytes for each in by_length.values()))} more"
+            f"  contrastive loss with {contrastive.queries:,} queries and {contrastive.products:,} products: {passes}"
+            f" per step, up to {format_bytes(max(each.footprint.contrastive_bytes for each in by_length.values()))}"
+            " of additional memory"
         )
     for length, each in by_length.items():
         verdict = "fits" if each.fits() else "DOES NOT FIT with 20 % kept free"
@@ -156,6 +167,6 @@ def estimate_lines(by_length: dict[int, Estimate], contrastive: ContrastiveBatch
         lines.append(
             f"  {f'rows of {length}':<12} activations {format_bytes(activations):>10} | peak "
             f"{format_bytes(each.footprint.peak_bytes):>10} ({each.memory_share:.0%}, {verdict}) | "
-            f"{each.flops / 1e12:.3g} TFLOP a step, {each.step_s * 1e3:.3g} ms at {each.mfu:.0%} MFU"
+            f"{each.flops / 1e12:.3g} TFLOP per step, {each.step_s * 1e3:.3g} ms at {each.mfu:.0%} MFU"
         )
     return lines

@@ -1,6 +1,6 @@
-"""`trnpipe embed verify`: check that a cycle's vectors are complete, correct and match its catalogue (else exit 65).
+"""`trnpipe embed verify`, which verifies that the vectors of a cycle are complete, correct and match the catalogue.
 
-Verified vectors are served if their model is in production (registry/model.py).
+If they pass all checks and their model is in production, the vectors are served (see registry/model.py).
 """
 
 import sys
@@ -39,8 +39,8 @@ NAME = "verify"
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Verify the vectors of the cycle. Raises DataError that names the failed checks."""
-    # With --json, stdout has only JSON.
+    """Verify the vectors of the cycle, and serve them if possible. Raises DataError if a check fails."""
+    # With --json, only JSON must be written to stdout.
     console = Console(stream=sys.stderr if "--json" in call.switches else None)
     with open_context(settings, stop, command_line=(NAME,)) as ctx, use_display(console.progress):
         started, settings = datetime.now(UTC), with_backend(settings, ctx, NAME)
@@ -58,7 +58,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             raise DataError(
                 f"the vectors of cycle {digest.cycle} failed verification: "
                 + "; ".join(f"{check.name}: {check.seen}" for check in checks if check.outcome == "fail"),
-                expected="every check to pass",
+                expected="all checks to pass",
                 next_command=f"delete {vectors.storage.uri(vectors.prefix)} and embed again, or embed in a new cycle",
             )
         console.info(_serve(ctx, vectors))
@@ -77,7 +77,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 
 def _serve(ctx: StageContext, vectors: VectorSet) -> str:
-    """Serve the vectors if their model is in production. Return a status message."""
+    """Serve the vectors if their model is in production, and return a status message."""
     info = vectors.info
     pair = DeployedPair(
         model=info.model.name,
@@ -98,14 +98,17 @@ def _serve(ctx: StageContext, vectors: VectorSet) -> str:
 
 
 def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[VerifyCheck]:
-    """Yield the results of all checks, the cheap ones first. Reading the catalogue picks the sample."""
+    """Run all checks, beginning with the cheapest, and yield their results.
+
+    Texts for the sample check are collected while the catalogue check reads the catalogue.
+    """
     picked: list[SampleText] = []
 
     def catalogue() -> VerifyCheck:
         plan = pinned_plan(ctx.workspace, ctx.cycle)
         if plan is None or plan.fingerprint != vectors.info.plan:
             return skipped_check(
-                "catalogue", "the plan of these vectors no longer exists, so their catalogue is unknown"
+                "catalogue", "the plan of these vectors no longer exists, so it is unknown which catalogue was embedded"
             )
         storage, num_workers = catalogue_storage(plan, settings, ctx), settings.data.num_workers
         check, texts = check_catalogue(vectors, plan, storage, ctx.stop, num_workers=num_workers)
@@ -114,7 +117,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
 
     def sample() -> VerifyCheck:
         if not picked:
-            return skipped_check("sample", "no text was sampled: the catalogue was not read")
+            return skipped_check("sample", "no texts were sampled, because the catalogue was not read")
         checkpoint = open_pinned(vectors.info.model, settings, ctx)
         made_by = vectors.info.made_by
         max_tokens, chunks = int(str(made_by["max_tokens"])), int(str(made_by.get("chunks", 1)))

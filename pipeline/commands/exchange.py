@@ -1,7 +1,8 @@
-"""`trnpipe import PATH`: convert a model of another tool to a checkpoint, to train from or to embed with.
+"""`trnpipe import` and `trnpipe export`, which exchange models and vectors with other tools.
 
-`trnpipe export`: convert the production model, or a named checkpoint, to a folder for other tools. `export vectors`:
-write the served vectors, or those of a cycle, as one matrix.
+`import` converts a model to a checkpoint, which can be used for training and embedding. `export` converts the
+production model or a given checkpoint to a folder for other tools. `export vectors` writes the served vectors, or those
+of a given cycle, as a single matrix.
 """
 
 import json
@@ -35,12 +36,12 @@ from pipeline.stages.inputs import expected_shapes, find_prepared, shapes_of
 
 
 def run_import(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Import one model. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
+    """Import a model. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
     with open_context(settings, stop) as ctx, atomic.staging_dir(ctx.scratch) as scratch:
         source = open_source(call.arguments[0], retry=settings.storage, stop=stop)
         defaults, are_known = _import_defaults(settings, ctx, for_file=bool(source.file))
         model = read_model(source, defaults, scratch)
-        with atomic.exclusive(ctx.scratch / "import.lock", stop):  # two processes would commit the same folder
+        with atomic.exclusive(ctx.scratch / "import.lock", stop):  # concurrent imports would commit the same folder
             checkpoint, already = store_import(
                 ctx.workspace, model, settings_hash=ctx.settings_hash, code_version=ctx.code_version, scratch=scratch
             )
@@ -53,7 +54,11 @@ def run_import(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
 
 
 def _import_defaults(settings: Settings, ctx: StageContext, *, for_file: bool) -> tuple[ImportDefaults, bool]:
-    """Return classes and features of the prepared data or the settings, and whether they are configured."""
+    """Return defaults for properties that the imported model doesn't specify, such as its classes and features.
+
+    They are those of the prepared data, or of the settings if nothing was prepared. The second return value is False if
+    the classes are only assumed.
+    """
     prepared, tokenizer = find_prepared(ctx), None
     shapes = shapes_of(settings, ctx, lambda _: None) if prepared else expected_shapes(settings)
     if for_file:
@@ -70,7 +75,7 @@ def _import_lines(model: ForeignModel, max_tokens: int | None, *, are_known: boo
     size = f"{config.encoder.num_layers} x {config.encoder.hidden_size}, {config.encoder.num_heads} heads"
     yield (
         f"encoder {config.factory or size}, {spec.vocab_size:,} tokens, {config.pooling} pooling,"
-        f" texts to {max_tokens or config.max_positions} tokens"
+        f" texts of up to {max_tokens or config.max_positions} tokens"
     )
     classes = ", ".join(f"{label}: {gain:.3g}" for label, gain in zip(spec.labels, spec.label_gains, strict=True))
     features = f"{len(spec.numeric)} numeric and {len(spec.categorical_ids)} categorical features"
@@ -79,13 +84,13 @@ def _import_lines(model: ForeignModel, max_tokens: int | None, *, are_known: boo
     yield from (f"note: {note}" for note in model.notes)
     if model.new_head is not None and not are_known:
         yield (
-            "note: nothing is prepared and data.labels is empty, so the classes are assumed. Embedding needs"
-            " none. To train, give --data.labels or prepare the cycle first"
+            "note: the classes are assumed, because no data was prepared and data.labels is empty. This does not"
+            " affect embedding. Before training, set --data.labels or prepare the cycle"
         )
 
 
 def _next(settings: Settings, model: ForeignModel, checkpoint: Checkpoint) -> str:
-    """Return the commands to train the imported model, with flags for its shape."""
+    """Return the commands to train the imported model, including flags for its architecture."""
     spec, data = model.spec, settings.data
     prefixes = {"query-prefix": spec.query_prefix, "product-prefix": spec.product_prefix}
     current = {"query-prefix": data.query_prefix, "product-prefix": data.product_prefix}
@@ -113,15 +118,15 @@ def _model_flags(current: ModelConfig, imported: ModelConfig) -> Iterator[str]:
 
 OUT, FORMAT, TOKENS, BUCKET, BATCH_SIZE = "--out", "--format", "--max-tokens", "--bucket", "--batch-size"
 MOST = 65_536
-"""Maximum tokens of a text, and texts of a batch."""
+"""Maximum number of tokens per text and of texts per batch."""
 
 
 def run_export(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Export one checkpoint, or vectors. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
+    """Export a checkpoint, or vectors. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
     if call.action == "vectors":
         return _export_vectors(settings, stop, say, call)
     format_, formats = call.options.get(FORMAT, "sentence-transformers"), get_args(Format)
-    seen = "" if call.options.get(OUT) else f"no folder to export to: {OUT} is not given"
+    seen = "" if call.options.get(OUT) else f"{OUT} is not set"
     if format_ not in formats:
         seen = f"{FORMAT} {format_}"
     elif format_ != "torchscript" and (idle := sorted({BUCKET, BATCH_SIZE} & call.options.keys())):
@@ -129,7 +134,7 @@ def run_export(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
     if seen:
         raise ConfigError(
             seen,
-            expected=f"{OUT} DIR, and {FORMAT} {', '.join(formats)}; {BUCKET} and {BATCH_SIZE} with the last",
+            expected=f"{OUT} DIR and {FORMAT} {', '.join(formats)}. {BUCKET} and {BATCH_SIZE} require torchscript",
             next_command="trnpipe export --help",
         )
     with open_context(settings, stop) as ctx, atomic.staging_dir(ctx.scratch) as scratch:
@@ -140,15 +145,16 @@ def run_export(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
         with destination(out, retry=retry, stop=stop, scratch=scratch, fields=dict(fields)) as new:
             record = write_export(checkpoint, plan, new, stop)
             size_bytes = sum(path.stat().st_size for path in new.rglob("*") if path.is_file())
-        say(f"export: {checkpoint.uri} as {format_}, texts to {record.max_tokens} tokens")
-        say(f"committed: {out}, {format_bytes(size_bytes)}; its README.md shows how to load it")
+        say(f"export: {checkpoint.uri} as {format_}, texts of up to {record.max_tokens} tokens")
+        say(f"committed: {out}, {format_bytes(size_bytes)} (see its README.md for how to load it)")
     return EXIT_OK
 
 
 def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall) -> tuple[Checkpoint, str]:
-    """Return the named checkpoint, else the promoted one, and its prefix in the workspace, '' if it is elsewhere.
+    """Open the given checkpoint, or the promoted one by default.
 
-    Raises ConfigError if nothing is promoted, CheckpointError.
+    Also returns its prefix in the workspace, which is empty if it is stored elsewhere. Raises ConfigError if no
+    checkpoint is promoted, and CheckpointError.
     """
     cache_dir = ctx.scratch / "exported"
     if call.arguments:
@@ -158,8 +164,8 @@ def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall) -> tuple[
     stored = read_pointer(ctx.workspace, model)
     if stored is None:
         raise ConfigError(
-            f"nothing is promoted as {model} in {ctx.workspace.root}",
-            expected="a model in production, or a checkpoint by name",
+            f"{model} has no promoted checkpoint in {ctx.workspace.root}",
+            expected="a model in production, unless a checkpoint is specified",
             next_command="trnpipe export checkpoints/<cycle>/step-<n> --out DIR",
         )
     checkpoint = open_checkpoint(ctx.workspace, stored[0].checkpoint, cache_dir)
@@ -171,14 +177,14 @@ def _check_digest(uri: str, digest: str, expected: str, tool: str) -> None:
     if digest != expected:
         raise CheckpointError(
             f"{uri} has digest {digest}",
-            expected=f"{expected}, as the registry has it",
+            expected=f"{expected}, as recorded in the registry",
             next_command=f"trnpipe {tool} rollback --reason TEXT",
         )
 
 
 def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix: str, call: ToolCall) -> ExportPlan:
     state = checkpoint.state
-    # Buckets of the training data, or of the settings if that data was deleted.
+    # Use the buckets of the training data, or those of the settings if that data was deleted.
     buckets = settings.data.bucket_shapes
     if prepared := find_prepared(replace(ctx, cycle=state.cycle)):
         info = read_token_sets(ctx.workspace, prepared.token_sets)[0].info
@@ -189,27 +195,27 @@ def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix:
         format=cast(Format, call.options.get(FORMAT, "sentence-transformers")),
         max_tokens=call.number(TOKENS, default, MOST),
         model_name=settings.model_name,
-        ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # lineage is only known in its own workspace
+        ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # lineage is only recorded in the same workspace
         bucket=Bucket.parse(call.options[BUCKET]) if BUCKET in call.options else longest,
         batch_size=call.number(BATCH_SIZE, 1, MOST),
     )
 
 
 def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Write the served vectors, or those of a cycle, as one matrix with ids."""
+    """Export the served vectors, or those of a given cycle, as a matrix with ids."""
     out = call.options.get(OUT, "")
     if not out or "://" in out:
         raise ConfigError(
-            f"{OUT} {out or 'is not given'}",
-            expected="a local folder: the matrix is memory-mapped there",
-            next_command=f"{OUT} DIR, and copy it from there",
+            f"{OUT} {out or 'is not set'}",
+            expected="a local folder, because the matrix is written through a memory map",
+            next_command=f"use {OUT} DIR, and copy the folder afterwards",
         )
     with open_context(settings, stop) as ctx:
         served = None if call.arguments else read_pair(ctx.workspace, resolve_model_name(settings, ctx.workspace))
         if not call.arguments and served is None:
             raise ConfigError(
-                f"nothing is served of {settings.model_name} in {ctx.workspace.root}",
-                expected="vectors that trnpipe embed verify has accepted, or a cycle by name",
+                f"{settings.model_name} has no served vectors in {ctx.workspace.root}",
+                expected="vectors that passed trnpipe embed verify, unless a cycle is specified",
                 next_command=f"trnpipe export vectors CYCLE {OUT} DIR",
             )
         vectors = find_vectors(ctx.workspace, served[0].vectors.cycle if served else call.arguments[0])
@@ -217,6 +223,6 @@ def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCa
             uri, digest = ctx.workspace.uri(vectors.prefix), served[0].vectors.digest
             _check_digest(uri, vectors.manifest.digest, digest, "serving")
         done = write_matrix(vectors, user_path(out), stop)
-    say(f"export: {vectors.info.rows:,} vectors of cycle {vectors.info.cycle}, made with {vectors.info.model.place}")
-    say(f"committed: {out}, {format_bytes(done.size_bytes)}; open it with trnpipe.open_vectors")
+    say(f"export: {vectors.info.rows:,} vectors of cycle {vectors.info.cycle}, embedded by {vectors.info.model.place}")
+    say(f"committed: {out}, {format_bytes(done.size_bytes)} (open it with trnpipe.open_vectors)")
     return EXIT_OK

@@ -1,4 +1,4 @@
-"""`trnpipe init`: guess the columns of a file of judgements, and write trnpipe.toml."""
+"""`trnpipe init`, which guesses the columns of a file of judgements and writes trnpipe.toml."""
 
 import json
 import os
@@ -31,21 +31,22 @@ from pipeline.io.storage import os_errors
 from pipeline.settings import PROJECT_FILE, Settings
 
 MAX_ROWS = 200_000
-"""Maximum number of rows to read."""
+"""Maximum number of rows to read for guessing."""
 _SHOWN_ROWS, _SHOWN_CHARACTERS = 10, 26
 _BATCH_ROWS = 4096
 _SPLITS = {"train", "valid", "validation", "val", "dev", "test"}
 _MAX_LABELS, _MAX_CATEGORIES = 20, 1000
 _ROWS_PER_CATEGORY = 5
 _DISTINCT_NUMBERS = 10
-"""A column with fewer distinct numbers is a category."""
+"""Columns with at most this many distinct numbers are treated as categorical."""
 _HALF_WIDTH = 0.5
-"""Half of the 95 % interval of a mean nDCG difference, times the root of the queries: 1.96 x a spread of 0.25."""
+"""Half the width of the 95% confidence interval of a mean nDCG difference, multiplied by the square root of the number
+of queries. This is 1.96 times an assumed standard deviation of 0.25."""
 
 
 @dataclass
 class Column:
-    """Statistics of one column: counts of its values, of empty cells and of numbers."""
+    """Statistics of a column, such as its number of empty cells and the count of each value."""
 
     name: str
     rows: int = 0
@@ -61,7 +62,9 @@ class Column:
             self.empty += not text
             self.characters += len(text)
             with suppress(ValueError):
-                self.numbers += isfinite(float(text)) and "_" not in text  # as the readers parse numbers
+                self.numbers += (
+                    isfinite(float(text)) and "_" not in text
+                )  # the readers also reject underscores in numbers
             if text:
                 self.values[text] += 1
 
@@ -77,27 +80,31 @@ class Column:
 
 @dataclass
 class Guess:
-    """The guessed meaning of the columns of a file. `notes`: messages for a person to check."""
+    """The guessed meaning of the columns of a file."""
 
     columns: dict[str, str] = field(default_factory=dict)
-    """Field to column."""
+    """Maps fields, such as query and title, to columns."""
     labels: tuple[str, ...] = ()
-    """Least relevant first."""
+    """Labels in order, starting with the least relevant."""
     unordered: tuple[str, ...] = ()
-    """Labels with an unknown order."""
+    """Labels whose order could not be guessed."""
     numeric: list[str] = field(default_factory=list)
     categorical: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    """Messages about guesses that the user should check."""
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Write trnpipe.toml to this folder. Raises ConfigError if it exists, DataError for an unusable file."""
+    """Write trnpipe.toml to the current folder.
+
+    Raises ConfigError if it already exists, and DataError if the file of judgements is not usable.
+    """
     path, target = call.arguments[0], Path(PROJECT_FILE)
     if target.exists():
         raise ConfigError(
-            f"{target.absolute()} exists",
-            expected="a folder without one, because it would be overwritten",
-            next_command=f"edit it, or rename it: mv {PROJECT_FILE} {PROJECT_FILE}.old",
+            f"{target.absolute()} already exists",
+            expected=f"a folder without {PROJECT_FILE}, so that no file is overwritten",
+            next_command=f"edit the file, or rename it with mv {PROJECT_FILE} {PROJECT_FILE}.old",
         )
     columns, rows = read_columns(path, settings.data, stop)
     guess = guess_columns(columns, settings.data, path)
@@ -110,13 +117,18 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         say(f"- {line}")
     with os_errors("writing", target.absolute().as_uri()):
         create_atomic(target, text.encode())
-    first = f"put data.labels in order in {PROJECT_FILE}" if guess.unordered else "look at it"
-    say(f"wrote {PROJECT_FILE}; next: {first}, then: trnpipe prepare, or a whole cycle: trnjobs submit --cycle first")
+    first = "put data.labels in order" if guess.unordered else "check it"
+    say(
+        f"wrote {PROJECT_FILE}. Next, {first}, then run trnpipe prepare, or a whole cycle: trnjobs submit --cycle first"
+    )
     return EXIT_OK
 
 
 def read_columns(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[str, Column], list[dict[str, str]]]:
-    """Read up to MAX_ROWS rows. Return the columns and the first rows. Raises DataError if there is no row."""
+    """Read up to MAX_ROWS rows, and return column statistics and the first rows.
+
+    Raises DataError if no row can be read.
+    """
     file_format = "auto" if config.format == "esci" else config.format
     files = open_files(path, file_format, stop, "FILE")
     columns, first, num_rows = dict[str, Column](), list[dict[str, str]](), 0
@@ -124,7 +136,7 @@ def read_columns(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[
     def everything(names: Sequence[str]) -> ColumnPlan:
         return ColumnPlan(tuple((SLICE + name, name) for name in dict.fromkeys(names)))
 
-    for batch in files.read(lambda uri: everything, _BATCH_ROWS, "looking at the file"):
+    for batch in files.read(lambda uri: everything, _BATCH_ROWS, "reading rows"):
         table = batch.columns
         names = [name.removeprefix(SLICE) for name in table.schema.names]
         for name, values in zip(names, table.columns, strict=True):
@@ -136,24 +148,24 @@ def read_columns(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[
         if num_rows >= MAX_ROWS:
             break
     if not num_rows:
-        raise DataError(f"no row of {path} can be read", expected="rows of judgements: query, title, label")
+        raise DataError(f"{path} has no readable rows", expected="rows with a query, a title and a label")
     return columns, first
 
 
 def guess_columns(columns: Mapping[str, Column], config: DataConfig | None = None, path: str = "FILE") -> Guess:
-    """Assign columns to fields: as configured, else by name, else by content.
+    """Guess which columns hold which fields. Configured columns take precedence, then names, then content.
 
-    Raises DataError if a configured column does not exist, or if there is no query, title or judgement.
+    Raises DataError if a configured column does not exist, or if no column looks like the query, title or label.
     """
     config, guess, rest = config or DataConfig(), Guess(), dict(columns)
     command = f"trnpipe init {shlex.quote(path)}"
     guess.columns.update(config.columns.model_dump(exclude_unset=True))
-    configured = [*guess.columns.values(), *config.numeric, *(one.column for one in config.categorical)]
+    configured = [*guess.columns.values(), *config.numeric, *(feature.column for feature in config.categorical)]
     if absent := [column for column in configured if columns and column not in columns]:
         raise DataError(
             f"{path} has no column {', '.join(map(repr, absent))}",
-            expected=f"columns among {', '.join(columns)}",
-            next_command=f"{command} with another --data.columns.*, --data.numeric or --data.categorical",
+            expected=f"one of the columns {', '.join(columns)}",
+            next_command=f"{command} with a different --data.columns.*, --data.numeric or --data.categorical",
         )
     for name in configured:
         rest.pop(name, None)
@@ -167,7 +179,9 @@ def guess_columns(columns: Mapping[str, Column], config: DataConfig | None = Non
     for field_name in ("query", "title"):
         if field_name not in guess.columns and texts:
             guess.columns[field_name] = rest.pop(texts.pop(0).name).name
-            guess.notes.append(f"column {guess.columns[field_name]!r} is taken for the {field_name}, by its content")
+            guess.notes.append(
+                f"column {guess.columns[field_name]!r} looks like the {field_name}, judging by its content"
+            )
     if not guess.columns.keys() & {"label", "gain"}:
         grades = [
             column
@@ -176,17 +190,17 @@ def guess_columns(columns: Mapping[str, Column], config: DataConfig | None = Non
         ]
         if grades:
             guess.columns["label"] = rest.pop(grades[0].name).name
-            guess.notes.append(f"column {grades[0].name!r} is taken for the label, by its content")
+            guess.notes.append(f"column {grades[0].name!r} looks like the label, judging by its content")
     missing = [name for name in ("query", "title") if name not in guess.columns]
     missing += [] if guess.columns.keys() & {"label", "gain"} else ["label"]
     if missing:
         raise DataError(
-            f"no column looks like the {' or the '.join(missing)}; columns: {', '.join(columns)}",
+            f"no column looks like the {' or the '.join(missing)} (columns: {', '.join(columns)})",
             expected="a query, a product title and a relevance label or gain in each row",
             next_command=" ".join([command, *(f"--data.columns.{name} COLUMN" for name in missing)]),
         )
     guess.labels, guess.numeric = config.labels, [*config.numeric]
-    guess.categorical = [one.column for one in config.categorical]
+    guess.categorical = [feature.column for feature in config.categorical]
     if "label" in guess.columns and not guess.labels:
         _guess_labels(guess, columns[guess.columns["label"]])
     for column in rest.values() if not guess.numeric and not guess.categorical else ():
@@ -203,18 +217,18 @@ def _fits(field_name: str, column: Column) -> bool:
 
 
 def _guess_labels(guess: Guess, column: Column) -> None:
-    """Set the labels in order, without rare ones that look like mistakes."""
+    """Guess the labels and their order, ignoring rare ones that look like mistakes."""
     counts = column.values
     names = [*counts] if infer_gains([*counts]) is not None else common_labels(counts)
     if rare := ", ".join(f"{name} ({rows})" for name, rows in counts.items() if name not in names):
-        guess.notes.append(f"labels {rare} do not fit the others: these rows will be bad rows")
+        guess.notes.append(f"labels {rare} don't match the others, so these rows will be quarantined as bad rows")
     order = infer_gains(names)
     guess.labels = tuple(order or ())
     if column.empty:
-        guess.notes.append(f"{column.empty:,} rows have no {column.name}: bad rows")
-    if order is None and "gain" not in guess.columns:  # gains put labels in order
+        guess.notes.append(f"{column.empty:,} rows have no {column.name}, so they will be quarantined as bad rows")
+    if order is None and "gain" not in guess.columns:  # with gains, the order is not needed
         guess.unordered = tuple(sorted(names))
-        guess.notes.append(f"PUT data.labels IN ORDER, the least relevant first: {', '.join(guess.unordered)}")
+        guess.notes.append(f"PUT data.labels IN ORDER, starting with the least relevant: {', '.join(guess.unordered)}")
 
 
 def _guess_feature(guess: Guess, column: Column) -> None:
@@ -223,16 +237,16 @@ def _guess_feature(guess: Guess, column: Column) -> None:
     if is_numeric and not column.empty:
         guess.numeric.append(column.name)
     elif not is_numeric and column.is_category:
-        guess.categorical.append(column.name)  # a missing value is a category, too
+        guess.categorical.append(column.name)  # missing values form a category
     else:
-        why = f"different values: {distinct:,}, rows: {column.rows:,}"
+        why = f"has {distinct:,} different values in {column.rows:,} rows"
         if is_numeric:
-            why = f"rows without a number: {column.empty:,}; write 0 or a default, missing values are not supported yet"
-        guess.notes.append(f"column {column.name!r} is not used: {why}")
+            why = f"has no number in {column.empty:,} rows. Missing numbers are not supported yet, use 0 or a default"
+        guess.notes.append(f"column {column.name!r} is not used, because it {why}")
 
 
 def _preview(guess: Guess, rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a table of the first rows by field."""
+    """Format the first rows as a table with a column for each used field and feature."""
     shown = [*guess.columns.items(), *((name, name) for name in (*guess.numeric, *guess.categorical))]
     table = [[field for field, _ in shown]]
     for row in rows:
@@ -244,7 +258,7 @@ def _preview(guess: Guess, rows: Sequence[Mapping[str, str]]) -> list[str]:
 def _split(
     guess: Guess, columns: Mapping[str, Column], queries: int, settings: Settings
 ) -> tuple[float | None, list[str]]:
-    """Return data.test_fraction (None: default), and lines about the splits and the gate."""
+    """Determine data.test_fraction, or None for the default. Also returns lines about the splits and the gate."""
     needed, rows = settings.gate.min_queries, columns[guess.columns["query"]].rows
     lines = [f"{rows:,} rows, {queries:,} queries" + (f" in the first {MAX_ROWS:,} rows" if rows >= MAX_ROWS else "")]
     if "split" in guess.columns:
@@ -254,32 +268,30 @@ def _split(
             "splits by column: " + ", ".join(f"{name} {count:,} rows" for name, count in counts.items()),
         ]
     fraction = settings.data.test_fraction
-    if fraction * queries < 1.5 * needed:  # not every query counts for a metric
+    if fraction * queries < 1.5 * needed:  # not every query is included in the metric
         fraction = fraction_for(queries, round(1.5 * needed)) or fraction_for(queries, needed) or fraction
     sizes = {"test": fraction * queries, "valid": settings.data.valid_fraction * queries}
     sizes = {"train": queries - sum(sizes.values()), **sizes}
     lines.append("queries by split: " + ", ".join(f"{name} about {count:,.0f}" for name, count in sizes.items()))
     if sizes["test"] < needed:
         lines.append(
-            f"THE GATE CANNOT JUDGE with {sizes['test']:.0f} test queries, it needs {needed}: judge more queries, or"
-            " promote a first model unjudged with --gate.first-without-comparison"
+            f"THE GATE CANNOT JUDGE models with {sizes['test']:.0f} test queries, because it needs {needed}. Judge more"
+            " queries, or promote a first model without a comparison by --gate.first-without-comparison"
         )
     else:
         drop = _HALF_WIDTH / sizes["test"] ** 0.5
-        lines.append(
-            f"with {sizes['test']:.0f} test queries the gate can detect differences in nDCG of about {drop:.2g}"
-        )
+        lines.append(f"with {sizes['test']:.0f} test queries, the gate can detect nDCG differences of about {drop:.2g}")
     return (fraction if fraction != settings.data.test_fraction else None), lines
 
 
 def _machine(settings: Settings) -> str:
     if auto_uses_xla_cpu(settings.backend, os.environ):
-        return "no accelerator here: the tiny model, in minutes; a larger one (configs/small.toml) takes hours on a CPU"
-    return "backend auto takes this machine's accelerator; configs/small.toml has a model of MiniLM's size"
+        return "this machine has no accelerator. The tiny model trains in minutes, but configs/small.toml takes hours"
+    return "the accelerator of this machine is used. For a model of the size of MiniLM, add --config configs/small.toml"
 
 
 def project_text(path: str, guess: Guess, test_fraction: float | None, settings: Settings | None = None) -> str:
-    """Return the content of trnpipe.toml, with all explicitly set `settings`. Pure."""
+    """Return the content of trnpipe.toml, including all explicitly set `settings`."""
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path.rstrip("/")).stem).strip("-_") or "search"
     data = {
         "path": path,
@@ -299,13 +311,15 @@ def project_text(path: str, guess: Guess, test_fraction: float | None, settings:
         if value is not None and (section, name) not in (("", "cycle"), ("data", "path")):
             sections.setdefault(section, {})[name] = value
     comments = {
-        "data.path": f"when it changes, all of it counts as new; for days, use folders: {stem}/dt=YYYY-MM-DD/",
-        "data.labels": "the least relevant first",
-        "train.metric": "of scores and of search, to choose the best checkpoint",
-        "health.min_free_gib": "disk space that a cycle of the tiny model writes",
+        "data.path": f"all rows count as new if the file changes, so add new days as {stem}/dt=YYYY-MM-DD/",
+        "data.labels": "starting with the least relevant",
+        "train.metric": "choose the best checkpoint by relevance scores and search",
+        "health.min_free_gib": "disk space that a cycle of the tiny model needs",
     }
     if guess.unordered:
-        comments["data.labels"] = "PUT THEM IN ORDER, the least relevant first, then remove the # at the beginning"
+        comments["data.labels"] = (
+            "PUT THEM IN ORDER, starting with the least relevant, then remove the # from this line"
+        )
     if not Path(path).suffix:
         del comments["data.path"]
     lines = ["# Written by trnpipe init, read by all commands in this folder and below."]
@@ -318,7 +332,7 @@ def project_text(path: str, guess: Guess, test_fraction: float | None, settings:
 
 
 def explicit_values(model: BaseModel, section: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield section, name and value of each explicitly set setting."""
+    """Yield the section, name and value of each setting that was explicitly set."""
     for name in (name for name in type(model).model_fields if name in model.model_fields_set):
         value = getattr(model, name)
         if isinstance(value, BaseModel):

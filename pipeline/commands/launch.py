@@ -1,4 +1,4 @@
-"""`trnpipe launch -- script.py`: a script written for torchrun, in ranks here or on each node of a multi-node job."""
+"""`trnpipe launch -- script.py`, which runs a script for torchrun in ranks, locally or on the nodes of a job."""
 
 import sys
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ USAGE = "trnpipe launch --launch.processes N -- SCRIPT.py [ARGUMENT ...]"
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Run a script in ranks and return their exit code (ranks_exit_code). Raises ConfigError."""
-    code = launch_script(script_words(call.command), settings.launch.processes, stop)
+    """Run a script in ranks and return their exit code (see `ranks_exit_code`). Raises ConfigError."""
+    code = launch_script(script_arguments(call.command), settings.launch.processes, stop)
     if stop.is_set():
-        print(f"trnpipe launch: stopped by {stop.reason}; exit {code}", file=sys.stderr)
+        print(f"trnpipe launch: stopped by {stop.reason}, exit code {code}", file=sys.stderr)
     return code
 
 
-def script_words(command: Sequence[str]) -> list[str]:
-    """Return `SCRIPT.py ...` or `-m MODULE ...` without a leading `python`. Raises ConfigError for other commands."""
-    words = strip_interpreter(command)
-    if not words or words == ["-m"]:
+def script_arguments(command: Sequence[str]) -> list[str]:
+    """Strip a leading `python` from a command. Raises ConfigError unless it runs `SCRIPT.py ...` or `-m MODULE ...`."""
+    arguments = strip_interpreter(command)
+    if not arguments or arguments == ["-m"]:
         raise ConfigError("no script to launch", expected=USAGE, next_command=USAGE)
-    if words[0] != "-m" and not Path(words[0]).is_file():
-        seen = f"{words[0]}: no such script in {Path.cwd()}"
-        if words[0].startswith("-"):
-            seen = f"option {words[0]}: ranks run under {sys.executable}, with no options of the interpreter"
+    if arguments[0] != "-m" and not Path(arguments[0]).is_file():
+        seen = f"script {arguments[0]} does not exist in {Path.cwd()}"
+        if arguments[0].startswith("-"):
+            seen = f"option {arguments[0]} is not supported, because ranks run under {sys.executable} without options"
         raise ConfigError(seen, expected="SCRIPT.py, or -m MODULE", next_command=USAGE)
-    return words
+    return arguments

@@ -1,8 +1,11 @@
-"""`trnpipe parity A [B]`: score and train one checkpoint on two sides and compare them. A alone is recorded for later.
+"""`trnpipe parity A [B]`, which scores and trains the same checkpoint on two sides and compares the results.
 
-A side is a backend with a precision (`cpu`, `cuda:bf16`) that runs here, or the folder of a side that was recorded on
-any machine. Each side runs in a separate process, because some backends (XLA, CUDA) keep the device until their process
-ends. A side that was stopped or killed continues from its last checkpoint. Its record is written last.
+A side is a backend with a precision, such as `cpu` or `cuda:bf16`, that runs on this machine, or the folder of a side
+that was recorded earlier, possibly on a different machine. If only A is specified, it is recorded for later.
+
+Each side runs in a separate process, because some backends (XLA and CUDA) hold on to the device until their process
+ends. A side that was interrupted resumes from its last checkpoint. The record is written last, so that a side with a
+record is complete.
 """
 
 import os
@@ -58,9 +61,9 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 RECORD, ARRAYS, EVENTS, KIND = "record.json", "arrays", "events.jsonl", "parity side"
 ROW_ARRAYS = ("sample_id", "query_id", "label", "gain")
 VECTOR_ROWS = 1000
-"""Number of rows whose embeddings are compared."""
+"""Number of rows whose embeddings are compared between sides."""
 FIRST_STEPS = 10
-"""Training steps whose losses and gradients are checked. Later steps magnify rounding."""
+"""Number of training steps whose losses and gradients are compared. In later steps, rounding errors are amplified."""
 BARS = {
     "holdout_loss": (1e-3, 2e-2),
     "first_losses": (1e-4, 0.1),
@@ -70,10 +73,12 @@ BARS = {
     "correlation": (0.99999, 0.999),
     "cosine": (0.99999, 0.999),
 }
-"""How far two sides may be apart: with both in fp32 (XLA:CPU and PyTorch's own CPU kernels stay 50 times and more
-below), and with one in bf16 or autocast. Losses and gradients are relative differences. The metric has the same bar in
-every precision, though training magnifies rounding: 300 steps on PriceRunner in bf16 led to accuracies 0.08 to 0.2 %
-apart, and so did fp32 (0.13 %) from weights that were moved once by 0.2 %, the rounding of bf16."""
+"""Tolerances by figure, for two sides in fp32, and for at least one side in bf16 or autocast. For losses and gradients,
+these are relative differences. In fp32, XLA:CPU and PyTorch's CPU kernels differ by at most 1/50 of them.
+
+The tolerance of the metric is a setting and doesn't depend on the precision, even though training amplifies rounding
+errors. After 300 steps on PriceRunner, accuracies in bf16 differed by 0.08 to 0.2%. In fp32, perturbing the initial
+weights by 0.2%, which is the rounding error of bf16, led to a similar difference (0.13%)."""
 _AT_LEAST = ("correlation", "cosine")
 _EVALUATIONS = 6
 
@@ -83,7 +88,7 @@ class _Figures(Record):
 
 
 class ValidationPoint(_Figures):
-    """An evaluation of the validation split during training. Step 0 is the initial checkpoint."""
+    """An evaluation on the validation split during training. Step 0 is the initial checkpoint."""
 
     step: int
     metric: float
@@ -91,7 +96,7 @@ class ValidationPoint(_Figures):
 
 
 class TrainingCurve(_Figures):
-    """Loss, gradient norm and digest of the samples of each training step, in order."""
+    """The loss, the gradient norm and a digest of the samples for each training step."""
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
@@ -99,25 +104,27 @@ class TrainingCurve(_Figures):
 
 
 class SideRecord(_Figures):
-    """Inputs, environment and results of one side."""
+    """The inputs, environment and results of a side."""
 
     schema_version: Literal[2] = 2
-    run: str = Field(description="Fingerprint of the computation, equal for comparable sides")
+    run: str = Field(description="Fingerprint of the computation, which is equal for sides that can be compared")
     backend: str
     precision: Precision
-    device: str = Field(description="Device of the compiled graphs, such as xla:CPU")
+    device: str = Field(description="Device that the graphs were compiled for, such as xla:CPU")
     checkpoint: str = Field(description="URI of the checkpoint")
-    digest: str = Field(description="Digest of its manifest: names its content")
+    digest: str = Field(description="Digest of the checkpoint manifest, which identifies its content")
     identity: dict[str, str] = Field(
-        description="Fingerprints of everything that determines the weights, except the precision"
+        description="Fingerprints of everything that affects the weights, except for the precision"
     )
     metric: str
     label_gains: tuple[float, ...]
-    evaluations: tuple[ValidationPoint, ...] = Field(min_length=1, description="Step 0 first: the checkpoint itself")
+    evaluations: tuple[ValidationPoint, ...] = Field(
+        min_length=1, description="Evaluations in order, starting with the initial checkpoint (step 0)"
+    )
     curve: TrainingCurve
-    scores: str = Field(description="Digest of the manifest of the arrays in the same folder")
+    scores: str = Field(description="Digest of the manifest of the arrays, which are in the same folder")
     code_version: str
-    finished: datetime = Field(description="UTC")
+    finished: datetime = Field(description="Time in UTC")
 
     @property
     def name(self) -> str:
@@ -125,10 +132,10 @@ class SideRecord(_Figures):
 
 
 class RecordedSide(NamedTuple):
-    """A record with its arrays.
+    """A side loaded from its record.
 
-    sample_id (ascending), query_id, label, gain [N]; logits [N, K]; unit `query` and `product` embeddings [M, D] of
-    some rows.
+    Its arrays are sample_id (ascending), query_id, label and gain of shape [N], logits of shape [N, K], and unit
+    embeddings `query` and `product` of shape [M, D] for a sample of the rows.
     """
 
     uri: str
@@ -137,7 +144,7 @@ class RecordedSide(NamedTuple):
 
 
 class EvaluationPair(_Figures):
-    """One evaluation on both sides. `relative`: the absolute difference divided by a."""
+    """An evaluation on both sides. `relative` is the absolute difference divided by the value of side A."""
 
     a: ValidationPoint
     b: ValidationPoint
@@ -152,7 +159,7 @@ class EvaluationPair(_Figures):
 
 
 class ParityCheck(_Figures):
-    """One figure compared with its bound. The value is None if it is undefined for this data."""
+    """A figure compared with its tolerance. Its value is None if it is undefined for this data."""
 
     name: str
     text: str
@@ -168,20 +175,20 @@ class ParityCheck(_Figures):
 
 
 class ParityReport(_Figures):
-    """The comparison of two sides."""
+    """The result of comparing two sides."""
 
     schema_version: Literal[3] = 3
     a: str = Field(description="Backend and precision of the first side, such as cpu.fp32")
     b: str
     records: tuple[str, str] = Field(description="URIs of the records")
-    checkpoint: str = Field(description="URI as the first side knows it")
+    checkpoint: str = Field(description="URI of the checkpoint, as recorded by the first side")
     metric: str
     rows: int
-    decisions: int = Field(description="Rows whose most probable class differs")
+    decisions: int = Field(description="Number of rows whose most probable class differs")
     max_difference: float
     evaluations: tuple[EvaluationPair, ...]
     checks: tuple[ParityCheck, ...]
-    note: str = Field(description="Reason if there are too few rows, else empty")
+    note: str = Field(description="Warning if there are too few rows to detect a difference, or empty")
 
     @property
     def failed(self) -> tuple[ParityCheck, ...]:
@@ -191,45 +198,45 @@ class ParityReport(_Figures):
         return next(check.value for check in self.checks if check.name == name)
 
     def lines(self) -> list[str]:
-        """Return lines for a terminal: evaluations side by side, figures with their bounds, notes."""
+        """Format the report for a terminal, with evaluations side by side, figures with their tolerances, and notes."""
         return [
             f"parity of A {self.a} and B {self.b}: {self.metric} and loss on {self.rows:,} holdout rows, trained from"
             f" {self.checkpoint}",
             f"{'step':>6}{'A':>12}{'B':>12}{'relative':>12}{'loss A':>12}{'loss B':>12}{'relative':>12}",
             *(pair.line for pair in self.evaluations),
             *(f"  {check.outcome:<7}  {check.line}" for check in self.checks),
-            f"  {self.decisions:,} of {self.rows:,} rows have another most probable class",
+            f"  {self.decisions:,} of {self.rows:,} rows have a different most probable class",
             *([f"  note: {self.note}"] if self.note else []),
         ]
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Record the sides that run here, then compare. Raises GateRefused if they differ too much."""
-    words, to = call.arguments, call.options.get("--to", "")
-    sides = [_parse(word, settings.train.precision) for word in words]
-    if (to and len(words) > 1) or sides == [""] or (len(words) == 2 and sides[0] == sides[1] != ""):
+    """Run the sides on this machine and compare their results. Raises GateRefused if they differ too much."""
+    names, to = call.arguments, call.options.get("--to", "")
+    sides = [_parse(name, settings.train.precision) for name in names]
+    if (to and len(names) > 1) or sides == [""] or (len(names) == 2 and sides[0] == sides[1] != ""):
         raise ConfigError(
-            f"sides {' and '.join(words)}{' with --to' if to else ''}",
-            expected=f"two different ones, of {', '.join(BACKENDS)}, each also as BACKEND:{'|'.join(PRECISIONS)}, or a"
-            " folder or URI of a recorded side; or one with --to",
+            f"cannot compare {' and '.join(names)}{' with --to' if to else ''}",
+            expected=f"two different sides, each of which is one of {', '.join(BACKENDS)}, optionally with a precision"
+            f" as in BACKEND:{'|'.join(PRECISIONS)}, or the folder or URI of a recorded side. --to requires one side",
             next_command="trnpipe parity A B, or trnpipe parity BACKEND --to FOLDER",
         )
     with open_context(settings, stop) as ctx:
-        tasks = {word: make_task(settings, ctx, side, to) for word, side in zip(words, sides, strict=True) if side}
+        tasks = {name: make_task(settings, ctx, side, to) for name, side in zip(names, sides, strict=True) if side}
 
-        def load(word: str) -> RecordedSide:
-            place = tasks[word].place if word in tasks else word
-            return load_side(open_storage(place, retry=settings.storage, stop=stop), ctx.scratch / KIND)
+        def load(name: str) -> RecordedSide:
+            uri = tasks[name].uri if name in tasks else name
+            return load_side(open_storage(uri, retry=settings.storage, stop=stop), ctx.scratch / KIND)
 
-        # Read recorded sides first, to find a folder without a record before hours of training.
-        for word in set(words) - set(tasks):
-            load(word)
+        # Load recorded sides first, so that a folder without a record fails before hours of training.
+        for name in set(names) - set(tasks):
+            load(name)
         for task in tasks.values():
             doing, threads = f"recording {task.name}", torch.get_num_threads()
             list(run_tasks(record, threads, iter([task]), num_workers=1, stop=stop, doing=doing))
-        recorded = [load(word) for word in words]
-        if len(words) == 1:
-            say(f"compare it with another side: trnpipe parity {recorded[0].uri} SIDE")
+        recorded = [load(name) for name in names]
+        if len(names) == 1:
+            say(f"to compare it with a different side: trnpipe parity {recorded[0].uri} SIDE")
             return EXIT_OK
         report = compare_sides(recorded[0], recorded[1], settings.parity)
         for line in report.lines():
@@ -240,30 +247,33 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     if report.failed:
         raise GateRefused(
             f"{report.a} and {report.b} differ too much: {'; '.join(check.line for check in report.failed)}",
-            expected="every figure within its bound",
-            next_command="see the differences in parity.json",
+            expected="all figures within their tolerances",
+            next_command="check the differences in parity.json",
         )
     return EXIT_OK
 
 
 def _parse(text: str, precision: Precision) -> str:
-    """Return BACKEND:PRECISION, '' for a folder or URI. Raises ConfigError for an unknown precision."""
+    """Return the side as BACKEND:PRECISION, or an empty string for a folder or URI.
+
+    Raises ConfigError if the precision is unknown.
+    """
     backend, colon, named = text.partition(":")
     if backend not in BACKENDS:
         return ""
     if colon and named not in PRECISIONS:
-        raise ConfigError(f"side {text!r}", expected=f"{backend}, or with a precision: {', '.join(PRECISIONS)}")
+        raise ConfigError(f"unknown precision in {text!r}", expected=f"one of {', '.join(PRECISIONS)}")
     return f"{backend}:{named if colon else precision}"
 
 
-def load_side(place: Storage, cache_dir: Path) -> RecordedSide:
-    """Load a recorded side and verify every byte of its arrays. Raises DataError."""
-    again = "record the side with trnpipe parity SIDE --to FOLDER, on the machine that has the device"
-    record = read_record(place, RECORD, SideRecord, "a record of a side", "trnpipe parity", next_command=again)
-    if record is None or require_manifest(place, ARRAYS).digest != record.scores:
-        seen = f"{place.root} has no complete recorded side"
+def load_side(storage: Storage, cache_dir: Path) -> RecordedSide:
+    """Load a recorded side, and verify every byte of its arrays. Raises DataError if it is not complete."""
+    again = "record the side with trnpipe parity SIDE --to FOLDER, on a machine with its device"
+    record = read_record(storage, RECORD, SideRecord, "a record of a side", "trnpipe parity", next_command=again)
+    if record is None or require_manifest(storage, ARRAYS).digest != record.scores:
+        seen = f"{storage.root} does not contain a complete recorded side"
         raise DataError(seen, expected="the complete folder of a recorded side", next_command=again)
-    return RecordedSide(place.root, record, load_arrays(place, ARRAYS, KIND, cache_dir)[0])
+    return RecordedSide(storage.root, record, load_arrays(storage, ARRAYS, KIND, cache_dir)[0])
 
 
 # Recording a side in a separate process.
@@ -271,30 +281,32 @@ def load_side(place: Storage, cache_dir: Path) -> RecordedSide:
 
 @dataclass(frozen=True)
 class SideTask:
-    """One side to record.
+    """A side to record.
 
-    `settings`: of its training run. `run`: fingerprint of the computation, equal for comparable sides. `place`: URI of
-    the folder for the record.
+    Args:
+        settings: settings of the training run.
+        run: fingerprint of the computation, which is equal for sides that can be compared.
+        uri: URI of the folder to write the record to.
     """
 
     settings: Settings
     run: str
-    place: str
+    uri: str
 
     @property
     def name(self) -> str:
         return f"{self.settings.backend}.{self.settings.train.precision}"
 
 
-def make_task(settings: Settings, ctx: StageContext, side: str, place: str) -> SideTask:
-    """Create the task of a side. `place`: URI for the record, empty for a folder in the workspace.
+def make_task(settings: Settings, ctx: StageContext, side: str, uri: str) -> SideTask:
+    """Create the task of recording a side to `uri`, or to a folder in the workspace if it is empty.
 
-    Raises ConfigError or CheckpointError if there is no checkpoint, DataError if there is no prepared data.
+    Raises ConfigError or CheckpointError if there is no checkpoint, and DataError if there is no prepared data.
     """
     if settings.train.metric == "retrieval_ndcg":
         raise ConfigError(
-            "train.metric is retrieval_ndcg: parity compares scores of pairs",
-            expected="a model with a trained relevance head, and a metric of pairs",
+            "train.metric is retrieval_ndcg, but parity compares the scores of pairs",
+            expected="a model with a trained relevance head, and a metric for pairs",
             next_command="--train.metric macro_f1",
         )
     backend, _, precision = side.partition(":")
@@ -305,17 +317,17 @@ def make_task(settings: Settings, ctx: StageContext, side: str, place: str) -> S
             "evaluate_every": every,
             "evaluate_rows": settings.parity.rows,
             "precision": precision,
-            # Half of this metric measures search, but parity compares scores of pairs.
+            # Half of the combined metric measures search, but parity only compares the scores of pairs.
             "metric": "macro_f1" if settings.train.metric == "combined" else settings.train.metric,
             "deadline": None,
             "patience": 0,
         },
-        "model": {"dropout": 0.0},  # random numbers differ between devices
+        "model": {"dropout": 0.0},  # devices generate different random numbers
         "compile": {"on_unknown_graph": "warn"},
         "log": {"tensorboard": False},
     }
     sections = {name: getattr(settings, name).model_copy(update=values) for name, values in changes.items()}
-    of_side = settings.model_copy(
+    side_settings = settings.model_copy(
         update={**sections, "backend": backend, "checkpoint": CheckpointConfig(every_steps=every, keep_last=1)}
     )
     run = fingerprint(
@@ -323,13 +335,13 @@ def make_task(settings: Settings, ctx: StageContext, side: str, place: str) -> S
             "checkpoint": _start(settings, ctx).digest,
             "token_sets": list(load_prepared(ctx).token_sets),
             "negatives": mined_negatives(ctx),
-            "train": of_side.train.model_dump(mode="json", exclude={"start", "precision"}),
-            "model": of_side.model.model_dump(mode="json"),
+            "train": side_settings.train.model_dump(mode="json", exclude={"start", "precision"}),
+            "model": side_settings.model.model_dump(mode="json"),
             "code_version": ctx.code_version,
         }
     )[:12]
     default = f"cycles/{ctx.cycle}/parity/sides/{run}/{backend}.{precision}"
-    return SideTask(of_side, run, place or ctx.workspace.uri(default))
+    return SideTask(side_settings, run, uri or ctx.workspace.uri(default))
 
 
 def _start(settings: Settings, ctx: StageContext) -> Checkpoint:
@@ -340,8 +352,8 @@ def _start(settings: Settings, ctx: StageContext) -> Checkpoint:
         start = locate_start(named, settings, ctx.workspace)
     if start is None:
         raise ConfigError(
-            f"there is no checkpoint to start from: parity.checkpoint is {named or 'not set'}, cycle {ctx.cycle} is"
-            f" {'trained' if trained else 'not trained'}",
+            f"there is no checkpoint to start from, because parity.checkpoint is {named or 'not set'} and cycle"
+            f" {ctx.cycle} is {'trained' if trained else 'not trained'}",
             expected="a trained model",
             next_command="trnpipe train, or --parity.checkpoint WORKSPACE/checkpoints/CYCLE/step-N",
         )
@@ -349,9 +361,9 @@ def _start(settings: Settings, ctx: StageContext) -> Checkpoint:
 
 
 def record(threads: int, task: SideTask) -> None:
-    """Record a side unless it is recorded already: the scores of the checkpoint, then the training run from it."""
+    """Score and train the checkpoint, and record the results, unless the side has been recorded before."""
     settings = task.settings
-    torch.set_num_threads(threads)  # worker processes have one
+    torch.set_num_threads(threads)  # worker processes start with a single thread
     warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
     # Only the parent process writes to the event log.
     with open_context(settings, StopSignal(), {**os.environ, TRACE_FILE: ""}) as ctx:
@@ -367,30 +379,30 @@ def record(threads: int, task: SideTask) -> None:
 def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
     settings, train, model = task.settings, task.settings.train, task.settings.model
     prepared, label = load_prepared(ctx), f"{task.name} of run {task.run}"
-    place = open_storage(task.place, retry=settings.storage, stop=ctx.stop)
+    storage = open_storage(task.uri, retry=settings.storage, stop=ctx.stop)
     inputs = gather_inputs(ctx.workspace, prepared.token_sets, checkpoint, train, model, mined_negatives(ctx))
-    # Train on all prepared partitions, although the checkpoint may have seen them.
+    # Train on all prepared partitions, even if the checkpoint was already trained on some of them.
     selection = Selection(new=tuple(each.partition for each in inputs.sets), old=(), late=())
     buckets, mined = inputs.sets[0].info.buckets, inputs.negatives.digest if inputs.negatives else ""
     identity = identity_parts(train, model, inputs.spec, selection, buckets, checkpoint.digest, mined)
     inputs = replace(inputs, selection=selection, identity=identity)
-    if read_manifest(place, ARRAYS) is None:
+    if read_manifest(storage, ARRAYS) is None:
         limit, cache_dir = settings.parity.rows, ctx.scratch / "tokens"
         holdout = open_holdout(ctx.workspace, inputs.sets, "valid", cache_dir, limit, "parity.rows")
         scored, device = _score(task, checkpoint, holdout, ctx.stop)
-        save_arrays(place, ARRAYS, KIND, scored, ctx.scratch, {"side": label, "device": device})
-    manifest = require_manifest(place, ARRAYS)
-    # Do not mix the results of two tasks.
+        save_arrays(storage, ARRAYS, KIND, scored, ctx.scratch, {"side": label, "device": device})
+    manifest = require_manifest(storage, ARRAYS)
+    # The folder may belong to a different task, whose results must not be mixed with those of this one.
     if manifest.fields.get("side") != label:
         raise ConfigError(
-            f"{place.root} has {manifest.fields.get('side')}",
-            expected=f"nothing, or {label}",
-            next_command="name another folder with --to, or delete that one",
+            f"{storage.root} already contains {manifest.fields.get('side')}",
+            expected=f"an empty folder, or {label}",
+            next_command="use a different folder with --to, or delete this one",
         )
-    if place.stat(RECORD) is not None:
+    if storage.stat(RECORD) is not None:
         return
-    # The normal training run, with checkpoints and events below the record.
-    work = open_storage(f"{task.place.rstrip('/')}/work", retry=settings.storage, stop=StopSignal())
+    # This is a regular training run, except that its checkpoints and events are stored next to the record.
+    work = open_storage(f"{task.uri.rstrip('/')}/work", retry=settings.storage, stop=StopSignal())
     log = EventLog(work, EVENTS)
     config = RunConfig(settings.backend, model, train, settings.checkpoint, settings.log, settings.health)
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
@@ -401,7 +413,7 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
             train_model(opened)
     finally:
         log.close()
-    arrays, gains = load_arrays(place, ARRAYS, KIND, ctx.scratch / ARRAYS)[0], inputs.sets[0].info.label_gains
+    arrays, gains = load_arrays(storage, ARRAYS, KIND, ctx.scratch / ARRAYS)[0], inputs.sets[0].info.label_gains
     reached = figures({name: arrays[name] for name in ("query_id", "label", "gain", "logits")}, gains)
     start = ValidationPoint(step=0, metric=float(getattr(reached, train.metric)), loss=reached.loss)
     evaluations, curve = _trained(read_events(work, EVENTS), train.metric)
@@ -421,22 +433,22 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
         code_version=ctx.code_version,
         finished=datetime.now(UTC),
     )
-    place.write_bytes(RECORD, side.model_dump_json(indent=1).encode() + b"\n")
-    place.delete_prefix("work/checkpoints/")  # only needed to continue
-    ctx.console.info(f"parity: {task.name} is recorded in {place.root}")
+    storage.write_bytes(RECORD, side.model_dump_json(indent=1).encode() + b"\n")
+    storage.delete_prefix("work/checkpoints/")  # only needed to resume training
+    ctx.console.info(f"parity: recorded {task.name} in {storage.root}")
 
 
 def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopSignal) -> tuple[Arrays, str]:
-    """Score the holdout as training evaluates it. Return the arrays of a side and the name of the device.
+    """Score the holdout in the same way as evaluations during training.
 
-    Raises Preempted.
+    Returns the arrays of the side and the name of the device. Raises Preempted.
     """
     train, rows, order = task.settings.train, holdout.rows, holdout.order
     backend = open_device(task.settings.backend, World())
     with torch.device("meta"):
         model = RelevanceModel(task.settings.model, checkpoint.state.inputs)
     weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.prefix)
-    # Optimizer and batch as in training, so that the graphs are equal.
+    # Use the same optimizer and batch size as in training, so that no other graphs are compiled.
     one_rate, batch_size = train.optimizer.has_one_rate, min(train.micro_batch_size, train.global_batch_size)
     program = ScoreProgram(model, backend, train.precision, has_one_rate=one_rate)
     program.load(weights)
@@ -450,22 +462,25 @@ def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopS
     with progress(f"parity: {task.name} scores", order.total, "rows") as advance:
         scorer = Scorer(backend, ProcessGroup(World(), timeout_s=1.0), stop, batch_size)
         scored = scorer.run(outputs, rows, order, None, advance)
-    # Embeddings of some rows, chosen by a hash of their ids.
-    some = np.sort(np.argsort(mix64(scored["sample_id"].astype(np.uint64)), kind="stable")[:VECTOR_ROWS])
+    # Keep the embeddings of a sample of the rows, which is selected by a hash of their ids.
+    sample = np.sort(np.argsort(mix64(scored["sample_id"].astype(np.uint64)), kind="stable")[:VECTOR_ROWS])
     kept = {name: scored[name] for name in (*ROW_ARRAYS, "logits")}
-    return kept | {name: scored[name][some] for name in ("query", "product")}, backend.device_name()
+    return kept | {name: scored[name][sample] for name in ("query", "product")}, backend.device_name()
 
 
 def _trained(events: Iterable[dict[str, Any]], metric: str) -> tuple[list[ValidationPoint], TrainingCurve]:
-    """Return the evaluations and the steps of a training run. Of a step repeated after a kill, the last counts.
+    """Read the evaluations and the training curve from the events of a training run.
 
-    Figures that are not finite are stored as strings.
+    If a step was repeated after an interruption, its last figures are used. Note that figures which are not finite are
+    stored as strings.
     """
     evaluations: dict[int, ValidationPoint] = {}
     steps: dict[int, tuple[float, float, str]] = {}
     for event in events:
         step = event.get("step", 0)
-        if event["event"] == EventName.HOLDOUT_EVALUATED and "best" in event:  # not those of the finished candidate
+        if (
+            event["event"] == EventName.HOLDOUT_EVALUATED and "best" in event
+        ):  # skip evaluations of the finished candidate
             evaluations[step] = ValidationPoint(step=step, metric=float(event[metric]), loss=float(event["loss"]))
         if event["event"] == EventName.TRAIN_STEPS:
             figures_of_steps = zip(
@@ -477,11 +492,11 @@ def _trained(events: Iterable[dict[str, Any]], metric: str) -> tuple[list[Valida
     return in_order, TrainingCurve(losses=losses, grad_norms=norms, samples=samples)
 
 
-# Comparing two sides. Side `a` is the reference. A figure that is NaN fails its bar.
+# Comparing two sides. Differences are relative to side A. A figure that is NaN fails its check.
 
 
 def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> ParityReport:
-    """Compare two sides. Raises ConfigError or DataError if they did not do the same work."""
+    """Compare two sides. Raises ConfigError or DataError if they are not comparable."""
     _check_same(a, b)
     record_a, record_b = a.record, b.record
     metric, loss = (
@@ -503,20 +518,20 @@ def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> Par
     correlation = _correlation(*(table @ np.array(record_a.label_gains) for table in probabilities))
     steps = f"in the first {len(losses)} steps"
     values: dict[str, tuple[str, float | None]] = {
-        "metric": (f"relative difference of {record_a.metric}", metric.max()),
-        "holdout_loss": ("relative difference of the holdout loss", loss.max()),
-        "first_losses": (f"relative difference of the loss {steps}", losses.max()),
-        "first_gradients": (f"the same of the gradient norm {steps}", gradients.max()),
-        "probability": ("largest difference of a probability", apart.max()),
-        "mean_probability": ("mean difference of a probability", apart.mean()),
+        "metric": (f"relative difference in {record_a.metric}", metric.max()),
+        "holdout_loss": ("relative difference in holdout loss", loss.max()),
+        "first_losses": (f"relative difference in loss {steps}", losses.max()),
+        "first_gradients": (f"relative difference in gradient norm {steps}", gradients.max()),
+        "probability": ("maximum difference in a probability", apart.max()),
+        "mean_probability": ("mean difference in probabilities", apart.mean()),
         "correlation": ("correlation of the scores", correlation),
-        "cosine": ("least cosine of an embedding", cosines.min(initial=1.0)),
+        "cosine": ("minimum cosine similarity of embeddings", cosines.min(initial=1.0)),
     }
     reduced = {record_a.precision, record_b.precision} != {"fp32"}
     bounds = {"metric": config.max_difference} | {name: bars[reduced] for name, bars in BARS.items()}
     rows, start, note = len(first), record_a.evaluations[0].metric, ""
     if (one_row := 1.0 / (rows * start) if start > 0 else 1.0) > config.max_difference:
-        note = f"one of the {rows:,} holdout rows is {one_row:.2%} of the metric: too few to show a difference"
+        note = f"a single one of the {rows:,} holdout rows moves the metric by {one_row:.2%}, more than the tolerance"
     return ParityReport(
         a=record_a.name,
         b=record_b.name,
@@ -533,7 +548,7 @@ def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> Par
 
 
 def relative_differences(a: Sequence[float], b: Sequence[float]) -> Float64s:
-    """Return |b - a| / |a|: infinite if only `a` is 0, NaN if a value is not finite."""
+    """Return |b - a| / |a|, which is infinite if only `a` is 0, and NaN if either value is not finite."""
     left, right = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     with np.errstate(all="ignore"):
         apart = np.where(left == right, 0.0, np.abs(right - left) / np.abs(left))
@@ -541,7 +556,7 @@ def relative_differences(a: Sequence[float], b: Sequence[float]) -> Float64s:
 
 
 def _correlation(a: Float64s, b: Float64s) -> float | None:
-    """Return Pearson's correlation of [N] values, None if either is constant."""
+    """Return the Pearson correlation of two arrays, or None if either is constant."""
     if not (np.ptp(a) and np.ptp(b)):
         return None
     with np.errstate(all="ignore"):
@@ -557,15 +572,15 @@ def _check(name: str, text: str, value: float | None, bound: float) -> ParityChe
 
 
 def _check_same(a: RecordedSide, b: RecordedSide) -> None:
-    """Raise ConfigError or DataError if more than backend and precision differs."""
-    work_a, work_b = ({"checkpoint": side.record.digest, **side.record.identity} for side in (a, b))
-    different = sorted(name for name in work_a.keys() | work_b.keys() if work_a.get(name) != work_b.get(name))
-    of_settings = any(not name.startswith("data.") for name in different)
+    """Raise ConfigError or DataError if the sides differ in more than their backend and precision."""
+    inputs_a, inputs_b = ({"checkpoint": side.record.digest, **side.record.identity} for side in (a, b))
+    different = sorted(name for name in inputs_a.keys() | inputs_b.keys() if inputs_a.get(name) != inputs_b.get(name))
+    is_config_error = any(not name.startswith("data.") for name in different)
     different += [f"{name} of the holdout" for name in ROW_ARRAYS if not np.array_equal(a.arrays[name], b.arrays[name])]
     different += ["samples of the training steps"] if a.record.curve.samples != b.record.curve.samples else []
     if different:
-        raise (ConfigError if of_settings else DataError)(
-            f"{a.uri} and {b.uri} were recorded with other {', '.join(different)}",
-            expected="the same checkpoint, data and settings, except backend and precision",
-            next_command="record one of them again with the other's settings",
+        raise (ConfigError if is_config_error else DataError)(
+            f"{a.uri} and {b.uri} were recorded with different {', '.join(different)}",
+            expected="the same checkpoint, data and settings, except for the backend and precision",
+            next_command="record one of them again with the settings of the other",
         )

@@ -1,4 +1,4 @@
-"""`trnpipe registry` and `trnpipe serving`: show and change the production model and the served vectors."""
+"""`trnpipe registry` and `trnpipe serving`, which show and change the production model and the served vectors."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ VERBS: Mapping[str, str] = {
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Run one action on the registry of the workspace. Return the exit code. Raises TrnpipeError."""
+    """Run an action on the registry of the workspace, and return the exit code. Raises TrnpipeError."""
     as_json = JSON in call.switches
     registry = _open_registry(settings, stop, exists=call.action in ("show", "rollback"))
     if call.action == "list":
@@ -40,7 +40,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         return _show(registry, named, say, as_json=as_json)
     forced = call.options.get(FORCE)
     if forced is not None and not one_line(forced):
-        raise ConfigError("the reason is empty", expected=f"{FORCE} and why the gate is wrong, in a few words")
+        raise ConfigError("the reason is empty", expected=f"{FORCE} with a short reason for overriding the gate")
     before, served_before = registry.production(), registry.serving()
     if call.action == "promote":
         say_change(before, registry.promote(named, cycle=settings.cycle, force=forced or ""), say)
@@ -51,7 +51,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         say(f"{registry.model}: {served_line(served)}")
         fewer = served_before.vectors.rows - served.vectors.rows if served_before else 0
         if fewer > 0:
-            say(f"{registry.model}: {fewer:,} vectors fewer: products added since are not found until the next cycle")
+            say(f"{registry.model}: {fewer:,} vectors fewer. Newer products cannot be found until the next cycle")
     return EXIT_OK
 
 
@@ -68,17 +68,20 @@ def run_serving(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) 
         document = {"model": model, "serving": _dump(served), "pairs": [_dump(pair) for pair in pairs]}
         say(json.dumps(document, indent=1))
         return EXIT_OK
-    say(f"{model} | {served_line(served) if served else 'nothing is served: trnpipe embed, trnpipe embed verify'}")
+    say(
+        f"{model} | {served_line(served) if served else 'nothing is served (trnpipe embed, then trnpipe embed verify)'}"
+    )
     for pair in reversed(pairs):
         if pair != served:
-            say(f"  before: {served_line(pair)}")
+            say(f"  previously {served_line(pair)}")
     return EXIT_OK
 
 
 def _open_registry(settings: Settings, stop: StopSignal, *, exists: bool = True) -> Registry:
-    """Open the registry of the model that the settings name, of the only model if they name none and one `exists`.
+    """Open the registry of the configured model.
 
-    Raises ConfigError.
+    If no model is configured, this is the only model in the workspace. `exists` can be set to False for actions that
+    don't require the model to be registered. Raises ConfigError if the model does not exist.
     """
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     check_workspace(workspace)
@@ -89,7 +92,7 @@ def _open_registry(settings: Settings, stop: StopSignal, *, exists: bool = True)
 
 
 def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:
-    """List all models. A damaged pointer is listed, and makes the exit code that of CheckpointError."""
+    """List all models. If the pointer of a model is damaged, this returns the exit code of CheckpointError."""
     rows, lines = list[dict[str, Any]](), list[str]()
     for model in list_models(workspace):
         try:
@@ -105,10 +108,10 @@ def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:
 
 
 def _show(registry: Registry, named: str, say: Say, *, as_json: bool) -> int:
-    """Show the production checkpoint of the model, or a named one, with its lineage and history."""
+    """Show the production checkpoint of the model, or a given one, with its lineage and history."""
     pointer, entries = registry.production(), registry.history()
     prefix = named or (pointer.checkpoint if pointer else "")
-    # If the production checkpoint was deleted, still show the history, which leads to a good one.
+    # Even if the production checkpoint was deleted, show the history, which lists checkpoints to roll back to.
     ancestors, lost = tuple[Ancestor, ...](), ""
     try:
         ancestors = registry.lineage(prefix) if prefix else ()
@@ -151,8 +154,8 @@ def _production_line(pointer: Pointer | None) -> str:
 
 
 def served_line(pair: DeployedPair) -> str:
-    """Return a line with the served checkpoint, the cycle of its vectors, the generation, and who changed it."""
-    what = f"served is {pair.checkpoint} with {pair.vectors.rows:,} vectors of cycle {pair.vectors.cycle}"
+    """Describe a deployed pair in a line, including its author."""
+    what = f"serving {pair.checkpoint} with {pair.vectors.rows:,} vectors of cycle {pair.vectors.cycle}"
     why = f" | {pair.reason}" if pair.reason else ""
     how = f"{pair.action.replace('_', ' ')} {_when(pair)} by {pair.author.by}"
     return f"{what} | generation {pair.generation} | {how}{why}"
@@ -164,31 +167,31 @@ def _when(entry: HistoryEntry | DeployedPair) -> str:
 
 def say_change(before: Pointer | None, now: Pointer, say: Say) -> None:
     if now == before:
-        say(f"{now.model}: unchanged, production already is {_production_line(now)}")
+        say(f"{now.model}: unchanged, production is already {_production_line(now)}")
         return
     replaced = now.replaced.checkpoint if now.replaced else "nothing"
-    say(f"{now.model}: {VERBS[now.action]} {now.checkpoint}, in place of {replaced} | every byte verified")
+    say(f"{now.model}: {VERBS[now.action]} {now.checkpoint}, replacing {replaced} | every byte verified")
 
 
 def _lineage_lines(ancestors: tuple[Ancestor, ...]) -> Iterator[str]:
     if ancestors:
-        yield "lineage, back to the root:"
+        yield "lineage, from the checkpoint to its root:"
     for ancestor, parent in zip_longest(ancestors, ancestors[1:]):
         parts = [ancestor.checkpoint, f"digest {ancestor.digest[:12]}"]
         if ancestor.watermark:
-            parts.append(f"data to {ancestor.watermark}")
+            parts.append(f"data until {ancestor.watermark}")
         if ancestor.partitions:
             names = sorted(ancestor.partitions)
             more = f" and {len(names) - SHOWN_PARTITIONS} more" if len(names) > SHOWN_PARTITIONS else ""
-            # The partitions of a deleted parent are not known.
-            word = "seen" if parent is not None and not parent.settings_hash else "new"
-            parts.append(f"{word} {', '.join(names[:SHOWN_PARTITIONS])}{more}")
+            # If the parent was deleted, it is unknown which of these partitions it was trained on.
+            label = "trained on" if parent is not None and not parent.settings_hash else "new"
+            parts.append(f"{label} {', '.join(names[:SHOWN_PARTITIONS])}{more}")
         if ancestor.settings_hash:
             parts += [f"settings {ancestor.settings_hash[:12]}", f"code {ancestor.code_version}"]
         if ancestor.published:
-            parts.append(f"it began from {ancestor.published}")
+            parts.append(f"initialised from {ancestor.published}")
         if ancestor.note:
-            parts.append(f"the lineage ends here: {ancestor.note}")
+            parts.append(f"the lineage ends here, because {ancestor.note}")
         yield f"  {' | '.join(map(one_line, parts))}"
         if ancestor.figures:
             yield "    " + ", ".join(f"{name} {value:.4f}" for name, value in ancestor.figures.items())
@@ -198,7 +201,7 @@ def _history_lines(entries: tuple[HistoryEntry, ...]) -> Iterator[str]:
     if not entries:
         return
     shown = entries[-SHOWN_ENTRIES:]
-    yield f"history, the newest first{f' ({len(shown)} of {len(entries)})' if len(shown) < len(entries) else ''}:"
+    yield f"history, newest first{f' ({len(shown)} of {len(entries)})' if len(shown) < len(entries) else ''}:"
     for entry in reversed(shown):
         yield f"  {_when(entry)} | {VERBS[entry.action]} {entry.checkpoint} | by {entry.author.by}"
         for reason in entry.reasons:

@@ -1,7 +1,8 @@
-"""Memory-mapped vectors, titles and words of the products of committed vectors, for search.
+"""A search index of products, which combines their memory-mapped vectors with titles and a BM25 index.
 
-The first search of a set of vectors writes these files into the cache folder, once for each content: below vectors/
-vectors.npy and ids.arrow (embed/vectors.py), and below words/ titles.arrow and the index of BM25.
+The first search with a set of vectors writes the index to the cache folder, where it is keyed by the digest of the
+vectors. vectors/ holds vectors.npy and ids.arrow (see embed/vectors.py), and words/ holds titles.arrow and the BM25
+index.
 """
 
 import os
@@ -34,28 +35,30 @@ from pipeline.retrieval.search import Ranked, fuse_by_rank, search_vectors
 _KIND = "words"
 _TITLES = "titles.arrow"
 BLOCK_ROWS = 4096
-"""Vectors converted to fp32 and compared at a time: 6 MB at 384 dimensions, half the time of four times as many."""
+"""Number of vectors to convert to fp32 and compare at a time. A block of 384-dimensional vectors takes 6 MB, which is
+twice as fast as blocks of four times that size."""
 KEPT, UNUSED_S = 4, 86_400.0
-"""Sets kept on this machine (two models of two workspaces), in addition to those used within a day."""
+"""Number of indexes to keep on this machine (two models of two workspaces), besides those used within the last day."""
 DEPTH = 100
-"""Minimum items of each list that hybrid search joins."""
+"""Minimum number of results from each of the two lists that hybrid search merges."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best items of one query by vectors, by words (BM25), and by both (reciprocal rank fusion)."""
+    """The top items for a query by vector similarity and by words (BM25)."""
 
     vectors: Ranked
     words: Ranked
 
     @cached_property
     def hybrid(self) -> Int64s:
+        """Return the items in the order of both lists, merged by reciprocal rank fusion."""
         return fuse_by_rank(self.vectors, self.words)
 
 
 @dataclass(frozen=True)
 class ProductIndex:
-    """N products: their vectors, and titles and words of the catalogue they were made from."""
+    """A search index of N products, with their vectors and with the titles and words they were embedded from."""
 
     mapped: MappedVectors
     titles: pa.ChunkedArray
@@ -65,26 +68,29 @@ class ProductIndex:
         return len(self.mapped)
 
     def search(self, query: str, vector: Float32s, top: int) -> Found:
-        """Search for a query with its unit vector [D], exactly. Memory: one block of vectors, and 8 bytes an item."""
+        """Run an exact search for a query, given its text and its unit vector of shape [D].
+
+        This takes the memory of one block of vectors, plus 8 bytes per product.
+        """
         depth = min(max(top, DEPTH), max(1, len(self)))
         vectors = search_vectors(vector[None], self._blocks(), depth)
         scores, items = self.words.search([query], depth)
         return Found(vectors, Ranked(items, scores))
 
     def products(self, items: Sequence[int]) -> list[tuple[Any, str]]:
-        """Return id and title of items."""
+        """Return the id and title of each item."""
         return [(self.mapped.ids[item].as_py(), self.titles[item].as_py()) for item in items]
 
     def _blocks(self) -> Iterator[tuple[int, Float32s]]:
         for first in range(0, len(self), BLOCK_ROWS):
             block = np.array(self.mapped.vectors[first : first + BLOCK_ROWS])
-            yield first, torch.from_numpy(block).float().numpy()  # NumPy takes five times as long for fp16
+            yield first, torch.from_numpy(block).float().numpy()  # NumPy is five times slower at converting fp16
 
 
 def open_index(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> ProductIndex:
-    """Open the index of committed vectors. Write it first if this machine has none.
+    """Open the search index of committed vectors. If it doesn't exist on this machine yet, it is built first.
 
-    Raises DataError if the catalogue has changed since it was embedded, ConfigError, Preempted.
+    Raises DataError if the catalogue has changed since it was embedded. Also raises ConfigError and Preempted.
     """
     mapped = open_vectors(workspace.uri(vectors.prefix), stop=stop)
     cache, digest = cache_folder(os.environ), vectors.manifest.digest
@@ -98,7 +104,10 @@ def open_index(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Prod
 
 
 def _keep_newest(folder: Path, used: str) -> None:
-    """Remove sets unused for a day, except the newest KEPT. A process that has mapped one can still read it."""
+    """Remove indexes that have not been used for a day, except for the newest KEPT.
+
+    Other processes that have already mapped an index can continue to read it.
+    """
     with suppress(OSError):  # removed by another process, or owned by another user
         os.utime(folder / used)
         for at, path in sorted(((path.stat().st_mtime, path) for path in folder.iterdir()), reverse=True)[KEPT:]:
@@ -107,14 +116,14 @@ def _keep_newest(folder: Path, used: str) -> None:
 
 
 def _write_words(workspace: Storage, vectors: VectorSet, folder: Path, stop: StopSignal) -> None:
-    """Write the titles of all products in the order of the vectors, and their BM25 index."""
+    """Write the titles of all products, in the same order as the vectors, and build their BM25 index."""
     with os_errors("writing", folder.as_uri()):
         make_dirs(folder)
     home = open_storage(str(folder.parent), stop=stop)
     with os_errors("writing", folder.as_uri()), exclusive(folder, stop):
         manifest = read_manifest(home, folder.name)
         if manifest is not None and manifest.kind == _KIND:
-            with suppress(DataError):  # a file was deleted
+            with suppress(DataError):  # rebuild the index if one of its files was deleted
                 check_sizes(home, folder.name, manifest)
                 return
         with staging_dir(folder) as staged:
@@ -132,7 +141,10 @@ def _write_words(workspace: Storage, vectors: VectorSet, folder: Path, stop: Sto
 
 
 def _texts(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield titles and full texts of the products in the order of the vectors. Raises DataError."""
+    """Yield the titles and full texts of the products in batches, in the same order as the vectors.
+
+    Raises DataError if the catalogue no longer matches the vectors.
+    """
     info = vectors.info
     plan = pinned_plan(workspace, info.cycle)
     if plan is None or plan.fingerprint != info.plan:
@@ -151,7 +163,7 @@ def _texts(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Iterator
                 originals = raw.batch()["title"].to_pylist()
                 ids_of, numbers = (rows.table[column].to_pylist() for column in ("id", "row"))
                 for name, row, text in zip(ids_of, numbers, rows.texts, strict=True):
-                    if name != expected:  # a repeated id
+                    if name != expected:  # only the first row with an id was embedded
                         continue
                     title = originals[row - raw.first_row]
                     titles.append((title or b"").decode().strip() or text)
@@ -160,7 +172,9 @@ def _texts(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Iterator
                 advance(len(originals))
                 yield titles, joined
             if expected is not None:
-                raise _other_catalogue(f"part {shard.index} has a vector of {expected!r}, the catalogue no such row")
+                raise _other_catalogue(
+                    f"part {shard.index} has a vector for {expected!r}, which is not in the catalogue"
+                )
 
 
 def _other_catalogue(seen: str) -> DataError:

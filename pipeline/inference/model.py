@@ -1,4 +1,4 @@
-"""Inference with a trained model: vectors of texts, scores of pairs, and search."""
+"""Inference with a trained model, which can encode texts, score pairs, and search the catalogue."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,41 +44,46 @@ Order = Literal["vectors", "words", "hybrid"]
 _WINDOW_TEXTS = 16_384
 _BATCH_PAIRS = 256
 Pair = tuple[str, str] | Mapping[str, object]
-"""A query and a product title, or a mapping with these, `text` and the features by column."""
+"""A query and a product title, or a mapping from column names to values, which can include `text` and features."""
 
 
 @dataclass(frozen=True)
 class PairScores:
-    """Scores of N pairs. `labels`: the K grades, least relevant first; `probabilities` [N, K]; `gains` [N] expected."""
+    """The scores of N pairs."""
 
     labels: tuple[str, ...]
+    """The K grades, starting with the least relevant."""
     probabilities: Float64s
+    """The probability of each grade, of shape [N, K]."""
     gains: Float64s
+    """The expected gain of each pair, of shape [N]."""
 
     def __len__(self) -> int:
         return len(self.gains)
 
     @property
     def grades(self) -> list[str]:
-        """Return the most likely grade of each pair [N]."""
+        """Return the most probable grade of each pair."""
         return [self.labels[grade] for grade in self.probabilities.argmax(axis=1).tolist()]
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A search result. `ranks`: from 1, by each order in which it is among the best.
-
-    `cosine`: similarity of its vector to the query, None if only its words matched.
-    """
+    """A search result."""
 
     id: Any
     title: str
     cosine: float | None
+    """The similarity to the query, or None if the product was only found by its words."""
     ranks: Mapping[Order, int]
+    """The rank (starting at 1) by each order that has this product among its top results."""
 
 
 class Model:
-    """A verified checkpoint on a device, with its vectors of the catalogue, if any. Open one with `load_model`."""
+    """A model for inference, loaded from a verified checkpoint. Use `load_model` to create one.
+
+    If the catalogue was embedded with this checkpoint, the model can also search it.
+    """
 
     def __init__(
         self,
@@ -93,13 +98,14 @@ class Model:
 
     @property
     def name(self) -> str:
-        """Return cycle and step of the checkpoint."""
+        """Return the cycle and step of the checkpoint."""
         return f"{self.checkpoint.state.cycle}/step-{self.checkpoint.state.step}"
 
     def encode(self, texts: str | Sequence[str], kind: Kind = "query") -> Float32s:
-        """Return unit vectors [N, D] of texts (of one text: [D]), as `trnpipe embed` and search make them.
+        """Encode texts as unit vectors, in the same way as `trnpipe embed` and `trnpipe search`.
 
-        Raises ConfigError for an unknown kind, DataError for a value that is not text, NumericError, Preempted.
+        Returns an array of shape [N, D], or [D] for a single text. Raises ConfigError for an unknown kind, DataError if
+        a value is not a text, NumericError if a vector is not finite, and Preempted.
         """
         inputs, limit = self.checkpoint.state.inputs, CHARACTERS_PER_TOKEN * self._embedder.limit
         prefixes = {"query": inputs.query_prefix, "product": inputs.product_prefix}
@@ -111,18 +117,18 @@ class Model:
             ]
             tokens = self._tokenizer.encode(prefixed)
         except (TypeError, AttributeError) as error:
-            raise DataError("a text cannot be written as UTF-8", expected="texts") from error
+            raise DataError("a value is not a text that can be encoded as UTF-8", expected="texts") from error
         blocks = list(self._embedder.stream(token_windows(tokens, _WINDOW_TEXTS)))
         vectors = np.concatenate([np.zeros((0, self._embedder.dim), dtype=np.float32), *blocks])
         self._check(vectors, "vectors")
         return vectors[0] if isinstance(texts, str) else vectors
 
     def similarity(self, queries: Float32s, products: Float32s) -> Float32s:
-        """Return the cosines [N, M] of unit vectors [N, D] and [M, D]."""
+        """Compute the cosine similarities of shape [N, M] between unit vectors of shape [N, D] and [M, D]."""
         return np.atleast_2d(queries) @ np.atleast_2d(products).T
 
     def score(self, pairs: Sequence[Pair]) -> PairScores:
-        """Score pairs of a query and a product. Raises DataError, naming the first pair that cannot be scored."""
+        """Score pairs of a query and a product. Raises DataError if a pair is not valid."""
         rows = [
             pair if isinstance(pair, Mapping) else dict(zip(("query", "title"), pair, strict=True)) for pair in pairs
         ]
@@ -136,16 +142,21 @@ class Model:
         (chunk,) = cut_chunks("pairs", [batch], len(rows))
         _, scores, bad = self.score_rows(chunk)
         if bad:
-            raise DataError(f"pair {bad[0].row}: {bad[0].reason}", expected="a query and a title, and every feature")
+            raise DataError(
+                f"pair {bad[0].row}: {bad[0].reason}", expected="a query, a title and all features of the model"
+            )
         return scores
 
     def score_rows(self, chunk: RowChunk) -> tuple[CleanRows, PairScores, list[BadRow]]:
-        """Score a chunk. Return its usable rows with scores, and the bad rows with reasons."""
+        """Score a chunk of rows. Returns its valid rows with their scores, and the bad rows with a reason for each."""
         rows, bad, _ = clean(chunk, RowRules(self.row_config, "flat", (), (), carve_valid=False))
         return rows, self._scored(rows), bad
 
     def search(self, query: str, top: int = 10, by: Order = "vectors") -> list[Hit]:
-        """Return the `top` products of the catalogue, exactly. Raises ConfigError if it was not embedded."""
+        """Return the top products for a query from an exact search of the catalogue.
+
+        Raises ConfigError if the catalogue was not embedded with this model.
+        """
         if not query.strip() or top < 1 or by not in get_args(Order):
             raise ConfigError(
                 f"search for {query!r}, top {top}, by {by!r}",
@@ -154,13 +165,13 @@ class Model:
             )
         index = self.index
         vector = shorten_vectors(self.encode(query)[None], index.mapped.vectors.shape[1])[0]
-        found = index.search(query, vector, top)
+        results = index.search(query, vector, top)
         lists: dict[Order, list[int]] = {
-            "vectors": found.vectors.items[0].tolist(),
-            "words": found.words.items[0].tolist(),
-            "hybrid": found.hybrid[0].tolist(),
+            "vectors": results.vectors.items[0].tolist(),
+            "words": results.words.items[0].tolist(),
+            "hybrid": results.hybrid[0].tolist(),
         }
-        cosines = dict(zip(lists["vectors"], found.vectors.scores[0].tolist(), strict=True))
+        cosines = dict(zip(lists["vectors"], results.vectors.scores[0].tolist(), strict=True))
         items = [item for item in lists[by][:top] if item >= 0]
         return [
             Hit(
@@ -174,37 +185,38 @@ class Model:
 
     @cached_property
     def index(self) -> ProductIndex:
-        """Return the searchable products. The first call on a machine writes them to its cache."""
+        """Return the search index of the catalogue. It is built and cached by the first call on a machine."""
         if self.vectors is None:
             cycle = self.checkpoint.state.cycle
             raise ConfigError(
                 f"the catalogue was not embedded with {self.checkpoint.uri}, so there is nothing to search",
-                expected="a model with vectors, which only a promoted model gets automatically",
-                next_command=f"trnpipe embed --cycle {cycle} --embed.checkpoint {self.checkpoint.prefix}, which serves"
-                f" nothing; then trnpipe search QUERY --cycle {cycle}",
+                expected="a model with vectors, which are only created automatically for promoted models",
+                next_command=f"trnpipe embed --cycle {cycle} --embed.checkpoint {self.checkpoint.prefix}, which doesn't"
+                f" serve the vectors, and then trnpipe search QUERY --cycle {cycle}",
             )
         return open_index(self._workspace, self.vectors, self._stop)
 
     @cached_property
     def row_config(self) -> DataConfig:
-        """Return the data settings of the model, from its training data or else the settings.
+        """Return the data settings with which to read rows for the model.
 
-        Raises ConfigError if they do not match the model.
+        The features are those of its training data. If that data was deleted, this falls back to the current settings,
+        and raises ConfigError if they don't match the model.
         """
         spec, data = self.checkpoint.state.inputs, self._settings.data
         info = _trained_on(self._workspace, self.checkpoint)
         if info is not None:
             is_lexical = info.numeric[-len(LEXICAL_NAMES) :] == LEXICAL_NAMES
             numeric = info.numeric[: -len(LEXICAL_NAMES)] if is_lexical else info.numeric
-            columns = [{"column": one.column, "num_ids": one.num_ids} for one in info.categorical]
-            found = {"numeric": numeric, "lexical": is_lexical, "categorical": columns, "buckets": info.buckets}
-            data = DataConfig.model_validate(data.model_dump() | found)
-        known = (numeric_names(data), tuple(feature.num_ids for feature in data.categorical))
-        if known != (spec.numeric, spec.categorical_ids):
+            columns = [{"column": feature.column, "num_ids": feature.num_ids} for feature in info.categorical]
+            trained = {"numeric": numeric, "lexical": is_lexical, "categorical": columns, "buckets": info.buckets}
+            data = DataConfig.model_validate(data.model_dump() | trained)
+        numeric, num_ids = numeric_names(data), tuple(feature.num_ids for feature in data.categorical)
+        if (numeric, num_ids) != (spec.numeric, spec.categorical_ids):
             raise ConfigError(
-                f"the settings name the features {', '.join(known[0])} and {len(known[1])} categories",
-                expected=f"{', '.join(spec.numeric)} and {len(spec.categorical_ids)}: those of {self.checkpoint.uri}",
-                next_command="the --config that the model was trained with",
+                f"the settings list the features {', '.join(numeric)} and {len(num_ids)} categories",
+                expected=f"{', '.join(spec.numeric)} and {len(spec.categorical_ids)}, as in {self.checkpoint.uri}",
+                next_command="use the same --config as for training the model",
             )
         prefixes = {"query_prefix": spec.query_prefix, "product_prefix": spec.product_prefix}
         return data.model_copy(update={**prefixes, "filter": {}, "slices": (), "labels": ()})
@@ -212,9 +224,9 @@ class Model:
     def _check(self, numbers: Float32s | Float64s, what: str) -> None:
         if not np.isfinite(numbers).all():
             raise NumericError(
-                f"{self.checkpoint.uri} makes {what} that are NaN or infinite",
-                expected="numbers",
-                next_command="name another model: --cycle CYCLE",
+                f"{self.checkpoint.uri} computes {what} that are NaN or infinite",
+                expected="finite numbers",
+                next_command="use a different model with --cycle CYCLE",
             )
 
     @cached_property
@@ -234,11 +246,11 @@ class Model:
         state = self.checkpoint.state
         if not state.trained_head:
             raise ConfigError(
-                f"the scores of {self.checkpoint.uri} were not trained (train.loss.graded_weight 0)",
-                expected="a model with trained grades",
-                next_command="trnpipe encode or trnpipe search, which need none",
+                f"{self.checkpoint.uri} was not trained to score pairs (train.loss.graded_weight is 0)",
+                expected="a model with a trained relevance head",
+                next_command="trnpipe encode or trnpipe search, which don't need one",
             )
-        with torch.device("meta"):  # structure only
+        with torch.device("meta"):  # don't allocate parameters
             model = RelevanceModel(state.model, state.inputs)
         template = model.state_dict()
         program = ScoreProgram(model, self._backend, self._settings.train.precision)
@@ -257,32 +269,32 @@ class Model:
                 for first in range(0, len(chosen), _BATCH_PAIRS):
                     count = min(_BATCH_PAIRS, len(chosen) - first)
                     started.append(chosen[first : first + count])
-                    size = _BATCH_PAIRS if self._backend.is_lazy else count  # static shapes: padded with the first rows
-                    places = first + np.resize(np.arange(count), size)
-                    of_bucket = {name: arrays[f"b{number}.{name}"][places] for name in RelevanceInputs._fields}
-                    tokens = {name: of_bucket[name].astype(np.int32) for name in ("query", "product")}
-                    yield to_tensors(of_bucket | tokens)
+                    size = _BATCH_PAIRS if self._backend.is_lazy else count  # for static shapes, repeat the rows
+                    indices = first + np.resize(np.arange(count), size)
+                    columns = {name: arrays[f"b{number}.{name}"][indices] for name in RelevanceInputs._fields}
+                    tokens = {name: columns[name].astype(np.int32) for name in ("query", "product")}
+                    yield to_tensors(columns | tokens)
 
         logits = np.zeros((len(rows.query), inputs.num_classes), dtype=np.float32)
         with self._backend.loader(batches()) as ready:
             for number, batch in enumerate(ready):
                 self._stop.raise_if_set("scoring pairs")
-                (found,) = self._backend.to_host([program.outputs(batch).logits])
-                logits[started[number]] = found.numpy()[: len(started[number])]
+                (scored,) = self._backend.to_host([program.outputs(batch).logits])
+                logits[started[number]] = scored.numpy()[: len(started[number])]
         probabilities = to_probabilities(logits)
         self._check(probabilities, "scores")
         return PairScores(inputs.labels, probabilities, probabilities @ np.array(inputs.label_gains))
 
 
 def _cell(value: object) -> str | None:
-    """Return a value as text, as a CSV file would have it. Lists are joined."""
+    """Convert a value to text as in a CSV file. The items of a list are joined by spaces."""
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return None if value is None else str(value)
 
 
 def _trained_on(workspace: Storage, checkpoint: Checkpoint) -> TokenSetInfo | None:
-    """Return the description of the training data of a checkpoint, None if it was deleted."""
+    """Return the description of a checkpoint's training data, or None if that data was deleted."""
     try:
         prepared = load_result(workspace, checkpoint.state.cycle, "prepare")
         prefixes = token_set_prefixes(prepared.outputs) if prepared else ()
@@ -292,44 +304,46 @@ def _trained_on(workspace: Storage, checkpoint: Checkpoint) -> TokenSetInfo | No
 
 
 def open_model(settings: Settings, workspace: Storage, named: str, cycle: str, stop: StopSignal) -> Model:
-    """Open a named checkpoint, that of a cycle with its vectors, or the served pair.
+    """Open a model for inference.
 
-    Raises ConfigError if nothing is served or in production, CheckpointError, DataError.
+    This is the checkpoint `named`, the model of `cycle` with its vectors, or by default the served pair. Raises
+    ConfigError if there is no model to open, CheckpointError, and DataError.
     """
     check_workspace(workspace)
-    scratch, vectors, place = scratch_folder(settings, workspace, os.environ) / "asked", None, named
+    scratch, vectors, location = scratch_folder(settings, workspace, os.environ) / "asked", None, named
     if cycle and not named:
         trained = load_result(workspace, cycle, "train")
         if trained and read_manifest(workspace, vectors_prefix(cycle)) is None:  # refused, or not yet embedded
-            place = trained.outputs["checkpoint"]
+            location = trained.outputs["checkpoint"]
         else:
             vectors = find_vectors(workspace, cycle)
-            place = vectors.info.model.place
+            location = vectors.info.model.place
     elif not named:
         registry = Registry(workspace, resolve_model_name(settings, workspace))
         pair, production = registry.serving(), registry.production()
         if pair is not None:
-            vectors, place = find_vectors(workspace, pair.vectors.cycle), pair.checkpoint
+            vectors, location = find_vectors(workspace, pair.vectors.cycle), pair.checkpoint
         elif production is not None:
-            place = production.checkpoint
+            location = production.checkpoint
         else:
             raise ConfigError(
-                f"nothing is in production as {registry.model} in {workspace.root}",
-                expected="a promoted model, or a cycle or a checkpoint by name",
+                f"{registry.model} has no model in production in {workspace.root}",
+                expected="a promoted model, unless a cycle or a checkpoint is specified",
                 next_command="make cycle, or trnjobs submit",
             )
-    return Model(open_checkpoint(*locate(place, settings, workspace), scratch), settings, workspace, vectors, stop)
+    return Model(open_checkpoint(*locate(location, settings, workspace), scratch), settings, workspace, vectors, stop)
 
 
 def load_model(model: str = "", *, workspace: str = "", cycle: str = "", backend: str = "cpu") -> Model:
-    """Open a model to encode, score and search with.
+    """Load a model to encode texts, score pairs and search the catalogue with.
 
     Args:
-        model: name in the registry of the workspace (default: the only one), to open its served pair, or the path or
-            URI of a checkpoint, <workspace>/checkpoints/<cycle>/step-<n>.
-        workspace: folder or URI; default: that of the checkpoint, else of the settings.
-        cycle: open the vectors and the model of this cycle instead of the served pair.
-        backend: device, as the setting `backend`.
+        model: the name of a model in the registry, whose served pair is loaded, or the path or URI of a checkpoint,
+            <workspace>/checkpoints/<cycle>/step-<n>. May be omitted if the registry has only one model.
+        workspace: folder or URI of the workspace (default: that of the checkpoint or of the settings).
+        cycle: load the model and the vectors of this cycle instead of the served pair.
+        backend: the device to run on, like the setting `backend`.
+
     Raises ConfigError, CheckpointError, DataError.
     """
     is_checkpoint = CHECKPOINTS in model

@@ -69,7 +69,7 @@ def test_import_train_and_export(ask: Ask, folder: Folder, tmp_path: Path) -> No
     out, _ = ask("import", str(folder.path), "--cycle=c1")
     start = uri_in(out)
     assert "19 numeric and 0 categorical features: new, from seed 1" in out and "assumed" not in out
-    assert "texts to 20 tokens" in out and f"--train.start {start}\n" in out, "no model flag is missing"
+    assert "texts of up to 20 tokens" in out and f"--train.start {start}\n" in out, "no model flag is missing"
     assert uri_in(ask("import", str(folder.path), "--cycle=c1")[0]) == start
 
     out, _ = ask("train", "--cycle=c1", f"--train.start={start}", *TRAIN)
@@ -84,10 +84,10 @@ def test_import_train_and_export(ask: Ask, folder: Folder, tmp_path: Path) -> No
     assert 0 < moved.max() < 0.01, "three steps away from the imported weights"
 
     _, err = ask("export", f"--out={tmp_path}/out", code=CONFIG)
-    assert "nothing is promoted as relevance" in err
+    assert "relevance has no promoted checkpoint" in err
     ask("registry", "promote", child.prefix, "--force", "a test")
     out, _ = ask("export", "--out", f"{tmp_path}/out", "--format=sentence-transformers")
-    assert "step-3 as sentence-transformers, texts to 24 tokens" in out
+    assert "step-3 as sentence-transformers, texts of up to 24 tokens" in out
     card = (tmp_path / "out" / "README.md").read_text()
     assert "it was imported from" in card and str(folder.path) in card
     assert "- checkpoints/c1/step-3, data to " in card and "- valid_accuracy: " in card
@@ -117,7 +117,7 @@ def _place(uri: str) -> tuple[Any, str]:
 
 def test_an_import_without_data_says_what_it_assumes(ask: Ask, folder: Folder) -> None:
     out, _ = ask("import", str(folder.path))
-    assert "nothing is prepared and data.labels is empty, so the classes are assumed" in out
+    assert "the classes are assumed, because no data was prepared and data.labels is empty" in out
     out, _ = ask("import", str(folder.path), "--data.labels=bad,good", "--train.seed=4", "--model.pooling=cls")
     assert "head of 2 classes (bad: 0, good: 1)" in out and "seed 4" in out and "assumed" not in out
     assert out.rstrip().endswith("step-0 --model.pooling mean"), "the flag that the settings lack"
@@ -129,7 +129,7 @@ def test_an_import_without_data_says_what_it_assumes(ask: Ask, folder: Folder) -
         (("import",), "the following arguments are required: PATH"),
         (("import", "nowhere"), "nowhere does not exist"),
         (("import", "s3://bucket"), "does not name a folder or file"),
-        (("export", "checkpoints/none/step-1"), "no folder to export to"),
+        (("export", "checkpoints/none/step-1"), "--out is not set"),
         (("export", "--out=x", "--format=onnx"), "--format onnx"),
         (("export", "--out=x", "--bucket=8x12"), "--bucket does not apply to format sentence-transformers"),
         (("export", "--out=x", "--format=safetensors", "--batch-size=2"), "--batch-size does not apply to format safe"),

@@ -66,8 +66,8 @@ def test_gains_put_labels_in_order_and_a_category_may_be_missing() -> None:
 def test_numbers_that_are_missing_are_not_guessed_and_what_to_do_is_said() -> None:
     prices = ["", *(f"{number}.5" for number in range(399))]
     guess = guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, price=prices, const=["x"] * 400))
-    assert guess.numeric == [] and "without a number: 1" in guess.notes[0] and "write 0" in guess.notes[0]
-    assert "different values: 1" in guess.notes[1]
+    assert guess.numeric == [] and "no number in 1 rows" in guess.notes[0] and "use 0" in guess.notes[0]
+    assert "1 different values" in guess.notes[1]
 
 
 def test_flags_win_over_guesses_and_are_written(
@@ -151,7 +151,7 @@ def test_init_writes_a_file_that_prepare_reads_from_a_folder_below(
     assert (tmp_path / "workspace" / "mine" / "cycles" / "c1" / "prepare" / "result.json").is_file()
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "mine.csv"]) == ConfigError.exit_code
-    assert f"{PROJECT_FILE} exists" in capsys.readouterr().err
+    assert f"{PROJECT_FILE} already exists" in capsys.readouterr().err
     (tmp_path / PROJECT_FILE).unlink()
     assert cli.main(["init", "gone.csv"]) == DataError.exit_code
     (tmp_path / "empty.csv").write_text("query,title,label\n")

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.commands import launch as command
-from pipeline.commands.launch import script_words
+from pipeline.commands.launch import script_arguments
 from pipeline.core.errors import ConfigError
 
 
@@ -15,8 +15,8 @@ def test_what_is_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     Path("x.py").touch()
     for python in (["python"], ["python3"], ["python3.11", "-u"], ["/usr/bin/python3"], [sys.executable], []):
-        assert script_words([*python, "x.py", "--", "-m", "a"]) == ["x.py", "--", "-m", "a"]
-        assert script_words([*python, "-m", "a.b", "x.py"]) == ["-m", "a.b", "x.py"]
+        assert script_arguments([*python, "x.py", "--", "-m", "a"]) == ["x.py", "--", "-m", "a"]
+        assert script_arguments([*python, "-m", "a.b", "x.py"]) == ["-m", "a.b", "x.py"]
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,14 @@ def test_what_is_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ([], "no script"),
         (["python"], "no script"),
         (["python", "-m"], "no script"),
-        (["y.py"], "y.py: no such script"),
-        (["python", "-X", "dev", "x.py"], "option -X: ranks run under"),
-        (["torchrun", "x.py"], "torchrun: no such script"),
+        (["y.py"], "y.py does not exist"),
+        (["python", "-X", "dev", "x.py"], "option -X is not supported"),
+        (["torchrun", "x.py"], "torchrun does not exist"),
     ],
 )
 def test_what_is_no_script_is_refused(words: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        script_words(words)
+        script_arguments(words)
 
 
 def test_the_words_behind_the_dashes_are_the_script_s(

@@ -58,7 +58,7 @@ class Case:
         with open_context(settings, StopSignal(), {}) as ctx:
             task = make_task(settings, ctx, side, place and f"{self.folder}/{place}")
         record(torch.get_num_threads(), task)
-        return load_side(open_storage(task.place), self.folder / "cache")
+        return load_side(open_storage(task.uri), self.folder / "cache")
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_two_sides_are_compared_and_those_too_far_apart_refused(
     value = report.value("probability")
     assert value is not None and 0 < value < 0.3
     monkeypatch.setitem(command.BARS, "probability", (0.0, 0.0))
-    with pytest.raises(GateRefused, match="largest difference of a probability"):
+    with pytest.raises(GateRefused, match="maximum difference in a probability"):
         run("cpu", "cpu:bf16")
 
 
@@ -147,11 +147,11 @@ def test_a_side_recorded_elsewhere_is_compared_and_not_computed_again(
     """`good` is the side of the workspace that it is compared with."""
     there = str(tmp_path / "there")
     assert run("cpu", to=there) == EXIT_OK
-    assert said[-1] == f"compare it with another side: trnpipe parity file://{there} SIDE"
+    assert said[-1] == f"to compare it with a different side: trnpipe parity file://{there} SIDE"
     monkeypatch.setattr(command, "open_run", lambda *args: pytest.fail("computed again"))
     assert run("cpu", to=there) == EXIT_OK
     assert run(there, "cpu") == EXIT_OK
-    with pytest.raises(ConfigError, match=r"has cpu\.fp32 of run"):
+    with pytest.raises(ConfigError, match=r"already contains cpu\.fp32 of run"):
         run("cpu", to=there, steps=6)
 
 
@@ -174,7 +174,7 @@ def test_what_is_missing_is_found_before_anything_is_computed(
     case: Case, run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "run_tasks", lambda *args, **more: pytest.fail("computed"))
-    with pytest.raises(DataError, match="no complete recorded side"):
+    with pytest.raises(DataError, match="does not contain a complete recorded side"):
         run("cpu", str(tmp_path / "gpu"))
     for checkpoint, error in (("incumbent", ConfigError), ("scratch", ConfigError), (str(tmp_path), CheckpointError)):
         with pytest.raises(error):

@@ -125,4 +125,4 @@ def test_other_work_is_refused(other: RecordedSide, error: type[Exception], seen
 
 
 def test_too_few_rows_are_noted() -> None:
-    assert "one of the 40 holdout rows is 5.00%" in compare(side()).note
+    assert "one of the 40 holdout rows moves the metric by 5.00%" in compare(side()).note

@@ -113,7 +113,7 @@ def test_list_and_show(ask: Ask, workspace: Storage, family: Family) -> None:
 
     lines = ask("registry", "show").splitlines()
     assert [line.split(" | ")[0].strip() for line in lines[2:7:2]] == list(reversed(family))
-    assert lines[2].endswith("data to 2026-01-02 | new dt=2026-01-02 | settings settings-c3 | code 1.0")
+    assert lines[2].endswith("data until 2026-01-02 | new dt=2026-01-02 | settings settings-c3 | code 1.0")
     assert lines[3] == "    valid_ndcg 0.5000"
     assert f"promoted {family[2]} | by tester@host" in lines[8] and lines[9] == "    better"
     document = json.loads(ask("registry", "show", "--json"))
@@ -139,12 +139,12 @@ def test_promote_by_a_verdict(ask: Ask, workspace: Storage, family: Family) -> N
     judge(workspace, family[1], cycle="again")
     ask("registry", "promote", family[1], code=80)  # the verdict of another cycle must be named
     words = ("registry", "promote", family[1], "--cycle", "again")
-    assert ask(*words) == f"relevance: promoted {family[1]}, in place of {family[0]} | every byte verified\n"
+    assert ask(*words) == f"relevance: promoted {family[1]}, replacing {family[0]} | every byte verified\n"
     pointer = consistent(workspace).pointer
     assert pointer is not None and pointer.figures == {"ndcg@10": 0.8}
     assert pointer.verdict == "cycles/again/evaluate/verdict.json" and pointer.author.settings_hash
     assert "@" in pointer.author.by and pointer.reasons == ("ndcg@10 +0.0120 [+0.0040, +0.0200]",)
-    assert f"unchanged, production already is {family[1]}" in ask(*words)
+    assert f"unchanged, production is already {family[1]}" in ask(*words)
     assert consistent(workspace).pointer == pointer
 
 
@@ -214,12 +214,12 @@ def served(workspace: Storage, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("served")
 def test_what_is_served_and_rolled_back_with_the_model(ask: Ask) -> None:
     text = ask("serving", "show")
-    assert "served is checkpoints/c2/step-1 with 36,000 vectors of cycle c2 | generation 2" in text
-    assert "before: served is checkpoints/c1/step-1" in text
+    assert "serving checkpoints/c2/step-1 with 36,000 vectors of cycle c2 | generation 2" in text
+    assert "previously serving checkpoints/c1/step-1" in text
     found = json.loads(ask("serving", "show", "--json"))
     assert found["serving"]["vectors"]["cycle"] == "c2"
     assert [pair["generation"] for pair in found["pairs"]] == [1, 2]
-    assert "served is checkpoints/c2/step-1" in ask("registry", "show")
+    assert "serving checkpoints/c2/step-1" in ask("registry", "show")
     text = ask("registry", "rollback", "--reason=bad")
     assert "rolled back to checkpoints/c1/step-1" in text and "vectors of cycle c1" in text
     assert ": 18,000 vectors fewer" in text

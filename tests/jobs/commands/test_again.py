@@ -37,19 +37,19 @@ def failed_in_prepare(trnjobs: Trnjobs) -> None:
 def test_a_mistake_is_named_and_started_again(trnjobs: Trnjobs) -> None:
     failed_in_prepare(trnjobs)
     code, text = trnjobs("submit", *RIGHT, "--jobs.train.attempts=2", "--jobs.prices=trn1.2xlarge=1")
-    changed = "data.columns.query: query -> search_term; data.columns.title: title -> item; jobs.train.attempts: 3 -> 2"
-    assert (code, f"with other settings: {changed}\n" in text) == (78, True), text
+    changed = "data.columns.query: query -> search_term, data.columns.title: title -> item, jobs.train.attempts: 3 -> 2"
+    assert (code, f"with different settings: {changed}\n" in text) == (78, True), text
     assert "next: the same command with --fresh" in text and trnjobs.ran() == []
     code, text = trnjobs("submit")
-    pasted = shlex.split(text.partition("to resume it with its settings: ")[2].splitlines()[0])
+    pasted = shlex.split(text.partition("To resume it with its settings, use ")[2].splitlines()[0])
     assert (code, trnjobs.ran()) == (65, [])
     assert pasted[-5:] == ["retry", "--workspace", str(trnjobs.place / "workspace"), "--cycle", "2026-11-20"]
-    assert "ignored: data.columns.query: query -> search_term" in trnjobs("retry", RIGHT[0])[1]
+    assert "ignores data.columns.query: query -> search_term" in trnjobs("retry", RIGHT[0])[1]
     trnjobs.ran()
 
     first = jobs_file(trnjobs, "plan.json")
     code, text = trnjobs("submit", "--fresh", *RIGHT)
-    assert code == 78 and "cannot start from the beginning: it has succeeded" in text
+    assert code == 78 and "cannot be restarted from the beginning: it has succeeded" in text
     assert (
         jobs_file(trnjobs, "records/round-1.json")[0]["state"] == "FAILED" and jobs_file(trnjobs, "plan.json") == first
     )

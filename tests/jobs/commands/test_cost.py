@@ -63,13 +63,13 @@ def test_the_last_cycles_are_those_claimed_last_whatever_their_names(workspace: 
 
 @pytest.mark.parametrize(
     ("name", "seen"),
-    [("claim.json", "its claim.json is not a valid record"), ("plan.json", "it is claimed, but nothing was submitted")],
+    [("claim.json", "its claim.json is not a valid record"), ("plan.json", "it was claimed but not submitted")],
 )
 def test_a_cycle_without_a_claim_or_a_plan_is_left_out(workspace: Path, name: str, seen: str) -> None:
     path = workspace / "cycles" / "2026-11-19" / "jobs" / name
     path.write_text("{") if name == "claim.json" else path.unlink()
     lines = said("cost", workspace, last=9)
-    assert lines[0].startswith(f"cycle 2026-11-19 is skipped: {seen}")
+    assert lines[0].startswith(f"skipping cycle 2026-11-19: {seen}")
     assert cycles("cost", workspace, 9) == [NIGHTLY[0], NIGHTLY[2]]
     assert sorted(cycles("history", workspace, 9)) == NIGHTLY
     if name == "claim.json":

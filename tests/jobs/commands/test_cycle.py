@@ -123,7 +123,9 @@ def test_a_whole_cycle(trnjobs: Trnjobs) -> None:
     assert set(filter(lambda one: not one.isprintable(), text)) == {"\n"}, "no control characters on a pipe"
     assert trnjobs.ran() == ALL
 
-    assert "nothing ran; the next cycle: --cycle NAME" in trnjobs.expect(0, "2026-11-20 already succeeded", "submit")
+    assert "nothing ran. To start a new cycle, use --cycle NAME" in trnjobs.expect(
+        0, "2026-11-20 already succeeded", "submit"
+    )
     assert trnjobs.ran() == []
 
     assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
@@ -143,7 +145,7 @@ def test_a_whole_cycle(trnjobs: Trnjobs) -> None:
     assert "expected" in trnjobs("plan", "--cycle=2026-11-21", "--jobs.vcpu-usd-per-hour=1")[1]  # of the next one
     assert trnjobs.ran() == []
 
-    trnjobs.expect(78, "no job failed", "retry")
+    trnjobs.expect(78, "has no failed jobs", "retry")
     text = trnjobs.expect(78, "jobs.train.attempts: 3 -> 7\n", "submit", "--jobs.train.attempts=7")  # another plan
     assert "with --fresh" not in text
     assert trnjobs.ran() == []
@@ -189,7 +191,7 @@ def test_a_page_that_cannot_be_written_changes_no_end_and_is_told_of(
     folder.parent.mkdir()
     folder.write_text("in the way")
     trnjobs.ends_with("train", 80)
-    text = trnjobs.expect(80, "writing its page failed: ConfigError: ", "submit")
+    text = trnjobs.expect(80, "failed to write its page: ConfigError: ", "submit")
     assert "next: trnjobs report --cycle 2026-11-20" in text and trnjobs.status()["closed"]["outcome"] == "refused"
     folder.unlink()
     assert trnjobs("report")[0] == 0
@@ -197,7 +199,7 @@ def test_a_page_that_cannot_be_written_changes_no_end_and_is_told_of(
 
     trnjobs.ends_with("train", 0)
     monkeypatch.setattr("jobs.cycle.page.publish.page", lambda *_: "".index("x"))
-    trnjobs.expect(0, "writing its page failed: ValueError: substring not found", "retry")
+    trnjobs.expect(0, "failed to write its page: ValueError: substring not found", "retry")
     assert trnjobs.status()["closed"]["outcome"] == "succeeded"
 
 
@@ -339,7 +341,7 @@ def test_killed_at_any_change_every_job_still_runs_once(
 @pytest.mark.parametrize(
     ("words", "seen"),
     [
-        (["logs", "tarin"], "no job 'tarin'; did you mean train?"),
+        (["logs", "tarin"], "no job 'tarin' (did you mean train?)"),
         (["logs", "embed"], "embed is an array of 2"),
         (["logs", "report"], "report has no attempt 1"),
         (["logs", "train", "--attempt=2"], "train has no attempt 2"),
@@ -351,7 +353,7 @@ def test_killed_at_any_change_every_job_still_runs_once(
         (["submit", "--target=moon"], "invalid choice: 'moon'"),
         (["submit", "--cycle=2026-11-21", "--jobs.train.vcpus=5"], "1 jobs need more than this machine has"),
         (["submit", "today"], "unrecognized arguments: today"),
-        (["submti"], "unknown command 'submti'; did you mean submit?"),
+        (["submti"], "unknown command 'submti' (did you mean submit?)"),
     ],
 )
 def test_rubbish_is_refused_with_what_was_expected(

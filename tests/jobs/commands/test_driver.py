@@ -67,7 +67,7 @@ def test_it_starts_the_cycle_of_its_time_and_a_second_delivery_goes_on_with_it(w
     assert world.submissions == ["2026-11-20 on batch"] * 2
     world.state = JobState.SUCCEEDED
     assert world.deliver() == 0
-    assert world.said[-1] == "cycle 2026-11-20 has ended already" and len(world.submissions) == 2
+    assert world.said[-1] == "cycle 2026-11-20 has already ended" and len(world.submissions) == 2
 
 
 @pytest.mark.parametrize("other", ["2026-11-19", "experiment"])

@@ -71,7 +71,7 @@ def test_a_refusal_and_a_missed_deadline(trnjobs: Trnjobs, team: Team) -> None:
     claim = trnjobs.place / "workspace/cycles/2026-11-20/jobs/claim.json"
     claim.write_text(json.dumps(json.loads(claim.read_text()) | {"claimed_at": time.time() - 7200}))
     told(trnjobs, "retry")
-    assert sorted(team.titles()) == ["its deadline has passed", "refused", "refused"]
+    assert sorted(team.titles()) == ["refused", "refused", "the deadline has passed"]
 
 
 def test_an_address_that_is_down_changes_nothing_and_holds_no_other(
@@ -101,7 +101,7 @@ def test_a_test_message_to_a_secret_of_the_account(
 
     monkeypatch.setattr("jobs.targets.batch.client.secret_text", secret)
     assert trnjobs("notify", "--test", "--jobs.notify.url-secret=team/webhook")[0] == 0
-    assert team.titles() == ["a test of trnjobs"]
+    assert team.titles() == ["this is a test message"]
     trnjobs.expect(75, "ResourceNotFoundException", "notify", "--test", "--jobs.notify.url-secret=other")
 
 

@@ -122,13 +122,13 @@ def test_a_script_that_has_ended_runs_again_when_it_is_asked_to(
     assert (code, ran, "run-mine failed" in text, "script.sh is unchanged" in text) == (3, 1, True, True)
     write(place, ends.format(0))
     code, text, ran = run("")
-    assert (code, ran, "nothing ran: ./script.sh has changed" in text, "--again" in text) == (78, 1, True, True)
+    assert (code, ran, "nothing ran, because ./script.sh has changed" in text, "--again" in text) == (78, 1, True, True)
     assert run("--again", "")[::2] == (0, 2)
     code, text, ran = run("")
     assert (code, ran, "already succeeded" in text, "SUCCEEDED" in text) == (0, 2, True, False)
     code, text, ran = run("--lr 1")
     assert (code, ran, "the same command with --again" in text) == (78, 2, True)
-    assert "other settings: jobs.steps.mine.command: ./script.sh -> ./script.sh --lr 1\n" in text
+    assert "different settings: jobs.steps.mine.command: ./script.sh -> ./script.sh --lr 1\n" in text
     assert run("--again", "--lr 1")[::2] == (0, 3)
     cli.main(["history", f"--workspace={place / 'workspace'}"])
     assert capsys.readouterr().out.splitlines()[1].split()[-1] == "3", "tries of all three"

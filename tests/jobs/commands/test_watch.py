@@ -145,7 +145,7 @@ def test_until_it_has_ended(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert lines == [
         "cycle 2026-11-20: under way for 1m40s | 0 of 2 jobs done | $0.00",
         "prepare      RUNNABLE",
-        "not read: ThrottlingException",
+        "warning: ThrottlingException",
         "prepare      SUCCEEDED",
         "train        RUNNING    attempt 1",
         "train        RUNNING    1m22s  of train, a line",
