@@ -113,7 +113,7 @@ def test_a_record_that_tells_of_more_than_there_is_is_refused(export: Export, tm
     for changes, seen in (
         ({"model": record["model"] | {"num_layers": 10**9}}, "has 1000000002 layers, but its files have "),
         ({"model": record["model"] | {"hidden_size": 10**6}}, r"bert.* shape \["),
-        ({"model": record["model"] | {"hidden_size": 10**9}}, "a model of width 1000000000"),
+        ({"model": record["model"] | {"hidden_size": 10**9}}, "a model with hidden size 1000000000"),
         ({"inputs": record["inputs"] | {"vocab_size": 10**9}}, "tokenizer.json has "),
         (
             {"inputs": record["inputs"] | {"labels": ["a", "b", "c"], "label_gains": [0, 1, 2]}},

@@ -122,7 +122,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         ({"vocab_size": 10**12}, "vocab_size"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
         ({"hidden_size": "16; rm -rf"}, "hidden_size"),
-        ({"num_attention_heads": 3}, "model.hidden_size 16 is no multiple of 3"),
+        ({"num_attention_heads": 3}, "model.hidden_size 16 is not a multiple of 3"),
         ({"layer_norm_eps": 0}, "layer_norm_eps"),
         ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
