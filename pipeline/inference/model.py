@@ -24,7 +24,7 @@ from pipeline.data.loader import to_tensors
 from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, RawBatch, RowChunk, cut_chunks, plan_pairs, to_fields
 from pipeline.data.token_sets import TokenSetInfo, read_token_sets, token_set_prefixes
 from pipeline.data.tokenizer import TextTokenizer, token_windows
-from pipeline.data.validate import CleanRows, RowRules, clean
+from pipeline.data.validate import CleanRows, RowRules, validate_chunk
 from pipeline.embed.engine import Embedder, open_embedder
 from pipeline.embed.vectors import VectorSet, find_vectors, shorten_vectors, vectors_prefix
 from pipeline.evaluate.score import ScoreProgram, to_probabilities
@@ -141,7 +141,7 @@ class Model:
 
     def score_rows(self, chunk: RowChunk) -> tuple[CleanRows, PairScores, list[BadRow]]:
         """Score a chunk. Return its usable rows with scores, and the bad rows with reasons."""
-        rows, bad, _ = clean(chunk, RowRules(self.row_config, "flat", (), (), carve_valid=False))
+        rows, bad, _ = validate_chunk(chunk, RowRules(self.row_config, "flat", (), (), carve_valid=False))
         return rows, self._scored(rows), bad
 
     def search(self, query: str, top: int = 10, by: Order = "vectors") -> list[Hit]:

@@ -123,7 +123,7 @@ def test_one_percent_of_bad_rows_is_put_aside(workspace: Path, tmp_path: Path) -
     [
         (("--data.tokenizer.vocab-size=300",), ("step-10",), 78, "tokenised with"),
         ((), ("step-10", "--model.hidden-size=64"), 78, "model.hidden_size 32"),
-        ((), ("step-9",), 74, "not a committed checkpoint"),
+        ((), ("step-9",), 74, "is not a committed checkpoint"),
     ],
 )
 def test_a_parent_that_does_not_fit(
