@@ -8,25 +8,25 @@ from pathlib import Path
 from pipeline.command_line import COMPLETION, CommandParser, Usage, completion, run_program, show
 from pipeline.core.errors import EXIT_OK
 
-# A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names. The settings
-# of the cycle are in `arguments.settings`.
+# A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names.
+# `arguments.settings` holds the settings of the cycle.
 COMMANDS: dict[str, str] = {
-    "plan": "the jobs of a cycle: sizes, limits, expected duration and dollars; --json: the exact requests",
-    "fit": "check that a cycle would run on what Terraform is about to create: schedule, limits, capacity",
-    "submit": "submit the jobs to this machine, AWS Batch or SageMaker; safe to repeat, no job is started twice",
-    "run": "run your own script as a job, with ranks, retries, records and cost like a stage; -- python train.py",
-    "status": "current state of the jobs of a cycle",
-    "logs": "log of one attempt of a job, on any of its nodes",
-    "cancel": "cancel the unfinished jobs of a cycle, the last job first",
-    "retry": "run failed jobs and those after them again, or resume an interrupted cycle, with its stored settings",
-    "reconcile": "record the state of the jobs of a cycle, or of all open cycles, and close those that have ended",
+    "submit": "run a cycle here, on AWS Batch or on SageMaker; safe to repeat, no job is started twice",
+    "status": "show the jobs of a cycle",
+    "logs": "show the log of an attempt of a job; on any of its nodes",
     "history": "list the cycles of a workspace",
-    "diff": "compare two cycles (default: the newest two): settings, data, metrics",
-    "cost": "time and cost of a cycle by stage; --last N: several cycles, with their success rate",
-    "report": "write the page of a cycle, reports/<cycle>.html (also written when a cycle ends)",
+    "diff": "compare two cycles: settings, data, metrics; default: the newest two",
+    "report": "write the page of a cycle, reports/<cycle>.html; also written whenever a cycle ends",
+    "retry": "go on with a failed or interrupted cycle; with its stored settings: what failed or was left is run",
+    "cancel": "cancel the unfinished jobs of a cycle; the last job first",
+    "run": "run your own script as a job, such as -- python train.py; with the ranks and retries of a stage",
+    "plan": "show the jobs of a cycle: sizes, limits, time and cost; --json: the exact requests",
+    "cost": "show time and cost of a cycle by stage; --last N: several cycles, with their success rate",
+    "fit": "check that a cycle fits what Terraform will create; schedule, limits, capacity",
+    "driver": "start the cycle that is due, once; entry point of the scheduler",
+    "reconcile": "record the states of jobs, close cycles that have ended; of --cycle, or of all open cycles",
     "notify": "send pending notifications; --test: first a test message to every address",
-    "driver": "entry point of the scheduler: start the cycle that is due, once",
-    "config": "print every setting with its value and source, [jobs] included",
+    "config": "print every setting with its value and source; [jobs] included",
     "completion": COMPLETION.replace("trnpipe", "trnjobs"),
 }
 TARGETS = ["local", "batch", "sagemaker"]
@@ -38,36 +38,40 @@ MODULES = {
 }
 
 
+_NEWEST, _PRICES = "the newest", "jobs.prices jobs.vcpu_usd_per_hour"
 USAGE: dict[str, Usage] = {
     "plan": Usage(("--cycle 2026-11-20", "--target batch --json"), common="jobs.target jobs.train.instance jobs.image"),
-    "fit": Usage(("plan.json",)),
+    "fit": Usage(("plan.json",), places=""),
     "submit": Usage(
         ("--cycle first", "--config configs/small.toml --target batch", "--cycle first --fresh"),
         common="data.path model.preset model.init_from train.epochs train.start gate.drops jobs.target "
-        "jobs.train.instance jobs.image jobs.queue",
+        "jobs.train.instance",
     ),
     "run": Usage(
-        ("-- python train.py --lr 1e-3", "--nodes 2 --processes 32 --instance trn1.32xlarge -- python train.py")
+        ("-- python train.py --lr 1e-3", "--nodes 2 --processes 32 --instance trn1.32xlarge -- python train.py"),
+        places="workspace",
     ),
-    "status": Usage(("", "--watch", "--cycle first --json"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
-    "logs": Usage(("train -f", "train --tail 20", "embed:3 --attempt 1"), reads="jobs"),
-    "cancel": Usage(('--cycle first --reason "wrong data"',), reads="jobs"),
-    "retry": Usage(("--cycle first",), reads="jobs"),
-    "reconcile": Usage(("", "--cycle first"), reads="jobs"),
-    "history": Usage(("", "--last 50"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
-    "diff": Usage(("", "first second"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
-    "cost": Usage(("", "--last 30"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
-    "report": Usage(("", "--cycle first"), reads="jobs report"),
-    "notify": Usage(("", "--test"), reads="jobs"),
+    "status": Usage(("", "--watch", "--cycle first --json"), reads=_PRICES, cycle=_NEWEST),
+    "logs": Usage(("train -f", "train --tail 20", "embed:3 --attempt 1"), reads="jobs", cycle=_NEWEST),
+    "cancel": Usage(('--cycle first --reason "wrong data"',), reads="jobs", cycle=_NEWEST),
+    "retry": Usage(("", "--cycle first"), reads="jobs", cycle=_NEWEST),
+    "reconcile": Usage(("", "--cycle first"), reads="jobs", cycle="all open cycles"),
+    "history": Usage(("", "--last 50"), reads=_PRICES, places="workspace"),
+    "diff": Usage(("", "first second"), reads=_PRICES, places="workspace"),
+    "cost": Usage(("", "--last 30"), reads=_PRICES, cycle=_NEWEST),
+    "report": Usage(("", "--cycle first"), reads="jobs report", cycle=_NEWEST),
+    "notify": Usage(("", "--test"), reads="jobs", places="workspace"),
     "driver": Usage(
-        ("--scheduled-time 2026-11-20T02:00:00Z",), common="jobs.schedule.expression jobs.schedule.timezone"
+        ("--scheduled-time 2026-11-20T02:00:00Z",),
+        common="jobs.schedule.expression jobs.schedule.timezone",
+        places="workspace",
     ),
-    "config": Usage(("--config configs/small.toml", "| grep -v default")),
+    "config": Usage(("--config configs/small.toml", "| grep -v default"), places=""),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code (pipeline/core/errors.py). Only bugs show a traceback."""
+    """Run one command and return its exit code (core/errors.py). Only bugs print a traceback."""
     return run_program("trnjobs", COMMANDS, _run, argv)
 
 
@@ -75,20 +79,23 @@ def _run(name: str, argv: list[str]) -> int:
     from jobs.settings import CycleSettings
 
     if name == "completion":
-        return show(completion("trnjobs", COMMANDS, argv, CycleSettings))
+        return show(completion("trnjobs", {command: {"": _parser(command)} for command in USAGE}, argv, CycleSettings))
     module = import_module(f"jobs.commands.{MODULES[name]}")
     end = argv.index("--") if name == "run" and "--" in argv else len(argv)
-    parser = CommandParser(
-        f"trnjobs {name}", COMMANDS[name], "SCRIPT.py [ARGUMENT ...]" if name == "run" else "", USAGE[name]
-    )
-    add_flags(name, parser)
-    read = parser.read(argv[:end], CycleSettings)
+    read = _parser(name).read(argv[:end], CycleSettings)
     if read is None:
         return EXIT_OK
     arguments, resolved = read
     arguments.command = tuple(argv[end + 1 :])
     arguments.resolved, arguments.settings = resolved, resolved.settings
     return int(getattr(module, f"run_{name}")(arguments, show))
+
+
+def _parser(name: str) -> CommandParser:
+    command = "SCRIPT.py [ARGUMENT ...]" if name == "run" else ""
+    parser = CommandParser(f"trnjobs {name}", COMMANDS[name], command, USAGE[name])
+    add_flags(name, parser)
+    return parser
 
 
 def add_flags(name: str, parser: argparse.ArgumentParser) -> None:

@@ -185,7 +185,7 @@ class BatchClient(AwsClient):
         return jobs
 
     def jobs_named(self, queue: str, name: str, kind: Literal["job", "service_job"] = "job") -> list[Detail]:
-        """Return the jobs of exactly this name, without children and nodes. (The filter of AWS ignores case.)"""
+        """Return the jobs of exactly this name, without children and nodes. The filter of AWS ignores case."""
         request = {"jobQueue": queue, "filters": [{"name": "JOB_NAME", "values": [name]}]}
         jobs = self._pages(f"listing {kind.replace('_', ' ')}s", f"list_{kind}s", "jobSummaryList", request)
         return [job for job in jobs if job["jobName"] == name and not {":", "#"} & {*job["jobId"]}]
