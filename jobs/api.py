@@ -226,7 +226,7 @@ class Cycle:
             if time.monotonic() >= until:
                 raise TransientError(
                     f"cycle {self.name} has not ended within {timeout_s:g} s",
-                    next_command="wait again; status() shows its progress",
+                    next_command="call wait() again, or status() to see its progress",
                 )
             if not runs_here:
                 time.sleep(wait_s)

@@ -104,7 +104,7 @@ def parse_schedule(expression: str, timezone: str = "UTC") -> Schedule:
     form = re.fullmatch(r"cron\((.*)\)", expression.strip())
     fields = form[1].split() if form else []
     if len(fields) != 6:
-        raise invalid(f"{len(fields)} fields in cron(...), not six")
+        raise invalid(f"cron(...) has {len(fields)} fields, not six")
     minutes, hours, day, month, weekday, year = fields
     if (day == "?") == (weekday == "?"):
         raise invalid("exactly one of day-of-month and day-of-week must be ?")
@@ -147,7 +147,7 @@ def due_cycle(
     if next(schedule.after(minute - timedelta(minutes=1)), None) != minute:  # the times of events include seconds
         near = next(schedule.before(minute)), next(schedule.after(minute))
         raise ConfigError(
-            f"{scheduled.isoformat()} is not a time of {schedule.expression} ({schedule.zone.key})",
+            f"{scheduled.isoformat()} is not a scheduled time of {schedule.expression} ({schedule.zone.key})",
             expected=" or ".join(f"{time:%Y-%m-%dT%H:%M:%SZ}" for time in near),
             next_command="change jobs.schedule to match the schedule in EventBridge Scheduler",
         )

@@ -80,7 +80,7 @@ class OpenCycle:
             overrides = values_of(self.settings.model_dump(mode="json", exclude_unset=True))
             settings = with_values(stored, overrides)
         except (ConfigError, DataError) as error:
-            self.say(f"cycle {self.name}: its stored settings are not used: {error.seen}")
+            self.say(f"cycle {self.name}: ignoring its stored settings: {error.seen}")
             return self
         return replace(self, settings=settings)
 
@@ -90,7 +90,7 @@ class OpenCycle:
         if plan is None:
             others = ", ".join(list(claims_by_age(self.store, runs=True))[-5:]) or "none"
             raise ConfigError(
-                f"no jobs of cycle {self.name} in {self.store.storage.root} (cycles with jobs: {others})",
+                f"cycle {self.name} has no jobs in {self.store.storage.root} (cycles with jobs: {others})",
                 expected="a submitted cycle",
                 next_command="trnjobs submit, or a different --cycle or --workspace",
             )
@@ -127,8 +127,8 @@ class OpenCycle:
         ago_s = self.interrupted_s()
         if ago_s is None:
             return "under way"
-        command = self.command("retry")
-        return f"interrupted {format_duration(ago_s)} ago, the process that ran its jobs has ended; resume: {command}"
+        ago, command = format_duration(ago_s), self.command("retry")
+        return f"interrupted {ago} ago because the process that ran its jobs ended (to resume: {command})"
 
     def command(self, name: str) -> str:
         """Return the command line of `trnjobs <name>` for this cycle, ready to be pasted into the same shell."""
@@ -249,7 +249,7 @@ def _check_compiled_ranks(settings: CycleSettings, on_neuron: Collection[str]) -
     compiled, trained = settings.jobs.compile, settings.jobs.train
     if compiled.ranks != trained.ranks:
         raise ConfigError(
-            f"jobs.compile has {compiled.ranks} ranks (nodes x processes), jobs.train has {trained.ranks}",
+            f"jobs.compile has {compiled.ranks} ranks (nodes x processes), but jobs.train has {trained.ranks}",
             expected="equal numbers, because the number of replicas is part of a compiled graph",
             next_command=f"--jobs.compile.nodes {trained.nodes} --jobs.compile.processes {trained.processes}",
         )

@@ -210,7 +210,7 @@ class CycleStore:
                 earlier = self.plan() or self._read(f"{folder}/plan.json", JobPlan.model_validate_json)
                 if earlier is None:
                     uri = self.storage.uri(self.key("plan.json"))
-                    raise DataError(f"{uri} does not exist", next_command="restore it, or use another --cycle")
+                    raise DataError(f"{uri} does not exist", next_command="restore it, or use a different --cycle")
                 self.archive_records(submissions[-1], end(earlier))
                 renew()  # ending the jobs may have taken longer than the lease
                 for name in _REPLACED:
@@ -230,8 +230,8 @@ class CycleStore:
         if claim.owner not in ("", owner) and claim.lease_until > now:
             raise TransientError(
                 f"cycle {self.cycle} is being submitted by {claim.owner}",
-                expected=f"one submission at a time; its lease expires in {claim.lease_until - now:.0f} s",
-                next_command="run the same command again then",
+                expected=f"one submission at a time (the lease expires in {claim.lease_until - now:.0f} s)",
+                next_command="run the same command again after that",
             )
 
     def _claim_for(self, plan: JobPlan, target: str, owner: str, script: str) -> tuple[Claim, str]:
@@ -249,7 +249,7 @@ class CycleStore:
                 raise ConfigError(
                     f"cycle {self.cycle} was submitted to {existing.target} with other settings",
                     expected=f"the same settings, or a cycle that was not submitted (this is {target})",
-                    next_command="run the same command again: it lists the differences",
+                    next_command="run the same command again to see the differences",
                 )
             self._check_lease(existing, owner)
             kept = {"claimed_at": existing.claimed_at, "first_round": existing.first_round}

@@ -105,10 +105,10 @@ def ran_seconds(record: JobRecord) -> float | None:
 HEAD = ("stage", "attempts", "waiting", *SPENT, "machine time", "goodput", "cost")
 DEADLINES = {"met": "deadline met", "missed": "deadline MISSED", "open": "deadline ahead", "none": ""}
 GOODPUT = (
-    "goodput: machine time of kept productive work (steps, rows, vectors) divided by all machine time,"
+    "goodput: machine time of productive work that was kept (steps, rows, vectors) divided by all machine time,"
     " without waiting in a queue"
 )
-LOCAL_COST = "local: no charge, costs above are estimates for another machine, by jobs.vcpu_usd_per_hour"
+LOCAL_COST = "local: no charge (costs above are estimates for a different machine, by jobs.vcpu_usd_per_hour)"
 
 
 def cost_lines(ledger: CycleLedger) -> list[str]:

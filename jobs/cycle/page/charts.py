@@ -92,15 +92,8 @@ def line_chart(
 ) -> Markup:
     """Draw a line chart. If there are several lines, they are labelled at their ends. Short lines are drawn with dots.
 
-    Args:
-        series: The lines to draw.
-        label: A description of the chart for screen readers.
-        marks: Vertical lines to draw, as (x, text).
-        x_name: The name of the horizontal axis.
-        size: Width and height.
-        span: Values that the vertical axis always includes.
-        names: Labels for x = 0, 1, ... to show instead of numbers.
-        hollow: Values of x at which dots are not filled.
+    `marks` are vertical lines as (x, text), and `span` contains values that the vertical axis always includes. `names`
+    are labels for x = 0, 1, ... to show instead of numbers. Dots at the values of x in `hollow` are not filled.
     """
     shown = [(name, thin([p for p in points if math.isfinite(p[1])]), kind) for name, points, kind in series]
     every = [point for _, points, _ in shown for point in points]

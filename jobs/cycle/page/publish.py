@@ -133,7 +133,7 @@ def add_to_index(storage: Storage, row: CycleRow) -> tuple[CycleRow, ...]:
 
 def read_index(storage: Storage) -> Index | None:
     """Return the index, or None if it does not exist. Raises DataError if it cannot be read."""
-    command = "delete it; trnjobs report --cycle adds each cycle again"
+    command = "delete it, then run trnjobs report --cycle for each cycle to add it again"
     return read_record(storage, INDEX, Index, "the index of cycles", "trnjobs report", next_command=command)
 
 
@@ -272,7 +272,7 @@ def outcome_sentence(data: PageData) -> str:
         return f"Refused: {why}. Production is unchanged."
     if outcome == "failed":
         failed_jobs = ", ".join(job.name for job in data.jobs if job.ending == "failed")
-        return f"Failed{f' in {failed_jobs}' if failed_jobs else ''}: {data.why or 'no reason is on record'}."
+        return f"Failed{f' in {failed_jobs}' if failed_jobs else ''}: {data.why or 'no reason was recorded'}."
     if outcome == "cancelled":
         return f"Cancelled: {data.reason or 'no reason was given'}."
     if data.promoted:
@@ -282,11 +282,11 @@ def outcome_sentence(data: PageData) -> str:
             name, value = metric_name(metrics[0].metric), number(metrics[0].candidate)
             change = f"the first model, {name} {value}"
             if (before := metrics[0].others.get("production")) is not None:
-                change = f"{name} {value}, in production before {number(before)}"
+                change = f"{name} {value}, previously {number(before)}"
         return f"Promoted{how}: {change}."
     if evaluated.get("nothing_new"):
         return "Nothing new to train on. Production is unchanged."
-    return "Passed, and not promoted." if "promoted" in evaluated else "Succeeded."
+    return "Passed, but not promoted." if "promoted" in evaluated else "Succeeded."
 
 
 def _attempts_chart(data: PageData) -> Markup:

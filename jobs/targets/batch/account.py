@@ -92,7 +92,7 @@ def queue_problems(name: str, account: Account, *, is_shared: bool) -> Iterator[
         return
     queue = account[name].detail
     if queue["state"] != "ENABLED":
-        yield f"queue {name}: {queue['state']}, it accepts no jobs"
+        yield f"queue {name}: {queue['state']}, so it does not accept jobs"
     if queue["status"] not in ("VALID", "CREATING", "UPDATING"):
         yield f"queue {name}: {queue['status']} ({queue.get('statusReason', 'no reason given')})"
     if is_shared and account[name].shares is None:
@@ -116,7 +116,9 @@ def share_warnings(uses: Iterable[tuple[str, str]], account: Account) -> tuple[s
         prefixes = tuple(name[:-1] for name in shares or () if name.endswith("*"))
         if shares is not None and share not in shares and not share.startswith(prefixes):
             listed = ", ".join(sorted(shares)) or "none"
-            lines.append(f"share identifier {share} is not in the policy of queue {queue} ({listed}): it gets weight 1")
+            lines.append(
+                f"share identifier {share} is not in the policy of queue {queue} ({listed}), so it gets weight 1"
+            )
     return tuple(lines)
 
 
@@ -135,10 +137,10 @@ def _capacity_problems(job: JobSpec, queue: str, environments: Sequence[Detail])
     elif job.num_nodes and not fitting:
         yield f"{job.name}: {job.num_nodes} nodes need a managed on-demand EC2 compute environment"
     if fitting and (most := max(resources.get("maxvCpus", 0) for resources in fitting)) < vcpus:
-        yield f"{job.name}: needs {vcpus:,} vCPU at once, the compute environments of {queue} have at most {most:,}"
+        yield f"{job.name}: needs {vcpus:,} vCPU at once, but the compute environments of {queue} have at most {most:,}"
     offered, requested = {kind for r in fitting for kind in r.get("instanceTypes", ())}, needs.instance_type
     if requested and offered and not offered & {requested, requested.split(".")[0], "optimal"}:
-        yield f"{job.name}: needs {requested}, the compute environments offer {', '.join(sorted(offered))}"
+        yield f"{job.name}: needs {requested}, but the compute environments only offer {', '.join(sorted(offered))}"
 
 
 class Fleet(BaseModel):

@@ -146,8 +146,8 @@ def _problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
     needs, node = job.resources, NODES.get(job.resources.instance_type)
     if node and (needs.vcpus > node.vcpus or needs.memory_mib > node.memory_mib):
         yield (
-            f"needs {needs.vcpus} vCPU and {needs.memory_mib:,} MiB per node, {needs.instance_type} has {node.vcpus} "
-            f"and {node.memory_mib:,}: it would never start"
+            f"needs {needs.vcpus} vCPU and {needs.memory_mib:,} MiB per node, but {needs.instance_type} only has "
+            f"{node.vcpus} and {node.memory_mib:,}, so it would never start"
         )
     definition = len(json.dumps(definition_request(plan, job)))
     if definition > MAX_DEFINITION_BYTES:

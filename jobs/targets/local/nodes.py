@@ -122,7 +122,9 @@ class Processes:
             if not own_ended:
                 return NodeView(Phase.STARTING)
             lines = (folder / "log.txt").read_text(errors="replace").splitlines()
-            return NodeView(Phase.ENDED, end=NodeEnd(error=lines[-1] if lines else "its keeper ended before it began"))
+            return NodeView(
+                Phase.ENDED, end=NodeEnd(error=lines[-1] if lines else "the keeper ended before it started the command")
+            )
         if started.pid == _NEVER:
             return NodeView(Phase.ENDED, end=NodeEnd(error="stopped before it began"))
         is_alive = is_locked(folder / node_keeper.STARTED)  # check before ended.json, which is written before unlocking

@@ -178,7 +178,9 @@ class LocalEngine:
                 changed, now = False, self.monotonic()
                 if trouble_since is None:
                     trouble_since = now
-                    self.say(f"cannot write to {self.files.folder}: {error}; no job is started until this works")
+                    self.say(
+                        f"cannot write to {self.files.folder}: {error} (no jobs are started until this is resolved)"
+                    )
                 elif now - trouble_since > DISK_PATIENCE_S:
                     raise translate_os_error(error, "writing", str(self.files.folder)) from error
             if not changed:
@@ -359,7 +361,7 @@ class LocalTarget(Target):
     def busy_reason(self, records: Sequence[JobRecord]) -> str:
         """Return why the jobs cannot be replaced yet. Interrupted jobs can be, since no process runs them."""
         if is_locked(self.files.engine_lock):
-            return "another process runs its jobs"
+            return "another process is running its jobs"
         is_remote = self.files.workspace is None and self.store.submissions() and not self._saved()
         return "its jobs may run on another machine" if is_remote and super().busy_reason(records) else ""
 
@@ -455,6 +457,6 @@ class LocalTarget(Target):
         lock = self.files.engine_lock
         make_dirs(lock.parent)
         if is_locked(lock):
-            self.say("another process runs the jobs of this cycle, waiting for it")
+            self.say("waiting for another process that is running the jobs of this cycle")
         with exclusive(lock, self.stop):
             yield

@@ -187,9 +187,9 @@ def _job_problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
     machine = ml_machine(job.resources)
     if not machine:
         needs = job.resources
-        yield f"{needs.vcpus} vCPU and {needs.memory_mib:,} MiB per node fit no m7i instance, expected jobs.*.instance"
+        yield f"no m7i instance has {needs.vcpus} vCPU and {needs.memory_mib:,} MiB, expected jobs.*.instance to be set"
     elif machine not in _model("sagemaker").shape_for("TrainingInstanceType").enum:
-        yield f"instance type {machine} does not exist on SageMaker, expected one of its training instances"
+        yield f"instance type {machine} does not exist on SageMaker, expected an instance type for training"
     if not plan.workspace.startswith("s3://"):
         yield f"workspace {plan.workspace} is not on S3, expected s3://..., which training jobs share"
     if not placement_of(plan, job).job_role or not job.image:

@@ -205,9 +205,9 @@ class DirectRoute(AwsClient):
             owner = detail.get("Environment", {}).get(PLAN, "no plan of trnjobs")
             if owner != plan_id:
                 raise ConfigError(
-                    f"training job {name} exists and belongs to {owner}",
+                    f"training job {name} already exists and belongs to {owner}",
                     expected=f"a training job of plan {plan_id}",
-                    next_command="choose another jobs.name or --cycle",
+                    next_command="choose a different jobs.name or --cycle",
                 )
         return ObservedAttempt(streams=host_prefixes(name, task.spec.num_nodes))
 

@@ -121,7 +121,7 @@ class SageMakerTarget(Target):
             elif task.state is JobState.RUNNABLE and (reason := reason_in(task.status_reason)):
                 lines.append(f"{task.name} cannot start: {task.status_reason}; next: {next_command(reason)}")
             elif task.state.is_active and task.status_reason:
-                lines.append(f"{task.name} waits for machines of SageMaker: {task.status_reason}")
+                lines.append(f"{task.name} is waiting for SageMaker capacity: {task.status_reason}")
         return tuple(lines)
 
     def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
