@@ -11,22 +11,22 @@ from pipeline.core.errors import EXIT_OK
 # Each command is a function `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES lists
 # for it. The function reads the settings of the cycle from `arguments.settings`.
 COMMANDS: dict[str, str] = {
-    "plan": "show the jobs of a cycle with sizes, limits, expected duration and cost (--json: the exact requests)",
-    "fit": "check that a cycle could run on what Terraform is about to create (schedule, limits, capacity)",
-    "submit": "submit the jobs to this machine, AWS Batch or SageMaker (safe to repeat: no job is started twice)",
-    "run": "run your own script as a job, with ranks, retries, records and costs like a stage (-- python train.py)",
-    "status": "show the current state of the jobs of a cycle",
-    "logs": "show the log of one attempt of a job, on any of its nodes",
-    "cancel": "cancel the unfinished jobs of a cycle, starting with the last one",
-    "retry": "rerun failed jobs and their dependents, or resume an interrupted cycle, with the stored settings",
-    "reconcile": "record the job states of a cycle, or of all open cycles, and close the cycles that have ended",
+    "submit": "run a cycle here, on AWS Batch or on SageMaker; safe to repeat, because no job is started twice",
+    "status": "show the jobs of a cycle",
+    "logs": "show the log of an attempt of a job; for any of its nodes",
     "history": "list the cycles of a workspace",
-    "diff": "compare two cycles (default: the newest two): settings, data, metrics",
-    "cost": "show the time and cost of a cycle by stage (--last N: of several cycles, with their success rate)",
-    "report": "write the page of a cycle, reports/<cycle>.html (also written when a cycle ends)",
-    "notify": "send pending notifications (--test: send a test message to every address first)",
-    "driver": "entry point for the scheduler: start the cycle that is due, unless it was already started",
-    "config": "print every setting with its value and source, including [jobs]",
+    "diff": "compare two cycles: settings, data, metrics; by default, the two newest",
+    "report": "write the page of a cycle, reports/<cycle>.html; this also happens whenever a cycle ends",
+    "retry": "continue a failed or interrupted cycle; reruns failed jobs and their dependents with the stored settings",
+    "cancel": "cancel the unfinished jobs of a cycle; starting with the last job",
+    "run": "run your own script as a job, such as -- python train.py; with ranks and retries like a stage",
+    "plan": "show the jobs of a cycle: sizes, limits, time and cost; with --json, the exact requests",
+    "cost": "show time and cost of a cycle by stage; with --last N, of several cycles, and their success rate",
+    "fit": "check that a cycle fits what Terraform will create; this covers schedule, limits and capacity",
+    "driver": "start the cycle that is due, once; this is the entry point for the scheduler",
+    "reconcile": "record job states and close cycles that have ended; for --cycle, or for all open cycles",
+    "notify": "send pending notifications; with --test, send a test message to every address first",
+    "config": "print every setting with its value and source; including [jobs]",
     "completion": COMPLETION.replace("trnpipe", "trnjobs"),
 }
 TARGETS = ["local", "batch", "sagemaker"]
@@ -38,36 +38,40 @@ MODULES = {
 }
 
 
+_NEWEST, _PRICES = "the newest", "jobs.prices jobs.vcpu_usd_per_hour"
 USAGE: dict[str, Usage] = {
     "plan": Usage(("--cycle 2026-11-20", "--target batch --json"), common="jobs.target jobs.train.instance jobs.image"),
-    "fit": Usage(("plan.json",)),
+    "fit": Usage(("plan.json",), places=""),
     "submit": Usage(
         ("--cycle first", "--config configs/small.toml --target batch", "--cycle first --fresh"),
         common="data.path model.preset model.init_from train.epochs train.start gate.drops jobs.target "
-        "jobs.train.instance jobs.image jobs.queue",
+        "jobs.train.instance",
     ),
     "run": Usage(
-        ("-- python train.py --lr 1e-3", "--nodes 2 --processes 32 --instance trn1.32xlarge -- python train.py")
+        ("-- python train.py --lr 1e-3", "--nodes 2 --processes 32 --instance trn1.32xlarge -- python train.py"),
+        places="workspace",
     ),
-    "status": Usage(("", "--watch", "--cycle first --json"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
-    "logs": Usage(("train -f", "train --tail 20", "embed:3 --attempt 1"), reads="jobs"),
-    "cancel": Usage(('--cycle first --reason "wrong data"',), reads="jobs"),
-    "retry": Usage(("--cycle first",), reads="jobs"),
-    "reconcile": Usage(("", "--cycle first"), reads="jobs"),
-    "history": Usage(("", "--last 50"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
-    "diff": Usage(("", "first second"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
-    "cost": Usage(("", "--last 30"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
-    "report": Usage(("", "--cycle first"), reads="jobs report"),
-    "notify": Usage(("", "--test"), reads="jobs"),
+    "status": Usage(("", "--watch", "--cycle first --json"), reads=_PRICES, cycle=_NEWEST),
+    "logs": Usage(("train -f", "train --tail 20", "embed:3 --attempt 1"), reads="jobs", cycle=_NEWEST),
+    "cancel": Usage(('--cycle first --reason "wrong data"',), reads="jobs", cycle=_NEWEST),
+    "retry": Usage(("", "--cycle first"), reads="jobs", cycle=_NEWEST),
+    "reconcile": Usage(("", "--cycle first"), reads="jobs", cycle="all open cycles"),
+    "history": Usage(("", "--last 50"), reads=_PRICES, places="workspace"),
+    "diff": Usage(("", "first second"), reads=_PRICES, places="workspace"),
+    "cost": Usage(("", "--last 30"), reads=_PRICES, cycle=_NEWEST),
+    "report": Usage(("", "--cycle first"), reads="jobs report", cycle=_NEWEST),
+    "notify": Usage(("", "--test"), reads="jobs", places="workspace"),
     "driver": Usage(
-        ("--scheduled-time 2026-11-20T02:00:00Z",), common="jobs.schedule.expression jobs.schedule.timezone"
+        ("--scheduled-time 2026-11-20T02:00:00Z",),
+        common="jobs.schedule.expression jobs.schedule.timezone",
+        places="workspace",
     ),
-    "config": Usage(("--config configs/small.toml", "| grep -v default")),
+    "config": Usage(("--config configs/small.toml", "| grep -v default"), places=""),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code (pipeline/core/errors.py). Only bugs show a traceback."""
+    """Run one command and return its exit code (core/errors.py). Only bugs print a traceback."""
     return run_program("trnjobs", COMMANDS, _run, argv)
 
 
@@ -75,20 +79,23 @@ def _run(name: str, argv: list[str]) -> int:
     from jobs.settings import CycleSettings
 
     if name == "completion":
-        return show(completion("trnjobs", COMMANDS, argv, CycleSettings))
+        return show(completion("trnjobs", {command: {"": _parser(command)} for command in USAGE}, argv, CycleSettings))
     module = import_module(f"jobs.commands.{MODULES[name]}")
     end = argv.index("--") if name == "run" and "--" in argv else len(argv)
-    parser = CommandParser(
-        f"trnjobs {name}", COMMANDS[name], "SCRIPT.py [ARGUMENT ...]" if name == "run" else "", USAGE[name]
-    )
-    add_flags(name, parser)
-    read = parser.read(argv[:end], CycleSettings)
+    read = _parser(name).read(argv[:end], CycleSettings)
     if read is None:
         return EXIT_OK
     arguments, resolved = read
     arguments.command = tuple(argv[end + 1 :])
     arguments.resolved, arguments.settings = resolved, resolved.settings
     return int(getattr(module, f"run_{name}")(arguments, show))
+
+
+def _parser(name: str) -> CommandParser:
+    command = "SCRIPT.py [ARGUMENT ...]" if name == "run" else ""
+    parser = CommandParser(f"trnjobs {name}", COMMANDS[name], command, USAGE[name])
+    add_flags(name, parser)
+    return parser
 
 
 def add_flags(name: str, parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,12 +20,13 @@ from jobs.cycle.job_states import Closed, JobRecord, without_error
 from jobs.cycle.page.gather import PageData, gather
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import failure_lines
-from jobs.cycle.verdict import verdict_lines
+from jobs.cycle.verdict import outcome_text, verdict_lines
 from jobs.plan.cycle import AFTER, RUN_PREFIX, plan_cycle, plan_script
 from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target, with_errors, with_placements
 from pipeline.backends import may_use_neuron
+from pipeline.context import check_workspace, load_result
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.format import format_duration
 from pipeline.core.machines import NODES
@@ -135,6 +136,13 @@ class OpenCycle:
         root = self.store.storage.root.removeprefix("file://")
         return shlex.join([program(), name, "--workspace", root, "--cycle", self.name])
 
+    def outcome(self, closed: Closed) -> str:
+        """Return the outcome of this cycle as text, which includes whether its model was promoted."""
+        evaluated = None
+        with suppress(DataError):  # ensure that a damaged result does not hide the cycle
+            evaluated = load_result(self.store.storage, self.name, "evaluate")
+        return outcome_text(closed.outcome, evaluated.figures if evaluated else {})
+
     def failure_lines(self, records: Sequence[JobRecord]) -> list[str]:
         """Return the error of each failed job, with a command that shows its log in the same shell."""
         return failure_lines(records, self.store.storage.root, self.name, program())
@@ -176,9 +184,15 @@ def open_cycle(
     return OpenCycle(settings, CycleStore(storage, cycle_of(settings), time.time), say, stop, is_shown)
 
 
-def open_newest(settings: CycleSettings, say: Say) -> OpenCycle:
-    """Open the cycle in the settings, or the newest cycle with jobs if none is set. For commands that only read."""
-    cycle = open_cycle(settings, say)
+def open_newest(
+    settings: CycleSettings, say: Say, stop: StopSignal | None = None, *, is_shown: bool = False
+) -> OpenCycle:
+    """Open the cycle in the settings, or the newest cycle with jobs if none is set.
+
+    Raises ConfigError if there is no workspace.
+    """
+    cycle = open_cycle(settings, say, stop, is_shown=is_shown)
+    check_workspace(cycle.store.storage)
     newest = [] if settings.cycle else newest_cycles(cycle.store) or list(claims_by_age(cycle.store, runs=True))
     return cycle.other(newest[-1]) if newest else cycle
 

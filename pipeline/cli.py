@@ -45,7 +45,12 @@ def _run(name: str, arguments: list[str]) -> int:
     from pipeline.settings import Settings, as_json, table_text
 
     if name == "completion":
-        return show(completion("trnpipe", COMMANDS, arguments, Settings))
+        tools = {command: TOOLS.get(command, Tool("")) for command in COMMANDS if command != name} | {"config": CONFIG}
+        parsers = {
+            command: {action: _parser(command, action, tool) for action in ("", *tool.actions)}
+            for command, tool in tools.items()
+        }
+        return show(completion("trnpipe", parsers, arguments, Settings))
     if name != "health":  # the health checks verify the default limit
         allow_open_files()
     tool = CONFIG if name == "config" else TOOLS.get(name, Tool(""))
@@ -108,7 +113,7 @@ def _parser(name: str, action: str, tool: Tool) -> CommandParser:
     for argument in command.arguments:
         parser.add_argument(argument, metavar=argument.strip("[]"), nargs="?" if argument.startswith("[") else None)
     for switch in sorted(command.switches):
-        parser.add_argument(switch, dest=switch, action="store_true")
+        parser.add_argument(switch, dest=switch, action="store_true", help=command.switches[switch])
     for option, text in command.options.items():
         metavar, _, description = text.partition("  ")
         parser.add_argument(option, dest=option, metavar=metavar, help=description)

@@ -3,7 +3,9 @@
 import argparse
 import difflib
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +19,14 @@ if TYPE_CHECKING:  # importing the settings takes a while, and not all commands 
     from pipeline.settings import Resolved, S
 
 HELP = frozenset({"--help", "-h"})
-HELP_ALL = "--help-all"
+HELP_ALL, _TODAY = "--help-all", "today's date in UTC"
 GENERAL = ("workspace", "cycle", "model_name", "backend", "scratch", "storage")
 """The settings that every command reads."""
-_SETTINGS = """\
-Settings can be set with flags, in the environment, or in --config files, in this order of precedence. For example,
---train.max-steps is TRNPIPE_TRAIN__MAX_STEPS in the environment, and max_steps under [train] in a file. Use a,b or
-JSON for lists, --no-key to turn off a boolean, and null to unset a value."""
+_SETTINGS = (
+    "Settings can be set with flags, in the environment, or in --config files, in this order of precedence. For"
+    " example, --train.max-steps is TRNPIPE_TRAIN__MAX_STEPS in the environment, and max_steps under [train] in a file."
+    " Use a,b or JSON for lists, --no-key to turn off a boolean, and null to unset a value."
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Usage:
     examples: tuple[str, ...] = ()
     common: str = ""
     reads: str = ""
+    places: str = "workspace cycle"
+    """Those of these two that the command reads."""
+    cycle: str = ""
+    """The default of --cycle in words, if it is not today's date."""
 
 
 def run_program(
@@ -58,9 +65,13 @@ def run_program(
     command = arguments[0] if arguments else "help"
     try:
         if command in {*HELP, "help"}:
+            if arguments[1:]:  # help COMMAND, --help SECTION
+                topic = arguments[1]
+                return run(topic, ["--help"]) if topic in commands else run("config", ["--help", topic])
             usage = f"usage: {name} <command> [--config FILE.toml ...] [--section.key value ...]"
-            version, more = f"       {name} --version", f"{name} <command> --help has examples and common settings."
-            return show("\n".join([usage, version, "", *rows(commands), "", _SETTINGS, "", more]))
+            first_clauses = {command: text.partition("; ")[0] for command, text in commands.items()}
+            more = f"{name} <command> --help has examples and common settings, {name} --help train.loss a section."
+            return show("\n".join([usage, f"       {name} --version", "", *rows(first_clauses), "", wrapped(more)]))
         if command == "--version":
             from pipeline.telemetry.events import code_version
 
@@ -94,9 +105,11 @@ class CommandParser(argparse.ArgumentParser):
         examples = ["", "examples:", *(f"  {self._name} {example}".rstrip() for example in self._usage.examples)]
         super().__init__(
             prog=prog,
-            description="\n".join([text, *(examples if self._usage.examples else [])]),
-            epilog=_SETTINGS,
-            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=44, width=110),
+            description="\n".join([wrapped(text), *(examples if self._usage.examples else [])]),
+            epilog=wrapped(_SETTINGS),
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+                prog, max_help_position=30, width=help_width()
+            ),
             allow_abbrev=False,
             add_help=False,
         )
@@ -110,6 +123,22 @@ class CommandParser(argparse.ArgumentParser):
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         self._own_flags.update(names)
         return super().add_argument(*names, **options)
+
+    @property
+    def flags(self) -> list[str]:
+        """Return the flags of the command that are not settings."""
+        return [name for action in self._actions for name in action.option_strings]
+
+    @property
+    def choices(self) -> dict[str, list[str]]:
+        """Return the values that flags of the command accept, by flag."""
+        return {name: [*action.choices] for action in self._actions if action.choices for name in action.option_strings}
+
+    @property
+    def reads(self) -> list[str]:
+        """Return the beginnings of the flags of the settings that the command reads, without dashes; empty: of all."""
+        names = [*GENERAL, *self._usage.common.split(), *self._usage.reads.split()] if self._usage.reads else []
+        return [name.replace("_", "-") for name in names]
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, expected=self._usage_line(), next_command=f"{self.prog} --help")
@@ -147,7 +176,7 @@ class CommandParser(argparse.ArgumentParser):
                 expected="the name of a section or setting, such as train or train.loss",
                 next_command=f"{self._name} {HELP_ALL}",
             )
-        common, reads = self._usage.common.split(), self._usage.reads.split()
+        common, reads = [*self._usage.places.split(), *self._usage.common.split()], self._usage.reads.split()
         prefixes = tuple(f"{name}." for name in (*GENERAL, *common, *reads))
         read = [name for name in fields if not reads or f"{name}.".startswith(prefixes)]
         groups = dict[str, list[str]]()
@@ -157,12 +186,19 @@ class CommandParser(argparse.ArgumentParser):
         else:
             groups = {"settings": named} if named else {"common settings": common}
             more = f"Run {self._name} {HELP_ALL} to list all {len(read)} settings of this command"
-            self.epilog = f"{_SETTINGS}\n\n{more},\nor {self._name} --help train.loss for those in a section."
-        self.usage = self._usage_line()  # set this before adding flags for settings, so that it doesn't list them
+            sections = [name.rpartition(".")[0] or name for name in (*self._usage.common.split(), *reads)]
+            section = next((name for name in sections if name not in GENERAL), "" if reads else "train.loss")
+            more += f", or {self._name} --help {section} for those in a section" if section else ""
+            self.epilog = wrapped(f"{_SETTINGS}\n\n{more}.")
+        usage = self._usage_line()  # set this before adding flags for settings, so that it doesn't list them
+        self.usage = wrapped(usage, help_width() - len("usage: "), " " * len("usage: "))
         for title, names in groups.items():
             group = self.add_argument_group(title)
             for leaf in (fields[name] for name in names):
-                text = f"{leaf.field.description} [{leaf.default}]".replace("%", "%%")
+                text = f"{leaf.field.description} [{leaf.default.replace(',', ', ')}]"
+                if leaf.name == "cycle":
+                    text = f"Name of the cycle (default: {self._usage.cycle or _TODAY})"
+                text = text.replace("%", "%%")
                 group.add_argument(leaf.flag, dest=leaf.name, metavar=leaf.takes, help=text)
         show(self.format_help())
 
@@ -188,44 +224,70 @@ class CommandParser(argparse.ArgumentParser):
         return own, flags
 
 
-COMPLETION = 'print a script that completes commands and flags in bash, zsh or fish: eval "$(trnpipe completion bash)"'
+COMPLETION = 'print completion for bash, zsh or fish; use it with: eval "$(trnpipe completion bash)"'
 _BASH = """\
 _{name}() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}}
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} own= reads=- actions= known=
+    case ${{COMP_WORDS[1]}} in
+{commands}
+    esac
     if [ "$COMP_CWORD" = 1 ]; then
-        COMPREPLY=($(compgen -W '{commands}' -- "$word"))
-    elif [ "${{word:0:2}}" = -- ]; then
-        COMPREPLY=($(compgen -W '{flags}' -- "$word"))
+        known='{names}'
+    elif [ "${{word:0:1}}" = - ]; then
+        known="$own $(printf '%s\\n' {settings} | grep -E "^--($reads)")"
     else
-        COMPREPLY=($(compgen -f -- "$word"))
+        case $before in
+{choices}
+        esac
+        if [ -z "$known" ] && [ "$COMP_CWORD" = 2 ]; then known=$actions; fi
     fi
+    if [ -n "$known" ]; then known=$(compgen -W "$known" -- "$word"); else known=$(compgen -f -- "$word"); fi
+    COMPREPLY=($known)
 }}
 complete -o filenames -F _{name} {name}
 """
 
-_FISH = """\
-complete -c {name} -n __fish_use_subcommand -f -a '{commands}'
-complete -c {name} -n 'not __fish_use_subcommand; and string match -q -- "--*" (commandline -ct)' -f -a '{flags}'
-"""
 
-
-def completion(name: str, commands: Iterable[str], arguments: Sequence[str], model: "type[S]") -> str:
-    """Return a shell script that completes the commands and flags of a program.
+def completion(
+    name: str, parsers: Mapping[str, Mapping[str, CommandParser]], arguments: Sequence[str], model: "type[S]"
+) -> str:
+    """Return the completion script of a program for a shell. `parsers`: by command and action ("": without one).
 
     Raises ConfigError if the shell is not supported.
     """
     from pipeline.settings import leaves
 
     shell = " ".join(arguments)
+    if shell in HELP:
+        return wrapped(f"usage: {name} completion bash|zsh|fish\n\n{COMPLETION.replace('trnpipe', name)}")
     if shell not in ("bash", "zsh", "fish"):
         raise ConfigError(
             f"unsupported shell {shell!r}",
             expected="bash, zsh or fish",
             next_command=f'eval "$({name} completion bash)"; fish: {name} completion fish | source',
         )
-    flags = ["--config", "--help", HELP_ALL, *(leaf.flag for leaf in leaves(model).values())]
-    script = (_FISH if shell == "fish" else _BASH).format(name=name, commands=" ".join(commands), flags=" ".join(flags))
-    return ("autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "") + script
+    fields = leaves(model).values()
+    settings, commands = " ".join(field.flag for field in fields), list[str]()
+    choices = {field.flag: field.choices for field in fields}
+    fish = [f"complete -c {name} -n __fish_use_subcommand -f -a '{' '.join([*parsers, 'completion'])}'"]
+    for command, of_command in parsers.items():
+        flags = list(dict.fromkeys(flag for parser in of_command.values() for flag in parser.flags))
+        actions = " ".join(filter(None, of_command))
+        for parser in of_command.values():
+            choices |= parser.choices
+        own, reads = " ".join(flags), "|".join(of_command[""].reads)
+        commands.append(f"    {command}) own='{own}' reads='{reads}' actions='{actions}';;")
+        fish.append(f"complete -c {name} -n '__fish_seen_subcommand_from {command}' -f -a '{own} {actions}'")
+    fish.append(f"complete -c {name} -n 'string match -q -- \"--*\" (commandline -ct)' -f -a '{settings}'")
+    if shell == "fish":
+        return "\n".join(fish)
+    commands.append("    completion) actions='bash zsh fish';;")
+    known = [f"            {flag}) known='{' '.join(values)}';;" for flag, values in choices.items() if values]
+    names = " ".join([*parsers, "completion"])
+    tables = {"commands": "\n".join(commands), "choices": "\n".join(known), "names": names, "settings": settings}
+    return ("autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "") + _BASH.format(
+        name=name, **tables
+    )
 
 
 def hint(name: str, candidates: Iterable[str]) -> str:
@@ -235,9 +297,21 @@ def hint(name: str, candidates: Iterable[str]) -> str:
 
 
 def rows(table: Mapping[str, str]) -> list[str]:
-    """Format names and their descriptions in two aligned columns."""
-    width = max(map(len, table), default=0)
-    return [f"  {name:<{width}}  {text}" for name, text in table.items()]
+    """Format names and texts in two aligned columns that fit the terminal."""
+    indent = max(map(len, table), default=0) + 4
+    return [wrapped(f"  {name:<{indent - 2}}{text}", indent=" " * indent) for name, text in table.items()]
+
+
+def help_width() -> int:
+    return min(110, shutil.get_terminal_size().columns - 1)
+
+
+def wrapped(text: str, width: int = 0, indent: str = "") -> str:
+    """Break the lines of a text at the width of the terminal, between words. `indent`: of continued lines."""
+    wrapper = textwrap.TextWrapper(
+        width or help_width(), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(map(wrapper.fill, text.split("\n")))
 
 
 def show(text: str) -> int:

@@ -1,6 +1,7 @@
 """The context that a stage runs in, such as its workspace, event log and console, and the result that it stores."""
 
 import contextlib
+import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -168,6 +169,19 @@ def open_context(
 def cycle_name(settings: Settings) -> str:
     """Return the name of the cycle, which defaults to the current date in UTC."""
     return settings.cycle or datetime.now(UTC).date().isoformat()
+
+
+def check_workspace(workspace: Storage) -> None:
+    """Raise ConfigError if a local workspace does not exist, so that a command that reads it does not create it."""
+    folder = workspace.local_path("")
+    if folder is not None and not folder.exists():
+        names = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        similar = difflib.get_close_matches(folder.name, names, n=1)
+        raise ConfigError(
+            f"workspace {folder} does not exist",
+            expected="the workspace of a cycle",
+            next_command=f"--workspace {folder.parent / similar[0]}" if similar else "make cycle, or trnjobs submit",
+        )
 
 
 def scratch_folder(settings: Settings, workspace: Storage, env: Mapping[str, str]) -> Path:

@@ -207,6 +207,11 @@ class SettingField:
         return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
     @property
+    def choices(self) -> list[str]:
+        """The accepted values, if they can be listed."""
+        return [str(value) for kind in self.options if get_origin(kind) is Literal for value in get_args(kind)]
+
+    @property
     def origins(self) -> set[Any]:
         """The collection types that the setting accepts, which are tuple and dict."""
         return {get_origin(option) for option in self.options} & {tuple, dict}
@@ -509,6 +514,8 @@ def _validation_error(model: type[Settings], error: ValidationError, layer: Laye
         members = [f"{key} from {sourced.source}" for key, sourced in layer.items() if key.startswith(f"{name}.")]
         source = layer[name].source if name in layer else ", ".join(members) or DEFAULT
         reason = problem["msg"][:1].lower() + problem["msg"][1:]
+        if "A-Za-z0-9_.-" in str(problem.get("ctx")):  # the pattern of names
+            reason = "only letters, digits and _.- are allowed, the first must be a letter or a digit"
         lines.append(f"{name}{inside} = {problem['input']!r} ({source}): {reason}")
         expected = f"{fields[name].takes} - {fields[name].field.description}" if name in fields else ""
     return ConfigError(

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import types
@@ -78,6 +79,7 @@ def test_version_and_help_of_both_commands() -> None:
 def test_overview_lists_all_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
     listed = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2:3].isalpha()]
     assert {*listed} >= COMMANDS.keys() and listed[0] == "init", "what is seldom needed comes last"
     assert listed.index("search") < listed.index("train") < listed.index("doctor")
@@ -100,7 +102,12 @@ def test_help_has_examples_and_a_dozen_settings(
     text = help_of(main, capsys, command, "--train.seed", "3", word)
     assert f"usage: {program} {command}" in text and f"\n  {program} {command}" in text
     assert len([line for line in text.splitlines() if line.startswith("  --") and "." in line.split()[0]]) <= 12
-    assert len(text.splitlines()) < 60
+    lines, examples = text.splitlines(), (f"  {program} ", f"    {program} ")
+    assert len(lines) < 66 and all(len(line) <= 80 or line.startswith(examples) for line in lines)
+    places = (USAGE if program == "trnpipe" else JOBS_USAGE)[command].places.split()
+    assert {f"--{name}" for name in places} == {"--workspace", "--cycle"} & {
+        line.split()[0] for line in lines if line[:4] == "  --"
+    }
 
 
 def test_help_of_a_section_and_of_all_that_a_command_reads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +118,8 @@ def test_help_of_a_section_and_of_all_that_a_command_reads(capsys: pytest.Captur
     assert "--data.columns.query" in text and "--workspace" in text and "--embed.precision" not in text
     assert "--model.mlp-sizes int,..." in help_of(cli.main, capsys, "train", "--help", "model")
     assert "--train.start str" in text and "[incumbent]" in text
+    assert "--train.loss.temperature" in help_of(cli.main, capsys, "--help", "train.loss")
+    assert "usage: trnpipe search" in help_of(cli.main, capsys, "help", "search")
     assert cli.main(["train", "--help", "train.lozz"]) == ConfigError.exit_code
     assert "did you mean train.loss" in capsys.readouterr().err
 
@@ -133,8 +142,18 @@ def test_bash_completes_commands_and_flags(program: str, capsys: pytest.CaptureF
     main = cli.main if program == "trnpipe" else jobs_main
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
-    for typed, expected in ((["co"], "config"), (["config", "--train.max-s"], "--train.max-steps")):
-        words = " ".join([program, *typed])
+    own = (
+        [
+            (["search", "--be"], "--beside"),
+            (["registry", "rollback", "--re"], "--reason"),
+            (["registry", "ro"], "rollback"),
+        ]
+        if program == "trnpipe"
+        else [(["submit", "--fr"], "--fresh"), (["submit", "--target", ""], "sagemaker"), (["logs", "--ta"], "--tail")]
+    )
+    known = [(["co"], "config"), (["config", "--train.max-s"], "--train.max-steps"), (["completion", "z"], "zsh")]
+    for typed, expected in (*known, (["config", "--model.preset", "t"], "tiny"), *own):
+        words = shlex.join([program, *typed])
         ask = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={len(typed)}; _{program}; echo ${{COMPREPLY[@]}}"
         assert (
             expected in subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout.split()
@@ -143,6 +162,8 @@ def test_bash_completes_commands_and_flags(program: str, capsys: pytest.CaptureF
     assert "bashcompinit" in capsys.readouterr().out
     assert main(["completion", "fish"]) == 0  # typed into fish 3.6 once; CI has none
     commands, flags = capsys.readouterr().out.split("\n", 1)
+    assert main(["completion", "--help"]) == 0
+    assert f"{program} completion bash" in capsys.readouterr().out
     assert commands.startswith(f"complete -c {program} ") and " config " in commands and " --train.max-steps " in flags
     assert main(["completion", "tcsh"]) == ConfigError.exit_code
 

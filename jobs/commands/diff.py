@@ -6,8 +6,9 @@ from typing import Any
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.tables import value_text
+from jobs.cycle.verdict import metric_name
 from jobs.settings import differences
-from jobs.setup import newest_cycles, open_cycle
+from jobs.setup import newest_cycles, open_newest
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_count, shortened
@@ -24,7 +25,7 @@ _SAME = 5e-5
 
 def run_diff(arguments: argparse.Namespace, say: Say) -> int:
     """Print the differences of two cycles (default: the newest two). Raises ConfigError if one does not exist."""
-    base = open_cycle(arguments.settings, say)
+    base = open_newest(arguments.settings, say)
     names = arguments.cycles or newest_cycles(base.store)[-2:]
     if len(names) != 2:
         raise ConfigError(
@@ -38,7 +39,7 @@ def run_diff(arguments: argparse.Namespace, say: Say) -> int:
     say(f"{first.cycle} -> {second.cycle}")
     for title, lines in (
         ("settings", _changed(_settings(first), _settings(second))),
-        ("data", _changed(_data(first), _data(second))),
+        ("data of all prepared days", _changed(_data(first), _data(second))),
         ("metrics", _metrics(*(load_report(store.storage, store.cycle) for store in (first, second)))),
     ):
         say(f"{title}:" + ("" if lines else " no difference"))
@@ -76,7 +77,7 @@ def _metrics(before: EvaluationReport | None, now: EvaluationReport | None) -> l
         return [f"{'the first' if before is None else 'the second'} was not evaluated"]
     old, new = before.candidate.figures, now.candidate.figures
     rows: list[Sequence[str]] = [
-        (name, f"{old[name]:.4f}", "->", f"{new[name]:.4f}", f"{new[name] - old[name]:+.4f}")
+        (metric_name(name), f"{old[name]:.4f}", "->", f"{new[name]:.4f}", f"{new[name] - old[name]:+.4f}")
         for name in _MAIN_METRICS
         if name in old and name in new and abs(new[name] - old[name]) > _SAME
     ]

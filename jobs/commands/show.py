@@ -5,7 +5,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -17,7 +16,6 @@ from jobs.cycle.cycle_store import claims_by_age
 from jobs.cycle.job_states import JobRecord, JobState, outcome_of, without_error
 from jobs.cycle.page.publish import write_page
 from jobs.cycle.tables import GOODPUT, LOCAL_COST, cost_lines, plan_lines, status_lines, total_lines
-from jobs.cycle.verdict import outcome_text
 from jobs.plan.resources import prices_of
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
@@ -27,8 +25,9 @@ from jobs.targets.batch.account import account_problems, account_warnings, chang
 from jobs.targets.batch.requests import check_plan, definition_request, submit_request
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from jobs.targets.sagemaker.requests import sagemaker_requests
+from pipeline.command_line import hint
 from pipeline.context import Figure, load_result
-from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TrnpipeError
+from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
 from pipeline.io.paths import temporary_folder
@@ -76,6 +75,8 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             say(f"earlier cycles cannot be read: {error.seen}")
         for line in plan_lines(plan, seconds, prices_of(settings.jobs, target), settings.jobs.sla_s):
             say(line)
+        if target == "local" and seconds:
+            say(LOCAL_COST)
         if few:
             say(f"warning: cycle {names[-1]}: {few}")
     return EXIT_OK
@@ -135,7 +136,8 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
         return EXIT_OK
     for line in (*status_lines(records), *cycle.failure_lines(records)):
         say(line)
-    say(f"cycle {store.cycle}: {without_error(closed.text, records) if closed else cycle.progress()}")
+    ended = closed and ", ".join(filter(None, (cycle.outcome(closed), without_error(closed.reason, records))))
+    say(f"cycle {store.cycle}: {ended or cycle.progress()}")
     return EXIT_OK
 
 
@@ -163,7 +165,7 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bo
     record = tasks.get(job)
     if record is None or record.children:
         raise ConfigError(
-            f"{job} is an array of {len(record.children)}" if record else f"no job {job!r} was submitted",
+            f"{job} is an array of {len(record.children)}" if record else f"no job {job!r}{hint(job, tasks)}",
             expected=f"{job}:0 and so on" if record else f"one of {', '.join(tasks) or 'none'}",
             next_command="trnjobs status",
         )
@@ -186,19 +188,16 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bo
 
 def run_history(arguments: argparse.Namespace, say: Say) -> int:
     """Print one line per cycle of a workspace, the newest last, from the stored records."""
-    base = open_cycle(arguments.settings, say)
+    base = open_newest(arguments.settings, say)
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "attempts", "why")]
     errors = list[str]()
     for name, claim in list(claims_by_age(base.store, runs=True).items())[-arguments.last :]:
         cycle = base.other(name)
         closed, records = cycle.store.closed(), cycle.with_errors(cycle.store.records())
         errors += [line if line.startswith(" ") else f"cycle {name}: {line}" for line in cycle.failure_lines(records)]
-        outcome, why, evaluated = "under way", "", None
+        outcome, why = "under way", ""
         if closed is not None:
-            with suppress(DataError):  # a damaged result must not hide the cycle
-                evaluated = load_result(cycle.store.storage, name, "evaluate")
-            outcome = outcome_text(closed.outcome, evaluated.figures if evaluated else {})
-            why = without_error(closed.reason, records)
+            outcome, why = cycle.outcome(closed), without_error(closed.reason, records)
         target, at, took = "-", "-", "-"
         if claim is None:
             why = "its claim.json is not a valid record"

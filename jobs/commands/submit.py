@@ -26,7 +26,17 @@ from jobs.plan.cycle import RUN_PREFIX, script_of
 from jobs.plan.spec import JobPlan
 from jobs.schedule import ScheduleConfig, due_cycle
 from jobs.settings import CycleSettings, StageJob, Step, differences, of_all_jobs, values_of, with_values
-from jobs.setup import OpenCycle, cycle_of, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
+from jobs.setup import (
+    OpenCycle,
+    cycle_of,
+    make_plan,
+    make_run,
+    open_cycle,
+    open_newest,
+    open_target,
+    stopping_jobs,
+    submitter,
+)
 from jobs.targets.batch.requests import check_plan
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
@@ -120,7 +130,7 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
     while jobs are running, or if no job has failed.
     """
     with stopping_jobs(arguments.settings) as stop:
-        cycle = open_cycle(arguments.settings, say, stop, is_shown=True)
+        cycle = open_newest(arguments.settings, say, stop, is_shown=True)
         if unused := unused_settings(cycle):
             say(f"retry uses the settings with which the cycle was submitted; ignored: {'; '.join(unused)}")
         cycle = cycle.with_stored()
@@ -169,7 +179,7 @@ def _submit_jobs(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: 
 
 def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
     """End every unfinished job of a cycle, from the last to the first."""
-    cancel_cycle(open_cycle(arguments.settings, say).with_stored(), arguments.reason)
+    cancel_cycle(open_newest(arguments.settings, say).with_stored(), arguments.reason)
     return EXIT_OK
 
 
@@ -384,7 +394,8 @@ def unused_settings(cycle: OpenCycle) -> list[str]:
     stored = values_of(cycle.store.settings() or {})
     excluded = {"cycle", "workspace", "jobs"}
     current = values_of(cycle.settings.model_dump(mode="json", exclude_unset=True, exclude=excluded))
-    current = {name: value for name, value in current.items() if name in stored}
+    complete = values_of(cycle.settings.model_dump(mode="json"))  # with the defaults of records in lists
+    current = {name: complete[name] for name in current if name in stored}
     different = differences({name: stored[name] for name in current}, current)
     return [_change(*difference) for difference in different][:MAX_CHANGES]
 

@@ -62,8 +62,10 @@ def live_rows(
         if running:
             started = min(task.attempts[-1].started_at or now for task in running)
             ran = format_duration(max(0.0, now - started))
-            since = [event for event in events if event.at_ms >= 1000 * started - SKEW_MS]
             stage, attempt = plan.job(record.name).stage, len(running[0].attempts)
+            stopped = [before.stopped_at or 0.0 for before in running[0].attempts[:-1]]
+            from_ms = max([1000 * started - SKEW_MS, *(1000 * at for at in stopped)])  # ignore earlier attempts
+            since = [event for event in events if event.at_ms >= from_ms]
             activity = doing_text(stage, since, newest_line(running[0]))
             why = ", ".join(filter(None, (f"attempt {attempt}" if attempt > 1 else "", activity)))
         rows.append((name, state, ran, why))

@@ -1,5 +1,6 @@
 """Format the verdict on a cycle: its outcome, the quality of the model, and the reasons if the model was refused."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ from jobs.cycle.tables import DEADLINES
 from pipeline.context import Figure
 from pipeline.core.format import aligned, format_duration, usd
 from pipeline.embed.digest import VerifyDigest
+from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck
 from pipeline.evaluate.report import EvaluationReport
 
@@ -15,7 +17,7 @@ SEARCH = "retrieval_ndcg@10"
 WITHOUT = " WITHOUT a comparison"
 """Appended to `promoted` if there was nothing to compare the model with."""
 _NAMES = {SEARCH: "search nDCG@10", "ndcg@10": "nDCG@10", "macro_f1": "macro F1", "bm25": "BM25"}
-_MAX_METRICS, _MAX_REASONS = 4, 3
+_MAX_METRICS, _MAX_REASONS, _WIDTH = 4, 3, 80
 
 
 class Measure(NamedTuple):
@@ -53,13 +55,16 @@ def verdict_lines(
     late = f", {DEADLINES['missed']}" if ledger.deadline == "missed" else ""
     verdict = f"{outcome_text(ledger.outcome, evaluate)}{took}{late}"
     lines = [f"cycle {ledger.cycle}: {verdict}, {cost_text(ledger, target)}"]
+    keeps_vectors = bool(evaluate.get("nothing_new") and verified and not verified.counts.embedded)
     if evaluate.get("nothing_new"):
-        lines.append("  nothing new to train on: production is unchanged")
+        stays = "production and vectors are unchanged" if keeps_vectors else "production is unchanged"
+        lines.append(f"  {stays}; to train again: --train.start scratch")
     if evaluation is not None:
         lines += [f"  {line}" for line in _quality(evaluation)]
         if not evaluation.verdict.promote:
-            lines += [f"  refused: {line}" for line in reasons(evaluation.verdict.checks)]
-    if verified is not None and verified.passed and ledger.outcome == "succeeded":
+            for line in reasons(evaluation.verdict.checks):
+                lines += textwrap.wrap(f"  refused: {line}", _WIDTH, subsequent_indent="    ")
+    if verified and verified.passed and ledger.outcome == "succeeded" and not keeps_vectors:
         lines.append(f"  {verified.rows:,} vectors embedded and verified")
     return lines
 
@@ -71,6 +76,9 @@ def outcome_text(outcome: str, evaluate: Mapping[str, Figure]) -> str:
     """
     if outcome == "open":
         return "under way"
+    if outcome == "succeeded" and evaluate.get("nothing_new"):
+        since = evaluate.get("since")
+        return f"nothing new{f' since cycle {since}' if since else ''}"
     if outcome != "succeeded" or not evaluate.get("promoted"):
         return outcome
     if evaluate.get("forced"):
@@ -129,8 +137,21 @@ def reasons(checks: Sequence[GateCheck]) -> list[str]:
         metric = f"{metric_name(check.metric)}{f' of {check.slice}' if check.slice else ''}"
         difference = _change(check.candidate - against, check.low, check.high)
         other = metric_name(check.baseline) or "production"
-        lines.append(f"{metric} {_number(check.candidate)}, {other} {_number(against)}, {difference}")
+        lines.append(f"{metric} {_number(check.candidate)}, {other} {_number(against)}, {difference}{_rule(check)}")
     return [*lines, *([f"and {len(failed) - _MAX_REASONS} more"] if len(failed) > _MAX_REASONS else [])]
+
+
+def _rule(check: GateCheck) -> str:
+    """Return what the gate allows, and how many queries would show it, for a check with an interval."""
+    if check.bound is None or check.low is None or check.high is None:
+        return ""
+    worst, best = -check.low, -check.high
+    if MetricName.parse(check.metric).lower_is_better:
+        worst, best = check.high, check.low
+    worse = f"at least {best:.3f} worse" if best > check.bound else f"could be {worst:.3f} worse"
+    takes = check.needed_queries
+    more = f"; about {takes:,} test queries are needed, there are {check.num_queries:,}" if takes else ""
+    return f": {worse}, {check.bound:.3f} allowed{more}"
 
 
 def metric_name(name: str) -> str:

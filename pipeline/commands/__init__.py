@@ -1,4 +1,4 @@
-"""What `trnpipe` can be asked: the stages of a cycle, and the tools beside them, which are the modules here.
+"""The commands of `trnpipe`: the stages of a cycle, and tools, each in a module of this package.
 
 A module is imported when its tool runs.
 """
@@ -12,79 +12,69 @@ from pipeline.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Tool:
-    """A command beside the stages: `pipeline/commands/<module>.py` with `run(settings, stop, say, call) -> exit code`.
+    """A command that is no stage: `pipeline/commands/<module>.py` with `run(settings, stop, say, call) -> exit code`.
 
-    `say` prints a line. A stage may have actions of a tool beside it, under the same name.
+    `say` prints a line. A tool with the name of a stage adds actions to it.
     """
 
     text: str
     arguments: tuple[str, ...] = ()
-    """Words, as shown in the usage; those in brackets may be left out."""
-    switches: frozenset[str] = frozenset()
-    """Flags of its own without a value, such as --json."""
+    """Names as shown in the usage. Those in brackets are optional."""
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """Flags without a value that are not settings, such as --json, with a line of help."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Flags of its own with a value; the name of the value and a line of help for each."""
+    """Flags with a value that are not settings, with the name of the value and a line of help."""
     actions: Mapping[str, "Tool"] = field(default_factory=dict)
-    """If there are any, one must be typed, unless the tool has arguments without one."""
+    """Subcommands. One is required, unless the tool has arguments without one."""
     module: str = ""
-    """If it is not the name of the tool."""
+    """Name of the module, if it is not that of the tool."""
     function: str = "run"
     command: str = ""
-    """Of a tool that runs another command, given behind `--`: how the usage shows it."""
+    """The command after `--` in the usage of a tool that runs one."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """How a tool was asked: what stood on the command line beside the settings."""
+    """The command line of a tool without the settings."""
 
     action: str = ""
     arguments: tuple[str, ...] = ()
     switches: frozenset[str] = frozenset()
     options: Mapping[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
-    """What stood behind `--`."""
+    """The arguments after `--`."""
 
     def number(self, option: str, default: int, most: int) -> int:
-        """Return a whole number from 1 to `most` among the options. Raises ConfigError."""
+        """Return an option as an integer from 1 to `most`. Raises ConfigError."""
         text = self.options.get(option, str(default))
         if not text.isdecimal() or not 0 < int(text) <= most:
-            raise ConfigError(f"{option} {text!r}", expected=f"a number from 1 to {most}")
+            raise ConfigError(
+                f"{option} {text!r}", expected=f"a number from 1 to {most}", next_command=f"{option} {default}"
+            )
         return int(text)
 
 
 # A stage is `pipeline/stages/<name>.py` with `run(settings, ctx) -> StageResult`, imported when it runs.
 STAGES: dict[str, str] = {
-    "health": "check this machine, its cores and the collectives of all ranks; exit 75 sends the job elsewhere",
+    "health": "check this machine, its cores and collectives; exit 75 sends the job to another machine",
     "prepare": "read new input, tokenise it once, commit token shards",
-    "mine": "mine hard negatives for the training queries, by the parent's vectors or BM25, for train.mined_per_query",
-    "compile": "trace and compile every graph of this cycle ahead of time, write the graph manifest",
-    "train": "train on the prepared shards, save checkpoints; continues where an earlier attempt stopped",
-    "evaluate": "compare the new model with the one in production; promote it, or refuse it with exit 80",
-    "embed": "embed the whole catalogue, part by part; unchanged vectors of an earlier cycle are reused",
+    "mine": "mine hard negatives for the training queries; by the parent's vectors or BM25, for train.mined_per_query",
+    "compile": "compile every graph of this cycle ahead of time; writes the graph manifest",
+    "train": "train on the prepared shards, save checkpoints; continues from the last checkpoint of an earlier attempt",
+    "evaluate": "compare the model with production, promote or refuse it; a refusal exits with 80",
+    "embed": "embed the whole catalogue; unchanged vectors of an earlier cycle are reused",
 }
 PARALLEL = frozenset({"mine", "compile", "train", "evaluate", "embed"})
 """Stages that --launch.processes runs in several ranks."""
-_JSON = frozenset({"--json"})
+_JSON = {"--json": "print JSON"}
 _REASON = {"--reason": "TEXT  why; recorded"}
 TOOLS: dict[str, Tool] = {
     "init": Tool(
-        "look at a file of judgements: guess its columns, labels and features, and write trnpipe.toml",
+        "guess the columns of a file of judgements, write trnpipe.toml; flags of settings win over guesses",
         arguments=("FILE",),
     ),
-    "doctor": Tool(
-        "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
-        switches=frozenset({"--hlo"}),
-    ),
-    "cache": Tool(
-        "the compiled graphs of this machine: status, repair, sync",
-        actions={
-            "status": Tool("list what is in the cache, how old and how large, and warn of what will be compiled again"),
-            "repair": Tool("remove stale locks, remembered failures, half entries"),
-            "sync": Tool("exchange finished entries with --compile.sync-url, both ways"),
-        },
-    ),
     "registry": Tool(
-        "which checkpoint is in production: list, show, promote, rollback",
+        "production models: list, show, promote, rollback",
         actions={
             "list": Tool("every model and its checkpoint in production", switches=_JSON),
             "show": Tool(
@@ -98,20 +88,20 @@ TOOLS: dict[str, Tool] = {
                 options={"--force": "REASON  overrule the gate; the reason is recorded"},
             ),
             "rollback": Tool(
-                "restore the previous production checkpoint, or a named one, verified first; what is served follows,"
-                " unless --without-vectors",
+                "restore the previous production checkpoint, or a named one, after verifying it; the served"
+                " model and vectors follow, unless --without-vectors",
                 arguments=("[TO]",),
-                switches=frozenset({"--without-vectors"}),
+                switches={"--without-vectors": "keep the served model and vectors"},
                 options=_REASON,
             ),
         },
     ),
     "serving": Tool(
-        "the model and the vectors that are served together: show, rollback",
+        "the served model with its vectors: show, rollback",
         actions={
             "show": Tool("the pair that is served, and earlier pairs", switches=_JSON),
             "rollback": Tool(
-                "serve the vectors before of the same model, or those of a cycle; production stays",
+                "serve the same model's previous vectors, or those of a cycle; production stays",
                 arguments=("[CYCLE]",),
                 options=_REASON,
             ),
@@ -120,7 +110,7 @@ TOOLS: dict[str, Tool] = {
         function="run_serving",
     ),
     "search": Tool(
-        "search the catalogue with the model that is served, or with that of --cycle: vectors, words (BM25), both",
+        "search the catalogue with a model; ranks by vectors, with each product's rank by words (BM25) and by both",
         arguments=("QUERY",),
         options={
             "--top": "N  products shown (default: 10)",
@@ -132,7 +122,7 @@ TOOLS: dict[str, Tool] = {
         function="run_search",
     ),
     "encode": Tool(
-        "print the vectors of texts, one a line of FILE or of standard input, as JSON lines",
+        "print the vectors of texts as JSON lines; texts are lines of FILE or of standard input",
         arguments=("[FILE]",),
         options={
             "--kind": "NAME  query (default) or product: the model may put other words before each",
@@ -143,31 +133,25 @@ TOOLS: dict[str, Tool] = {
         function="run_encode",
     ),
     "score": Tool(
-        "grade pairs of query and product, the rows of a CSV, JSON lines or Parquet file, as JSON lines",
+        "grade pairs of query and product; rows of a CSV, JSON lines or Parquet file, printed as JSON lines",
         arguments=("[FILE]",),
         options={"--checkpoint": "NAME  checkpoints/<cycle>/step-<n>, or a URI (default: the model that is served)"},
         module="ask",
         function="run_score",
     ),
-    "parity": Tool(
-        "score and train from one checkpoint on two sides (cpu, cuda:bf16, or a recorded one); exit 80 when B is too"
-        " far from A",
-        arguments=("A", "[B]"),
-        options={"--to": "FOLDER or URI  with A alone: where to record it, to be compared elsewhere"},
-    ),
     "import": Tool(
-        "make a checkpoint from a Hugging Face or sentence-transformers folder, or a file of weights",
+        "make a checkpoint from a Hugging Face folder or weights file; also from a sentence-transformers folder",
         arguments=("PATH",),
         module="exchange",
         function="run_import",
     ),
     "export": Tool(
-        "write a checkpoint (default: the promoted one) as a folder for other tools; vectors: as one matrix",
+        "write a checkpoint or vectors as a folder for other tools; default: the promoted checkpoint",
         arguments=("[CHECKPOINT]",),
         options={
             "--out": "DIR  folder or URI to write; new, empty, or an earlier export",
             "--format": "NAME  sentence-transformers (default; transformers opens it too), safetensors, torchscript",
-            "--max-tokens": "N  longest text the folder tells others to read (default: what the model was trained on)",
+            "--max-tokens": "N  maximum text length of the exported model (default: that of training)",
             "--bucket": "16x32  torchscript: tokens of a query and of a product (default: the data's longest)",
             "--batch-size": "N  torchscript: pairs of one call (default: 1)",
         },
@@ -181,8 +165,26 @@ TOOLS: dict[str, Tool] = {
         module="exchange",
         function="run_export",
     ),
+    "doctor": Tool(
+        "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
+        switches={"--hlo": "lint every graph, too"},
+    ),
+    "cache": Tool(
+        "compiled graphs of this machine: status, repair, sync",
+        actions={
+            "status": Tool("list the cache entries with age and size, and warn of graphs that will be compiled again"),
+            "repair": Tool("remove stale locks, remembered failures, half entries"),
+            "sync": Tool("exchange finished entries with --compile.sync-url, both ways"),
+        },
+    ),
+    "parity": Tool(
+        "score and train one checkpoint on two devices; A and B are cpu, cuda:bf16 or a record, exit 80 if B is too far"
+        " from A",
+        arguments=("A", "[B]"),
+        options={"--to": "FOLDER or URI  with A alone: where to record it, to be compared elsewhere"},
+    ),
     "launch": Tool(
-        "run a script written for torchrun in --launch.processes ranks, here or on each node of a multi-node job",
+        "run a script for torchrun in --launch.processes ranks; here, or on each node of a multi-node job",
         command="[python] SCRIPT.py|-m MODULE [ARGUMENT ...]",
     ),
     "embed": Tool(
@@ -195,7 +197,7 @@ TOOLS: dict[str, Tool] = {
         },
     ),
 }
-CONFIG = Tool("print every setting with its value and source; --json for machines", switches=_JSON)
+CONFIG = Tool("print every setting with its value and source", switches=_JSON)
 _SELDOM = ("launch", "doctor", "cache", "parity")
 COMMANDS: dict[str, str] = (
     {name: tool.text for name, tool in TOOLS.items() if name not in {*STAGES, *_SELDOM}}
@@ -204,7 +206,9 @@ COMMANDS: dict[str, str] = (
     | {"config": CONFIG.text, "completion": COMPLETION}
 )
 
-# What `trnpipe <command> --help` shows beside the words of the command.
+# What `trnpipe <command> --help` shows beside the flags of the command.
+
+_SERVED = "that of the model that is served"
 
 USAGE: dict[str, Usage] = {
     "prepare": Usage(
@@ -246,7 +250,12 @@ USAGE: dict[str, Usage] = {
         "embed.output.dimensions embed.precision embed.checkpoint launch.processes",
         reads="embed data launch compile",
     ),
-    "init": Usage(("judgements.csv", "s3://bucket/judgements/"), common="data.format", reads="gate.min_queries data"),
+    "init": Usage(
+        ("judgements.csv", "s3://bucket/judgements/", "judgements.csv --data.columns.label grade"),
+        common="data.columns.query data.columns.title data.columns.label data.labels data.numeric data.categorical",
+        reads="data gate.min_queries",
+        places="",
+    ),
     "search": Usage(
         (
             '"red running shoes"',
@@ -254,35 +263,48 @@ USAGE: dict[str, Usage] = {
             '"red running shoes" --cycle first --by hybrid',
         ),
         reads="embed",
+        cycle=_SERVED,
     ),
-    "encode": Usage(("queries.txt > vectors.jsonl", "titles.txt --kind product --out titles.npy"), reads="embed"),
+    "encode": Usage(
+        ("queries.txt > vectors.jsonl", "titles.txt --kind product --out titles.npy"), reads="embed", cycle=_SERVED
+    ),
     "score": Usage(
         ("pairs.csv > scores.jsonl", "--checkpoint checkpoints/first/step-500 < pairs.jsonl"),
         common="data.columns.query data.columns.title data.max_bad_fraction",
         reads="data train.precision",
+        cycle=_SERVED,
     ),
     "doctor": Usage(
         ("--config configs/small.toml", "--config configs/small.toml --hlo"),
         common="model.preset train.micro_batch_size train.precision launch.processes",
         reads="estimate model train data embed compile launch",
+        places="",
     ),
-    "cache": Usage(("status", "sync --compile.sync-url s3://bucket/cache"), common="compile.sync_url", reads="compile"),
+    "cache": Usage(
+        ("status", "sync --compile.sync-url s3://bucket/cache"), common="compile.sync_url", reads="compile", places=""
+    ),
     "registry": Usage(
         (
             "show",
             'promote checkpoints/first/step-500 --force "agreed with the team"',
             'rollback --reason "worse clicks"',
         ),
+        common="model_name",
         reads="model_name",
+        places="workspace",
     ),
-    "serving": Usage(("show", 'rollback --reason "wrong catalogue"'), reads="model_name"),
+    "serving": Usage(
+        ("show", 'rollback --reason "wrong catalogue"'), common="model_name", reads="model_name", places="workspace"
+    ),
     "parity": Usage(
         ("cpu xla --cycle first", "neuron:bf16 --to s3://bucket/side --cycle first"),
         common="parity.steps parity.checkpoint",
         reads="parity evaluate data train model launch compile",
     ),
     "import": Usage(("all-MiniLM-L6-v2/",), common="model.preset model.architecture", reads="model data"),
-    "export": Usage(("--out exported/", "vectors --out vectors/"), reads="data.buckets"),
-    "launch": Usage(("--launch.processes 2 -- train.py --lr 1e-3",), common="launch.processes", reads="launch"),
-    "config": Usage(("--config configs/small.toml", "| grep -v default")),
+    "export": Usage(("--out exported/", "vectors --out vectors/"), reads="data.buckets", places="workspace"),
+    "launch": Usage(
+        ("--launch.processes 2 -- train.py --lr 1e-3",), common="launch.processes", reads="launch", places=""
+    ),
+    "config": Usage(("--config configs/small.toml", "| grep -v default"), places=""),
 }

@@ -1,4 +1,4 @@
-"""`trnpipe search`, `encode` and `score`: ask the served model, that of a cycle, or a checkpoint."""
+"""`trnpipe search`, `encode` and `score`, with the served model, that of a cycle, or a checkpoint."""
 
 import json
 import os
@@ -38,7 +38,7 @@ TOP, BY, BESIDE, CHECKPOINT, KIND, OUT, JSON = (
 )  # fmt: skip
 _MOST_HITS = 1000
 _WIDTH = 80
-"""Characters of a line, at least: wider terminals show more of the titles."""
+"""Minimum characters of a line. Wider terminals show more of the titles."""
 _CHUNK_ROWS = 10_000
 _PREVIOUS, _PRODUCTION = "previous", "production"
 
@@ -50,55 +50,63 @@ def run_search(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
     if beside is not None:
         models.append(_open(settings, stop, _cycle_of(settings, stop, beside)))
     with use_display(Console(stream=sys.stderr).progress):  # the first search of vectors writes their index
-        found = [model.search(query, top, cast(Order, by)) for model in models]
+        results = [model.search(query, top, cast(Order, by)) for model in models]
     if len({model.index.mapped.vectors_digest for model in models}) < len(models):
         raise ConfigError(
             f"both columns are the vectors of cycle {models[0].index.mapped.cycle}",
-            expected=f"two models: {BESIDE} {_PREVIOUS} is the pair that was served before",
+            expected=f"two models: {BESIDE} {_PREVIOUS} is the previously served one",
             next_command=f"{BESIDE} {_PREVIOUS}, or --cycle CYCLE for the first column",
         )
     if JSON in call.switches:
         columns = [
-            {"model": one.checkpoint.uri, "hits": [*map(asdict, hits)]} for one, hits in zip(models, found, strict=True)
+            {"model": model.checkpoint.uri, "hits": [*map(asdict, hits)]}
+            for model, hits in zip(models, results, strict=True)
         ]
         say(json.dumps({"query": query, "by": by, "columns": columns}, indent=1, ensure_ascii=False))
         return EXIT_OK
     width = max(_WIDTH, shutil.get_terminal_size().columns)
     if beside is None:
         say(f"{one_line(query)} | {models[0].name}, {len(models[0].index):,} products, by {by}")
-        lines = _one_column(found[0], by)
+        lines = _one_column(results[0], by)
     else:
-        lines = _two_columns(found[0], found[1], (models[0].name, models[1].name), width)
+        say(f"{one_line(query)} | by {by}")
+        lines = two_columns(results[0], results[1], (models[0].name, models[1].name), width)
+        lines.append("+2: two places higher on the left than on the right; new: not on the right")
     for line in lines:
-        say(line if cell_len(line) <= width else f"{set_cell_size(line, width - 3)}...")
-    if not found[0]:
+        say(_cut(line, width))
+    if not results[0]:
         say(f"nothing shares a word with {one_line(query)!r}")
     return EXIT_OK
 
 
 def _one_column(hits: Sequence[Hit], by: str) -> list[str]:
-    """Return one line a product, with its place in the other orders."""
+    """Return one line for each product, with its rank in the other orders."""
     others = [order for order in get_args(Order) if order != by]
     rows = [["", "cosine", *others, "product"]]
     for rank, hit in enumerate(hits, 1):
         cosine = "-" if hit.cosine is None else f"{hit.cosine:.3f}"
-        places = [str(hit.ranks.get(order, "-")) for order in others]
-        rows.append([str(rank), cosine, *places, f"{one_line(hit.title)}  {one_line(str(hit.id))}"])
+        ranks = [str(hit.ranks.get(order, "-")) for order in others]
+        rows.append([str(rank), cosine, *ranks, f"{one_line(hit.title)}  {one_line(str(hit.id))}"])
     return aligned(rows, left=(4,))
 
 
-def _two_columns(left: Sequence[Hit], right: Sequence[Hit], names: tuple[str, str], width: int) -> list[str]:
-    """Return both lists side by side, and how far each product on the left moved from its place on the right."""
+def two_columns(left: Sequence[Hit], right: Sequence[Hit], names: tuple[str, str], width: int) -> list[str]:
+    """Return both lists side by side, with the change of rank of each product from right to left."""
     room = (width - 4 - 2 - 5 - 2) // 2
-    places = {hit.id: rank for rank, hit in enumerate(right, 1)}
+    right_ranks = {hit.id: rank for rank, hit in enumerate(right, 1)}
     lines = [f"{'':4}{names[0]:<{room}}  {'':5}  {names[1]}"]
     for rank in range(max(len(left), len(right))):
-        ours = left[rank] if rank < len(left) else None
-        theirs = right[rank].title if rank < len(right) else ""
-        moved = "" if ours is None else _moved(places.get(ours.id), rank + 1)
-        texts = [set_cell_size(one_line(title), room) for title in (ours.title if ours else "", theirs)]
+        hit = left[rank] if rank < len(left) else None
+        other_title = right[rank].title if rank < len(right) else ""
+        moved = "" if hit is None else _moved(right_ranks.get(hit.id), rank + 1)
+        texts = [set_cell_size(_cut(one_line(title), room), room) for title in (hit.title if hit else "", other_title)]
         lines.append(f"{rank + 1:>3} {texts[0]}  {moved:>5}  {texts[1]}".rstrip())
     return lines
+
+
+def _cut(text: str, width: int) -> str:
+    """Return a text that fits `width` terminal cells, with an ellipsis if it is cut."""
+    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1)}…"
 
 
 def _moved(before: int | None, now: int) -> str:
@@ -115,7 +123,7 @@ def _open(settings: Settings, stop: StopSignal, cycle: str, checkpoint: str = ""
 
 
 def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
-    """Return the cycle whose vectors stand in the second column. Raises ConfigError if there is none."""
+    """Return the cycle of the second column. Raises ConfigError if there is none."""
     if beside not in (_PREVIOUS, _PRODUCTION):
         return beside
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
@@ -124,7 +132,7 @@ def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
     pairs = [pair for pair in registry.pairs() if served and (pair == served) == (beside == _PRODUCTION)]
     if not pairs:
         raise ConfigError(
-            f"no {'earlier ' if served else ''}pair of {registry.model} was served",
+            f"no {'earlier ' if served else ''}vectors of model {registry.model!r} were served",
             expected="two cycles with vectors",
             next_command="trnpipe serving show",
         )
@@ -132,10 +140,10 @@ def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
 
 
 def run_encode(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Print the vectors of texts, one a line. Raises ConfigError, CheckpointError, DataError, Preempted."""
+    """Print the vector of each text on a line. Raises ConfigError, CheckpointError, DataError, Preempted."""
     kind, out = call.options.get(KIND, "query"), call.options.get(OUT, "")
     if out and not out.endswith(".npy"):
-        raise ConfigError(f"{OUT} {out}", expected=f"{OUT} FILE.npy; without it JSON lines are printed")
+        raise ConfigError(f"{OUT} {out}", expected=f"{OUT} FILE.npy, or no {OUT} to print JSON lines")
     texts = list(_lines(call.arguments[0] if call.arguments else "-"))
     vectors = _open(settings, stop, settings.cycle, call.options.get(CHECKPOINT, "")).encode(texts, cast(Kind, kind))
     if out:
@@ -151,7 +159,7 @@ def run_encode(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
 
 
 def _lines(source: str) -> Iterator[str]:
-    """Yield the lines of a text file, `-`: of standard input. Raises DataError for one that is empty or not UTF-8."""
+    """Yield the lines of a text file (`-`: standard input). Raises DataError for an empty or non-UTF-8 line."""
     path = None if source == "-" else user_path(source)
     with os_errors("reading", path.as_uri() if path else "standard input"):
         data = path.read_bytes() if path else sys.stdin.buffer.read()
@@ -170,7 +178,7 @@ def _lines(source: str) -> Iterator[str]:
 
 
 def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Print one line of JSON for every row of a file, with its grade or why it has none.
+    """Print a line of JSON for each row of a file, with its grade or an error.
 
     Raises ConfigError, CheckpointError, DataError, Preempted.
     """
@@ -202,7 +210,7 @@ def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) ->
 def _chunks(model: Model, settings: Settings, path: str, stop: StopSignal) -> Iterator[RowChunk]:
     files = open_files(path, settings.data.format if settings.data.format != "esci" else "auto", stop, "FILE")
     for stat, name in files.entries:
-        one = replace(files, entries=((stat, name),))  # a chunk is of one file
+        one = replace(files, entries=((stat, name),))  # a chunk has rows of one file
         batches = one.read(lambda uri: partial(plan_pairs, model.row_config, file=uri), _CHUNK_ROWS, "scoring")
         yield from cut_chunks(stat.key, batches, _CHUNK_ROWS)
 

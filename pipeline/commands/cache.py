@@ -1,6 +1,6 @@
-"""`trnpipe cache`: the compiled graphs of this machine. List them, delete what is stale or failed, share them.
+"""`trnpipe cache`: the compiled graphs of this machine. List them, delete stale or failed entries, share them.
 
-The live cache is where this machine's compiler reads and writes: a local folder, or a prefix on S3.
+The live cache, a local folder or a prefix on S3, is read and written by this machine's compiler.
 """
 
 from pipeline.commands import ToolCall
@@ -25,7 +25,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         for line in status_lines(live, settings.compile.flags) + _graph_lines(settings, stop):
             say(line)
         return EXIT_OK
-    from pipeline.telemetry.console import Console  # takes a while to import, and a look at the cache needs none
+    from pipeline.telemetry.console import Console  # takes a while to import, and `status` does not need it
 
     with use_display(Console().progress):
         if call.action == "repair":
@@ -54,8 +54,8 @@ def _graph_lines(settings: Settings, stop: StopSignal) -> list[str]:
     """Describe the graph manifests of the workspace."""
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     lines = [
-        f"graphs {one.plan_id[:12]} | {one.plan.get('device', 'unknown device')} | {len(one.graphs)} graphs,"
-        f" {format_duration(one.compile_s)} compiling"
-        for one in load_manifests(workspace)
+        f"graphs {manifest.plan_id[:12]} | {manifest.plan.get('device', 'unknown device')} | "
+        f"{len(manifest.graphs)} graphs, {format_duration(manifest.compile_s)} compiling"
+        for manifest in load_manifests(workspace)
     ]
     return lines or ["nothing is compiled yet: trnpipe compile"]

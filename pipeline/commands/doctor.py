@@ -1,4 +1,4 @@
-"""`trnpipe doctor`: what these settings need of a Trainium core; `--hlo`: what neuronx-cc would say to their graphs."""
+"""`trnpipe doctor`: estimate memory and time on a Trainium core. `--hlo`: lint the graphs for neuronx-cc."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,7 +28,7 @@ from pipeline.train.config import TrainConfig, batch_lengths, groups_per_batch, 
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Estimate, and lint the traced graphs. The exit code: that of ConfigError when something cannot work, else 0.
+    """Estimate, and lint the traced graphs. Return the exit code of ConfigError if the model cannot run, else 0.
 
     Raises ConfigError, Preempted.
     """
@@ -36,17 +36,17 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         shapes = shapes_of(settings, ctx, say)
     world = World(world_size=settings.launch.processes)
     share = rank_slice(settings.train, world.world_size, world.rank)
-    found = estimates(settings, shapes, share)
-    for line in estimate_lines(found, contrastive_batch(settings.train, share)):
+    by_length = estimates(settings, shapes, share)
+    for line in estimate_lines(by_length, contrastive_batch(settings.train, share)):
         say(line)
-    errors = sum(not one.fits() for one in found.values())
+    errors = sum(not each.fits() for each in by_length.values())
     if "--hlo" in call.switches:
         errors += _lint(settings, shapes, stop, say)
     return ConfigError.exit_code if errors else EXIT_OK
 
 
 def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int:
-    """Trace a whole trial run as on one Neuron core, without running any of it. Returns the number of errors."""
+    """Trace a trial run as on one Neuron core without executing it. Return the number of errors."""
     backend = open_tracer()
     recorder = Recorder(backend, shapes.plan(settings, World(), backend.device_name()))
     process_group = ProcessGroup(World(), timeout_s=settings.train.collective_timeout_s)
@@ -58,8 +58,8 @@ def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int
     )
     if settings.launch.processes > 1:
         say(
-            f"these are one core's: what {settings.launch.processes} ranks exchange in a step is in the graphs that"
-            " `trnpipe compile` meets, and lints, on the device"
+            f"these are graphs of one core: `trnpipe compile` lints those of {settings.launch.processes} ranks, with"
+            " their collectives, on the device"
         )
     findings = (*lint(*recorder.texts.values()), *lint_counters(backend.host_operators()))
     for finding in findings:
@@ -69,11 +69,11 @@ def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int
     return count["error"]
 
 
-# Will the model fit on a core, and how long will a step take: core/footprint.py for settings and shapes.
+# Memory and time of a step on one core: core/footprint.py for settings and shapes.
 
 
 def estimates(settings: Settings, shapes: Shapes, share: RankSlice) -> dict[int, Estimate]:
-    """One for each length of rows of training. Raises ConfigError for an instance that is not known."""
+    """Return an estimate for each row length in training. Raises ConfigError for an unknown instance."""
     with torch.device("meta"):  # sizes only
         model = RelevanceModel(settings.model, shapes.spec)
     size = settings.model.encoder
@@ -91,7 +91,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankSlice) -> dict[int,
     slots, mined = settings.train.candidates_per_query, settings.train.mined_per_query
 
     def workload(length: int) -> Workload:
-        found = Workload.for_groups(
+        work = Workload.for_groups(
             samples,
             length,
             slots=slots,
@@ -105,11 +105,11 @@ def estimates(settings: Settings, shapes: Shapes, share: RankSlice) -> dict[int,
             shards=(parallel.shard_degree or share.world_size) if parallel.shard == "state" else 1,
         )
         if not isinstance(model.encoder, FactoryEncoder):
-            return found
+            return work
         texts = samples // slots * (1 + slots + mined)
-        longest = max(side for one in shapes.buckets for side in (one.query_tokens, one.product_tokens))
+        longest = max(side for bucket in shapes.buckets for side in (bucket.query_tokens, bucket.product_tokens))
         cost = model.encoder.cost_of_text(min(length, longest))
-        return replace(found, rows=0, measured=MeasuredTexts(texts, *cost))
+        return replace(work, rows=0, measured=MeasuredTexts(texts, *cost))
 
     return {
         length: estimate(
@@ -127,7 +127,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankSlice) -> dict[int,
 
 
 def contrastive_batch(train: TrainConfig, share: RankSlice) -> ContrastiveBatch | None:
-    """Return what the contrastive loss of a step is computed over, on Neuron, whose ranks gather within the graph."""
+    """Return the sizes of the contrastive loss of a step on Neuron, where ranks gather within the graph."""
     if not train.loss.contrastive_weight:
         return None
     groups = groups_per_batch(train)
@@ -135,9 +135,9 @@ def contrastive_batch(train: TrainConfig, share: RankSlice) -> ContrastiveBatch 
     return ContrastiveBatch(groups, groups * slots, needs_two_passes(train, share, gathers_in_graph=True))
 
 
-def estimate_lines(found: dict[int, Estimate], contrastive: ContrastiveBatch | None) -> list[str]:
-    """Return a table: memory on one core, and the step, by length of rows. `contrastive`: as estimated with."""
-    first = next(iter(found.values()))
+def estimate_lines(by_length: dict[int, Estimate], contrastive: ContrastiveBatch | None) -> list[str]:
+    """Return a table of memory and step time on one core by row length."""
+    first = next(iter(by_length.values()))
     sizes = first.footprint
     lines = [
         f"one core of {first.instance.name} ({format_bytes(first.instance.core_memory_bytes)}), estimated from sizes:",
@@ -148,14 +148,14 @@ def estimate_lines(found: dict[int, Estimate], contrastive: ContrastiveBatch | N
         passes = "two forward passes and one backward pass" if contrastive.two_passes else "one pass"
         lines.append(
             f"  contrastive loss of {contrastive.queries:,} queries and {contrastive.products:,} products: {passes} a"
-            f" step, up to {format_bytes(max(one.footprint.contrastive_bytes for one in found.values()))} more"
+            f" step, up to {format_bytes(max(each.footprint.contrastive_bytes for each in by_length.values()))} more"
         )
-    for length, one in found.items():
-        verdict = "fits" if one.fits() else "DOES NOT FIT with 20 % kept free"
-        activations = one.footprint.activation_bytes + one.footprint.workspace_bytes
+    for length, each in by_length.items():
+        verdict = "fits" if each.fits() else "DOES NOT FIT with 20 % kept free"
+        activations = each.footprint.activation_bytes + each.footprint.workspace_bytes
         lines.append(
             f"  {f'rows of {length}':<12} activations {format_bytes(activations):>10} | peak "
-            f"{format_bytes(one.footprint.peak_bytes):>10} ({one.memory_share:.0%}, {verdict}) | "
-            f"{one.flops / 1e12:.3g} TFLOP a step, {one.step_s * 1e3:.3g} ms at {one.mfu:.0%} MFU"
+            f"{format_bytes(each.footprint.peak_bytes):>10} ({each.memory_share:.0%}, {verdict}) | "
+            f"{each.flops / 1e12:.3g} TFLOP a step, {each.step_s * 1e3:.3g} ms at {each.mfu:.0%} MFU"
         )
     return lines

@@ -1,6 +1,6 @@
-"""`trnpipe embed verify`: check that a cycle's vectors are whole, right and those of its catalogue; exit 65 if not.
+"""`trnpipe embed verify`: check that a cycle's vectors are complete, correct and match its catalogue (else exit 65).
 
-Vectors that have passed are served if their model is in production (registry/model.py).
+Verified vectors are served if their model is in production (registry/model.py).
 """
 
 import sys
@@ -39,8 +39,8 @@ NAME = "verify"
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Verify the vectors of the cycle. Raises DataError naming what is wrong."""
-    # With --json stdout is for machines.
+    """Verify the vectors of the cycle. Raises DataError that names the failed checks."""
+    # With --json, stdout has only JSON.
     console = Console(stream=sys.stderr if "--json" in call.switches else None)
     with open_context(settings, stop, command_line=(NAME,)) as ctx, use_display(console.progress):
         started, settings = datetime.now(UTC), with_backend(settings, ctx, NAME)
@@ -69,8 +69,8 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             outputs={"embeddings": vectors.prefix, "digest": key},
             figures={"rows": digest.rows}
             | {f"rows_{name}": value for name, value in digest.counts}
-            | {f"{one.name}_{name}": value for one in checks for name, value in one.figures.items()}
-            | {"checks_skipped": ", ".join(one.name for one in checks if one.outcome == "skipped")},
+            | {f"{check.name}_{name}": value for check in checks for name, value in check.figures.items()}
+            | {"checks_skipped": ", ".join(check.name for check in checks if check.outcome == "skipped")},
         )
         store_result(ctx.workspace, result)
     return EXIT_OK
@@ -98,7 +98,7 @@ def _serve(ctx: StageContext, vectors: VectorSet) -> str:
 
 
 def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[VerifyCheck]:
-    """Make the cheap checks first; the sample is picked while the catalogue is read."""
+    """Yield the results of all checks, the cheap ones first. Reading the catalogue picks the sample."""
     picked: list[SampleText] = []
 
     def catalogue() -> VerifyCheck:
@@ -108,8 +108,8 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
                 "catalogue", "the plan of these vectors no longer exists, so their catalogue is unknown"
             )
         storage, num_workers = catalogue_storage(plan, settings, ctx), settings.data.num_workers
-        check, found = check_catalogue(vectors, plan, storage, ctx.stop, num_workers=num_workers)
-        picked.extend(found)
+        check, texts = check_catalogue(vectors, plan, storage, ctx.stop, num_workers=num_workers)
+        picked.extend(texts)
         return check
 
     def sample() -> VerifyCheck:

@@ -1,7 +1,7 @@
-"""`trnpipe import PATH`: a model of other tools becomes a checkpoint of the workspace, to train on or to embed with.
+"""`trnpipe import PATH`: convert a model of another tool to a checkpoint, to train from or to embed with.
 
-`trnpipe export`: the promoted model, or a named checkpoint, becomes a folder for other tools; `export vectors`: vectors
-as one matrix. What is exported without a name is what is in production, or served.
+`trnpipe export`: convert the production model, or a named checkpoint, to a folder for other tools. `export vectors`:
+write the served vectors, or those of a cycle, as one matrix.
 """
 
 import json
@@ -38,9 +38,9 @@ def run_import(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
     """Import one model. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
     with open_context(settings, stop) as ctx, atomic.staging_dir(ctx.scratch) as scratch:
         source = open_source(call.arguments[0], retry=settings.storage, stop=stop)
-        given, are_known = _given_for_import(settings, ctx, for_file=bool(source.file))
-        model = read_model(source, given, scratch)
-        with atomic.exclusive(ctx.scratch / "import.lock", stop):  # two at once would commit the same folder
+        defaults, are_known = _import_defaults(settings, ctx, for_file=bool(source.file))
+        model = read_model(source, defaults, scratch)
+        with atomic.exclusive(ctx.scratch / "import.lock", stop):  # two processes would commit the same folder
             checkpoint, already = store_import(
                 ctx.workspace, model, settings_hash=ctx.settings_hash, code_version=ctx.code_version, scratch=scratch
             )
@@ -52,8 +52,8 @@ def run_import(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
     return EXIT_OK
 
 
-def _given_for_import(settings: Settings, ctx: StageContext, *, for_file: bool) -> tuple[ImportDefaults, bool]:
-    """Return classes and features of the prepared data, else of the settings; and whether either names them."""
+def _import_defaults(settings: Settings, ctx: StageContext, *, for_file: bool) -> tuple[ImportDefaults, bool]:
+    """Return classes and features of the prepared data or the settings, and whether they are configured."""
     prepared, tokenizer = find_prepared(ctx), None
     shapes = shapes_of(settings, ctx, lambda _: None) if prepared else expected_shapes(settings)
     if for_file:
@@ -74,35 +74,35 @@ def _import_lines(model: ForeignModel, max_tokens: int | None, *, are_known: boo
     )
     classes = ", ".join(f"{label}: {gain:.3g}" for label, gain in zip(spec.labels, spec.label_gains, strict=True))
     features = f"{len(spec.numeric)} numeric and {len(spec.categorical_ids)} categorical features"
-    head = "came with it" if model.new_head is None else f"new, from seed {model.new_head}"
+    head = "imported" if model.new_head is None else f"new, from seed {model.new_head}"
     yield f"head of {spec.num_classes} classes ({classes}), {features}: {head}"
     yield from (f"note: {note}" for note in model.notes)
     if model.new_head is not None and not are_known:
         yield (
-            "note: nothing is prepared and data.labels is empty, so the classes are assumed; embedding needs none; to"
-            " train on, give --data.labels or prepare the cycle first"
+            "note: nothing is prepared and data.labels is empty, so the classes are assumed. Embedding needs"
+            " none. To train, give --data.labels or prepare the cycle first"
         )
 
 
 def _next(settings: Settings, model: ForeignModel, checkpoint: Checkpoint) -> str:
-    """Return the commands that train on, with the flags that give the settings the shape of the imported model."""
+    """Return the commands to train the imported model, with flags for its shape."""
     spec, data = model.spec, settings.data
     prefixes = {"query-prefix": spec.query_prefix, "product-prefix": spec.product_prefix}
-    known = {"query-prefix": data.query_prefix, "product-prefix": data.product_prefix}
-    prepare = "".join(f" --data.{name} {shlex.quote(text)}" for name, text in prefixes.items() if text != known[name])
+    current = {"query-prefix": data.query_prefix, "product-prefix": data.product_prefix}
+    prepare = "".join(f" --data.{name} {shlex.quote(text)}" for name, text in prefixes.items() if text != current[name])
     flags = "".join(f" --model.{flag}" for flag in _model_flags(settings.model, checkpoint.state.model))
     return f"next: trnpipe prepare{prepare}, then trnpipe train, with --train.start {checkpoint.uri}{flags}"
 
 
-def _model_flags(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
-    wanted = theirs.model_dump(mode="json", exclude={"init_from", "dropout"})
-    have = ours.model_dump(mode="json")
-    if theirs.encoder == PRESETS[theirs.preset]:
-        wanted = {name: value for name, value in wanted.items() if name not in theirs.encoder.model_dump()}
-        have |= {} if ours.encoder == theirs.encoder else {"preset": ""}
+def _model_flags(current: ModelConfig, imported: ModelConfig) -> Iterator[str]:
+    required = imported.model_dump(mode="json", exclude={"init_from", "dropout"})
+    have = current.model_dump(mode="json")
+    if imported.encoder == PRESETS[imported.preset]:
+        required = {name: value for name, value in required.items() if name not in imported.encoder.model_dump()}
+        have |= {} if current.encoder == imported.encoder else {"preset": ""}
     else:
-        del wanted["preset"]
-    for name, value in wanted.items():
+        del required["preset"]
+    for name, value in required.items():
         if have[name] != value:
             text = ",".join(map(str, value)) if isinstance(value, list) else value
             text = shlex.quote(json.dumps(value)) if isinstance(value, dict) else text
@@ -113,7 +113,7 @@ def _model_flags(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
 
 OUT, FORMAT, TOKENS, BUCKET, BATCH_SIZE = "--out", "--format", "--max-tokens", "--bucket", "--batch-size"
 MOST = 65_536
-"""Tokens of a text, and texts of a batch."""
+"""Maximum tokens of a text, and texts of a batch."""
 
 
 def run_export(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
@@ -141,12 +141,12 @@ def run_export(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
             record = write_export(checkpoint, plan, new, stop)
             size_bytes = sum(path.stat().st_size for path in new.rglob("*") if path.is_file())
         say(f"export: {checkpoint.uri} as {format_}, texts to {record.max_tokens} tokens")
-        say(f"committed: {out}, {format_bytes(size_bytes)}; its README.md tells how to load it")
+        say(f"committed: {out}, {format_bytes(size_bytes)}; its README.md shows how to load it")
     return EXIT_OK
 
 
 def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall) -> tuple[Checkpoint, str]:
-    """Return the named checkpoint, else the promoted one, and its prefix in the workspace, '' if it lies elsewhere.
+    """Return the named checkpoint, else the promoted one, and its prefix in the workspace, '' if it is elsewhere.
 
     Raises ConfigError if nothing is promoted, CheckpointError.
     """
@@ -155,16 +155,16 @@ def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall) -> tuple[
         storage, prefix = locate(call.arguments[0], settings, ctx.workspace)
         return open_checkpoint(storage, prefix, cache_dir), prefix if storage is ctx.workspace else ""
     model = resolve_model_name(settings, ctx.workspace)
-    found = read_pointer(ctx.workspace, model)
-    if found is None:
+    stored = read_pointer(ctx.workspace, model)
+    if stored is None:
         raise ConfigError(
             f"nothing is promoted as {model} in {ctx.workspace.root}",
             expected="a model in production, or a checkpoint by name",
             next_command="trnpipe export checkpoints/<cycle>/step-<n> --out DIR",
         )
-    checkpoint = open_checkpoint(ctx.workspace, found[0].checkpoint, cache_dir)
-    _check_digest(checkpoint.uri, checkpoint.digest, found[0].digest, "registry")
-    return checkpoint, found[0].checkpoint
+    checkpoint = open_checkpoint(ctx.workspace, stored[0].checkpoint, cache_dir)
+    _check_digest(checkpoint.uri, checkpoint.digest, stored[0].digest, "registry")
+    return checkpoint, stored[0].checkpoint
 
 
 def _check_digest(uri: str, digest: str, expected: str, tool: str) -> None:
@@ -178,25 +178,25 @@ def _check_digest(uri: str, digest: str, expected: str, tool: str) -> None:
 
 def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix: str, call: ToolCall) -> ExportPlan:
     state = checkpoint.state
-    # Those of the data that the checkpoint was trained on, while it is there; else of the settings.
+    # Buckets of the training data, or of the settings if that data was deleted.
     buckets = settings.data.bucket_shapes
     if prepared := find_prepared(replace(ctx, cycle=state.cycle)):
         info = read_token_sets(ctx.workspace, prepared.token_sets)[0].info
         buckets = tuple(map(Bucket.parse, info.buckets))
     longest = max(buckets, key=lambda bucket: (bucket.product_tokens, bucket.query_tokens))
-    known = state.max_tokens or min(max(longest.query_tokens, longest.product_tokens), state.model.max_positions)
+    default = state.max_tokens or min(max(longest.query_tokens, longest.product_tokens), state.model.max_positions)
     return ExportPlan(
         format=cast(Format, call.options.get(FORMAT, "sentence-transformers")),
-        max_tokens=call.number(TOKENS, known, MOST),
+        max_tokens=call.number(TOKENS, default, MOST),
         model_name=settings.model_name,
-        ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # those of another workspace are there
+        ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # lineage is only known in its own workspace
         bucket=Bucket.parse(call.options[BUCKET]) if BUCKET in call.options else longest,
         batch_size=call.number(BATCH_SIZE, 1, MOST),
     )
 
 
 def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Write the served vectors, or those of a cycle, as one matrix with the ids beside it."""
+    """Write the served vectors, or those of a cycle, as one matrix with ids."""
     out = call.options.get(OUT, "")
     if not out or "://" in out:
         raise ConfigError(
@@ -209,7 +209,7 @@ def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCa
         if not call.arguments and served is None:
             raise ConfigError(
                 f"nothing is served of {settings.model_name} in {ctx.workspace.root}",
-                expected="a pair that trnpipe embed verify has let be served, or a cycle by name",
+                expected="vectors that trnpipe embed verify has accepted, or a cycle by name",
                 next_command=f"trnpipe export vectors CYCLE {OUT} DIR",
             )
         vectors = find_vectors(ctx.workspace, served[0].vectors.cycle if served else call.arguments[0])

@@ -1,16 +1,19 @@
-"""`trnpipe init`: look at a file of judgements, and write a trnpipe.toml that says what its columns are."""
+"""`trnpipe init`: guess the columns of a file of judgements, and write trnpipe.toml."""
 
 import json
 import os
 import re
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from pipeline.backends import auto_uses_xla_cpu
 from pipeline.commands import ToolCall
@@ -28,21 +31,21 @@ from pipeline.io.storage import os_errors
 from pipeline.settings import PROJECT_FILE, Settings
 
 MAX_ROWS = 200_000
-"""Rows that are looked at."""
+"""Maximum number of rows to read."""
 _SHOWN_ROWS, _SHOWN_CHARACTERS = 10, 26
 _BATCH_ROWS = 4096
 _SPLITS = {"train", "valid", "validation", "val", "dev", "test"}
 _MAX_LABELS, _MAX_CATEGORIES = 20, 1000
 _ROWS_PER_CATEGORY = 5
 _DISTINCT_NUMBERS = 10
-"""A column of fewer different numbers is rather a category."""
+"""A column with fewer distinct numbers is a category."""
 _HALF_WIDTH = 0.5
-"""Half of the 95 % interval of a mean difference in nDCG, times the root of the queries: 1.96 x a spread of 0.25."""
+"""Half of the 95 % interval of a mean nDCG difference, times the root of the queries: 1.96 x a spread of 0.25."""
 
 
 @dataclass
 class Column:
-    """What was seen of one column: its values with their counts, and how many rows are empty, or numbers."""
+    """Statistics of one column: counts of its values, of empty cells and of numbers."""
 
     name: str
     rows: int = 0
@@ -58,7 +61,7 @@ class Column:
             self.empty += not text
             self.characters += len(text)
             with suppress(ValueError):
-                self.numbers += isfinite(float(text)) and "_" not in text  # as numbers are read
+                self.numbers += isfinite(float(text)) and "_" not in text  # as the readers parse numbers
             if text:
                 self.values[text] += 1
 
@@ -74,47 +77,49 @@ class Column:
 
 @dataclass
 class Guess:
-    """What the columns of a file are taken for. `notes`: what a person should look at."""
+    """The guessed meaning of the columns of a file. `notes`: messages for a person to check."""
 
     columns: dict[str, str] = field(default_factory=dict)
     """Field to column."""
     labels: tuple[str, ...] = ()
+    """Least relevant first."""
+    unordered: tuple[str, ...] = ()
+    """Labels with an unknown order."""
     numeric: list[str] = field(default_factory=list)
     categorical: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Write trnpipe.toml into this folder. Raises ConfigError if there is one, DataError for an unusable file."""
+    """Write trnpipe.toml to this folder. Raises ConfigError if it exists, DataError for an unusable file."""
     path, target = call.arguments[0], Path(PROJECT_FILE)
     if target.exists():
         raise ConfigError(
             f"{target.absolute()} exists",
-            expected="a folder without one: what you wrote there would be lost",
-            next_command=f"edit it, or move it away: mv {PROJECT_FILE} {PROJECT_FILE}.old",
+            expected="a folder without one, because it would be overwritten",
+            next_command=f"edit it, or rename it: mv {PROJECT_FILE} {PROJECT_FILE}.old",
         )
-    columns, rows = read_footers(path, settings.data, stop)
-    guess = guess_columns(columns)
+    columns, rows = read_columns(path, settings.data, stop)
+    guess = guess_columns(columns, settings.data, path)
     for line in _preview(guess, rows):
         say(line)
     queries = len(columns[guess.columns.get("query_id", guess.columns["query"])].values)
     fraction, split_lines = _split(guess, columns, queries, settings)
-    text = project_text(path, guess, fraction)
+    text = project_text(path, guess, fraction, settings)
     for line in (*split_lines, *guess.notes, _machine(settings)):
         say(f"- {line}")
     with os_errors("writing", target.absolute().as_uri()):
         create_atomic(target, text.encode())
-    say(
-        f"wrote {PROJECT_FILE}; next: look at it, then: trnpipe prepare, or a whole cycle: trnjobs submit --cycle first"
-    )
+    first = f"put data.labels in order in {PROJECT_FILE}" if guess.unordered else "look at it"
+    say(f"wrote {PROJECT_FILE}; next: {first}, then: trnpipe prepare, or a whole cycle: trnjobs submit --cycle first")
     return EXIT_OK
 
 
-def read_footers(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[str, Column], list[dict[str, str]]]:
-    """Read up to MAX_ROWS rows. Return the columns, and the first rows by column. Raises DataError without any row."""
-    wanted = "auto" if config.format == "esci" else config.format
-    files = open_files(path, wanted, stop, "FILE")
-    columns, first, seen = dict[str, Column](), list[dict[str, str]](), 0
+def read_columns(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[str, Column], list[dict[str, str]]]:
+    """Read up to MAX_ROWS rows. Return the columns and the first rows. Raises DataError if there is no row."""
+    file_format = "auto" if config.format == "esci" else config.format
+    files = open_files(path, file_format, stop, "FILE")
+    columns, first, num_rows = dict[str, Column](), list[dict[str, str]](), 0
 
     def everything(names: Sequence[str]) -> ColumnPlan:
         return ColumnPlan(tuple((SLICE + name, name) for name in dict.fromkeys(names)))
@@ -127,83 +132,107 @@ def read_footers(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[
         for row in islice(range(table.num_rows), _SHOWN_ROWS - len(first)):
             cells = [(values[row].as_py() or b"").decode(errors="replace") for values in table.columns]
             first.append(dict(zip(names, cells, strict=True)))
-        seen += table.num_rows
-        if seen >= MAX_ROWS:
+        num_rows += table.num_rows
+        if num_rows >= MAX_ROWS:
             break
-    if not seen:
-        raise DataError(f"{path} has no row that can be read", expected="rows of judgements: query, title, label")
+    if not num_rows:
+        raise DataError(f"no row of {path} can be read", expected="rows of judgements: query, title, label")
     return columns, first
 
 
-def guess_columns(columns: Mapping[str, Column]) -> Guess:
-    """Take columns for fields, by name and by content. Raises DataError if there is no query, title or judgement."""
-    guess, left = Guess(), dict(columns)
+def guess_columns(columns: Mapping[str, Column], config: DataConfig | None = None, path: str = "FILE") -> Guess:
+    """Assign columns to fields: as configured, else by name, else by content.
+
+    Raises DataError if a configured column does not exist, or if there is no query, title or judgement.
+    """
+    config, guess, rest = config or DataConfig(), Guess(), dict(columns)
+    command = f"trnpipe init {shlex.quote(path)}"
+    guess.columns.update(config.columns.model_dump(exclude_unset=True))
+    configured = [*guess.columns.values(), *config.numeric, *(one.column for one in config.categorical)]
+    if absent := [column for column in configured if columns and column not in columns]:
+        raise DataError(
+            f"{path} has no column {', '.join(map(repr, absent))}",
+            expected=f"columns among {', '.join(columns)}",
+            next_command=f"{command} with another --data.columns.*, --data.numeric or --data.categorical",
+        )
+    for name in configured:
+        rest.pop(name, None)
     spelled = by_spelling(list(columns))
-    for wanted, names in LIKELY_NAMES.items():
-        found = next((spelled[name] for name in names if spelled.get(name) in left), None)
-        if found is not None and _fits(wanted, left[found]):
-            guess.columns[wanted] = left.pop(found).name
-    texts = [one for one in left.values() if not one.is_number and one.characters > 3 * one.rows]
-    texts.sort(key=lambda one: len(one.values))  # fewer queries than titles
-    for wanted in ("query", "title"):
-        if wanted not in guess.columns and texts:
-            guess.columns[wanted] = left.pop(texts.pop(0).name).name
-            guess.notes.append(f"column {guess.columns[wanted]!r} is taken for the {wanted}, by its content")
-    if "label" not in guess.columns and "gain" not in guess.columns:
-        grades = [one for one in left.values() if 2 <= len(one.values) <= _MAX_LABELS and infer_gains([*one.values])]
+    for field_name, names in LIKELY_NAMES.items():
+        match = next((spelled[name] for name in names if spelled.get(name) in rest), None)
+        if match is not None and field_name not in guess.columns and _fits(field_name, rest[match]):
+            guess.columns[field_name] = rest.pop(match).name
+    texts = [column for column in rest.values() if not column.is_number and column.characters > 3 * column.rows]
+    texts.sort(key=lambda column: len(column.values))  # fewer queries than titles
+    for field_name in ("query", "title"):
+        if field_name not in guess.columns and texts:
+            guess.columns[field_name] = rest.pop(texts.pop(0).name).name
+            guess.notes.append(f"column {guess.columns[field_name]!r} is taken for the {field_name}, by its content")
+    if not guess.columns.keys() & {"label", "gain"}:
+        grades = [
+            column
+            for column in rest.values()
+            if 2 <= len(column.values) <= _MAX_LABELS and infer_gains([*column.values])
+        ]
         if grades:
-            guess.columns["label"] = left.pop(grades[0].name).name
+            guess.columns["label"] = rest.pop(grades[0].name).name
             guess.notes.append(f"column {grades[0].name!r} is taken for the label, by its content")
-    missing = [one for one in ("query", "title") if one not in guess.columns]
+    missing = [name for name in ("query", "title") if name not in guess.columns]
     missing += [] if guess.columns.keys() & {"label", "gain"} else ["label"]
     if missing:
         raise DataError(
             f"no column looks like the {' or the '.join(missing)}; columns: {', '.join(columns)}",
             expected="a query, a product title and a relevance label or gain in each row",
-            next_command="name them: trnpipe prepare --data.path FILE "
-            + " ".join(f"--data.columns.{one} COLUMN" for one in missing),
+            next_command=" ".join([command, *(f"--data.columns.{name} COLUMN" for name in missing)]),
         )
-    if "label" in guess.columns:
+    guess.labels, guess.numeric = config.labels, [*config.numeric]
+    guess.categorical = [one.column for one in config.categorical]
+    if "label" in guess.columns and not guess.labels:
         _guess_labels(guess, columns[guess.columns["label"]])
-    for one in left.values():
-        _guess_feature(guess, one)
+    for column in rest.values() if not guess.numeric and not guess.categorical else ():
+        _guess_feature(guess, column)
     return guess
 
 
-def _fits(wanted: str, column: Column) -> bool:
-    if wanted == "split":
+def _fits(field_name: str, column: Column) -> bool:
+    if field_name == "split":
         return {value.lower() for value in column.values} <= _SPLITS
-    if wanted == "gain":
+    if field_name == "gain":
         return column.is_number and all(0 <= float(value) <= 1 for value in column.values)
-    return len(column.values) <= _MAX_LABELS if wanted == "label" else True
+    return len(column.values) <= _MAX_LABELS if field_name == "label" else True
 
 
 def _guess_labels(guess: Guess, column: Column) -> None:
-    """Put the labels in order, without those that look like mistakes."""
+    """Set the labels in order, without rare ones that look like mistakes."""
     counts = column.values
     names = [*counts] if infer_gains([*counts]) is not None else common_labels(counts)
     if rare := ", ".join(f"{name} ({rows})" for name, rows in counts.items() if name not in names):
         guess.notes.append(f"labels {rare} do not fit the others: these rows will be bad rows")
     order = infer_gains(names)
-    guess.labels = tuple(order or ([] if "gain" in guess.columns else sorted(names)))  # gains put them in order
+    guess.labels = tuple(order or ())
     if column.empty:
         guess.notes.append(f"{column.empty:,} rows have no {column.name}: bad rows")
-    if order is None and "gain" not in guess.columns:
-        guess.notes.append(f"PUT data.labels IN ORDER, the least relevant first: {', '.join(guess.labels)}")
+    if order is None and "gain" not in guess.columns:  # gains put labels in order
+        guess.unordered = tuple(sorted(names))
+        guess.notes.append(f"PUT data.labels IN ORDER, the least relevant first: {', '.join(guess.unordered)}")
 
 
 def _guess_feature(guess: Guess, column: Column) -> None:
-    if column.is_number and len(column.values) > _DISTINCT_NUMBERS and not column.empty:
+    distinct = len(column.values)
+    is_numeric = column.is_number and distinct > _DISTINCT_NUMBERS
+    if is_numeric and not column.empty:
         guess.numeric.append(column.name)
-    elif column.is_category and not column.empty:
-        guess.categorical.append(column.name)
+    elif not is_numeric and column.is_category:
+        guess.categorical.append(column.name)  # a missing value is a category, too
     else:
-        why = f"{column.empty:,} rows are empty" if column.empty else "its values are too many, or all the same"
+        why = f"different values: {distinct:,}, rows: {column.rows:,}"
+        if is_numeric:
+            why = f"rows without a number: {column.empty:,}; write 0 or a default, missing values are not supported yet"
         guess.notes.append(f"column {column.name!r} is not used: {why}")
 
 
 def _preview(guess: Guess, rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the first rows as they will be read, a column for each field."""
+    """Return a table of the first rows by field."""
     shown = [*guess.columns.items(), *((name, name) for name in (*guess.numeric, *guess.categorical))]
     table = [[field for field, _ in shown]]
     for row in rows:
@@ -215,7 +244,7 @@ def _preview(guess: Guess, rows: Sequence[Mapping[str, str]]) -> list[str]:
 def _split(
     guess: Guess, columns: Mapping[str, Column], queries: int, settings: Settings
 ) -> tuple[float | None, list[str]]:
-    """Return data.test_fraction, None for the default, and what the gate will be able to tell."""
+    """Return data.test_fraction (None: default), and lines about the splits and the gate."""
     needed, rows = settings.gate.min_queries, columns[guess.columns["query"]].rows
     lines = [f"{rows:,} rows, {queries:,} queries" + (f" in the first {MAX_ROWS:,} rows" if rows >= MAX_ROWS else "")]
     if "split" in guess.columns:
@@ -225,19 +254,21 @@ def _split(
             "splits by column: " + ", ".join(f"{name} {count:,} rows" for name, count in counts.items()),
         ]
     fraction = settings.data.test_fraction
-    if fraction * queries < 1.5 * needed:  # not every query bears on a metric
+    if fraction * queries < 1.5 * needed:  # not every query counts for a metric
         fraction = fraction_for(queries, round(1.5 * needed)) or fraction_for(queries, needed) or fraction
     sizes = {"test": fraction * queries, "valid": settings.data.valid_fraction * queries}
     sizes = {"train": queries - sum(sizes.values()), **sizes}
     lines.append("queries by split: " + ", ".join(f"{name} about {count:,.0f}" for name, count in sizes.items()))
     if sizes["test"] < needed:
         lines.append(
-            f"THE GATE CANNOT JUDGE by {sizes['test']:.0f} test queries, it needs {needed}: judge more queries, or"
+            f"THE GATE CANNOT JUDGE with {sizes['test']:.0f} test queries, it needs {needed}: judge more queries, or"
             " promote a first model unjudged with --gate.first-without-comparison"
         )
     else:
         drop = _HALF_WIDTH / sizes["test"] ** 0.5
-        lines.append(f"the gate will tell differences in nDCG of about {drop:.2g} by {sizes['test']:.0f} test queries")
+        lines.append(
+            f"with {sizes['test']:.0f} test queries the gate can detect differences in nDCG of about {drop:.2g}"
+        )
     return (fraction if fraction != settings.data.test_fraction else None), lines
 
 
@@ -247,37 +278,60 @@ def _machine(settings: Settings) -> str:
     return "backend auto takes this machine's accelerator; configs/small.toml has a model of MiniLM's size"
 
 
-def project_text(path: str, guess: Guess, test_fraction: float | None) -> str:
-    """Return the content of trnpipe.toml. Pure."""
+def project_text(path: str, guess: Guess, test_fraction: float | None, settings: Settings | None = None) -> str:
+    """Return the content of trnpipe.toml, with all explicitly set `settings`. Pure."""
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path.rstrip("/")).stem).strip("-_") or "search"
-    data: dict[str, Any] = {"name": stem, "path": path}
-    if guess.labels:
-        data["labels"] = list(guess.labels)
-    data |= {
-        name: values for name, values in (("numeric", guess.numeric), ("categorical", guess.categorical)) if values
+    data = {
+        "path": path,
+        "labels": guess.labels or guess.unordered,
+        "numeric": guess.numeric,
+        "categorical": guess.categorical,
+        "test_fraction": test_fraction,
     }
-    data |= {} if test_fraction is None else {"test_fraction": test_fraction}
-    renamed = {name: column for name, column in guess.columns.items() if name != column}
     sections: dict[str, dict[str, Any]] = {
         "": {"model_name": stem, "workspace": f"workspace/{stem}"},
-        "data": data,
-        "data.columns": renamed,
-        "model": {"preset": "tiny"},
-        "train": {"epochs": 2.0, "global_batch_size": 64, "micro_batch_size": 64, "metric": "combined"},
-        "train.optimizer": {"learning_rate": 5e-4},
+        "data": {name: value for name, value in data.items() if value},
+        "data.columns": {name: column for name, column in guess.columns.items() if name != column},
+        "train": {"metric": "combined"},
         "health": {"min_free_gib": 1},
     }
+    for section, name, value in explicit_values(settings) if settings else ():
+        if value is not None and (section, name) not in (("", "cycle"), ("data", "path")):
+            sections.setdefault(section, {})[name] = value
     comments = {
+        "data.path": f"when it changes, all of it counts as new; for days, use folders: {stem}/dt=YYYY-MM-DD/",
         "data.labels": "the least relevant first",
-        "model.preset": "a few minutes on a CPU; small: MiniLM's size, with model.init_from (configs/small.toml)",
-        "health.min_free_gib": "what a cycle of this model writes",
+        "train.metric": "of scores and of search, to choose the best checkpoint",
+        "health.min_free_gib": "disk space that a cycle of the tiny model writes",
     }
-    lines = [
-        "# Written by trnpipe init. Commands in this folder and below read it; trnpipe config prints all settings."
-    ]
+    if guess.unordered:
+        comments["data.labels"] = "PUT THEM IN ORDER, the least relevant first, then remove the # at the beginning"
+    if not Path(path).suffix:
+        del comments["data.path"]
+    lines = ["# Written by trnpipe init, read by all commands in this folder and below."]
     for section, values in sections.items():
-        lines += ["", f"[{section}]"] if section and values else []
+        lines += [f"[{section}]"] if section and values else []
         for name, value in values.items():
-            comment = comments.get(f"{section}.{name}")
-            lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}" + (f"  # {comment}" if comment else ""))
+            comment, mark = comments.get(f"{section}.{name}"), "# " if guess.unordered and name == "labels" else ""
+            lines.append(f"{mark}{name} = {_toml(value)}" + (f"  # {comment}" if comment else ""))
     return "\n".join(lines) + "\n"
+
+
+def explicit_values(model: BaseModel, section: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield section, name and value of each explicitly set setting."""
+    for name in (name for name in type(model).model_fields if name in model.model_fields_set):
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from explicit_values(value, f"{section}.{name}".strip("."))
+        else:
+            yield section, name, value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        return _toml(value.model_dump(mode="json", exclude_unset=True))
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False)

@@ -16,7 +16,7 @@ USAGE = "trnpipe launch --launch.processes N -- SCRIPT.py [ARGUMENT ...]"
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """The exit code of the ranks: see ranks_exit_code. Raises ConfigError."""
+    """Run a script in ranks and return their exit code (ranks_exit_code). Raises ConfigError."""
     code = launch_script(script_words(call.command), settings.launch.processes, stop)
     if stop.is_set():
         print(f"trnpipe launch: stopped by {stop.reason}; exit {code}", file=sys.stderr)
@@ -24,7 +24,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 
 def script_words(command: Sequence[str]) -> list[str]:
-    """`SCRIPT.py ...` or `-m MODULE ...`, with `python` before it or not. Raises ConfigError for anything else."""
+    """Return `SCRIPT.py ...` or `-m MODULE ...` without a leading `python`. Raises ConfigError for other commands."""
     words = strip_interpreter(command)
     if not words or words == ["-m"]:
         raise ConfigError("no script to launch", expected=USAGE, next_command=USAGE)

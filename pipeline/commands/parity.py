@@ -1,8 +1,8 @@
-"""`trnpipe parity A [B]`: the same checkpoint and training on two sides, compared; with A alone, recorded for later.
+"""`trnpipe parity A [B]`: score and train one checkpoint on two sides and compare them. A alone is recorded for later.
 
-A side is a backend with a precision (`cpu`, `cuda:bf16`), computed here, or a place where one was recorded before, on
-this machine or another. Some backends (XLA, CUDA) keep the device as long as their process lives, so every side has its
-own. A side that is stopped or killed continues from its last checkpoint; its record is written last.
+A side is a backend with a precision (`cpu`, `cuda:bf16`) that runs here, or the folder of a side that was recorded on
+any machine. Each side runs in a separate process, because some backends (XLA, CUDA) keep the device until their process
+ends. A side that was stopped or killed continues from its last checkpoint. Its record is written last.
 """
 
 import os
@@ -58,9 +58,9 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 RECORD, ARRAYS, EVENTS, KIND = "record.json", "arrays", "events.jsonl", "parity side"
 ROW_ARRAYS = ("sample_id", "query_id", "label", "gain")
 VECTOR_ROWS = 1000
-"""Rows of which embeddings are compared."""
+"""Number of rows whose embeddings are compared."""
 FIRST_STEPS = 10
-"""Training steps whose losses and gradients have bars; later ones magnify rounding."""
+"""Training steps whose losses and gradients are checked. Later steps magnify rounding."""
 BARS = {
     "holdout_loss": (1e-3, 2e-2),
     "first_losses": (1e-4, 0.1),
@@ -83,7 +83,7 @@ class _Figures(Record):
 
 
 class ValidationPoint(_Figures):
-    """One evaluation of the holdout during training; step 0 is the checkpoint itself."""
+    """An evaluation of the validation split during training. Step 0 is the initial checkpoint."""
 
     step: int
     metric: float
@@ -91,7 +91,7 @@ class ValidationPoint(_Figures):
 
 
 class TrainingCurve(_Figures):
-    """Every training step, the first one first: loss, gradient norm, digest of the samples in its batch."""
+    """Loss, gradient norm and digest of the samples of each training step, in order."""
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
@@ -99,21 +99,23 @@ class TrainingCurve(_Figures):
 
 
 class SideRecord(_Figures):
-    """What one side computed, from what, and with what."""
+    """Inputs, environment and results of one side."""
 
     schema_version: Literal[2] = 2
-    run: str = Field(description="Name of what was computed; the same for sides that were asked for together")
+    run: str = Field(description="Fingerprint of the computation, equal for comparable sides")
     backend: str
     precision: Precision
-    device: str = Field(description="What graphs are compiled for, such as xla:CPU")
+    device: str = Field(description="Device of the compiled graphs, such as xla:CPU")
     checkpoint: str = Field(description="URI of the checkpoint")
     digest: str = Field(description="Digest of its manifest: names its content")
-    identity: dict[str, str] = Field(description="Fingerprint of all that decides the weights, but the precision")
+    identity: dict[str, str] = Field(
+        description="Fingerprints of everything that determines the weights, except the precision"
+    )
     metric: str
     label_gains: tuple[float, ...]
     evaluations: tuple[ValidationPoint, ...] = Field(min_length=1, description="Step 0 first: the checkpoint itself")
     curve: TrainingCurve
-    scores: str = Field(description="Digest of the manifest of the arrays next to it")
+    scores: str = Field(description="Digest of the manifest of the arrays in the same folder")
     code_version: str
     finished: datetime = Field(description="UTC")
 
@@ -125,8 +127,8 @@ class SideRecord(_Figures):
 class RecordedSide(NamedTuple):
     """A record with its arrays.
 
-    sample_id (ascending), query_id, label, gain [N]; logits [N, K]; `query` and `product` embeddings [M, D] of some of
-    the rows, which have length one.
+    sample_id (ascending), query_id, label, gain [N]; logits [N, K]; unit `query` and `product` embeddings [M, D] of
+    some rows.
     """
 
     uri: str
@@ -135,7 +137,7 @@ class RecordedSide(NamedTuple):
 
 
 class EvaluationPair(_Figures):
-    """One evaluation on both sides. `relative`: the size of the difference as a share of a."""
+    """One evaluation on both sides. `relative`: the absolute difference divided by a."""
 
     a: ValidationPoint
     b: ValidationPoint
@@ -150,7 +152,7 @@ class EvaluationPair(_Figures):
 
 
 class ParityCheck(_Figures):
-    """One figure compared with its bar; None if it is undefined for this data."""
+    """One figure compared with its bound. The value is None if it is undefined for this data."""
 
     name: str
     text: str
@@ -175,11 +177,11 @@ class ParityReport(_Figures):
     checkpoint: str = Field(description="URI as the first side knows it")
     metric: str
     rows: int
-    decisions: int = Field(description="Rows with another most probable class")
+    decisions: int = Field(description="Rows whose most probable class differs")
     max_difference: float
     evaluations: tuple[EvaluationPair, ...]
     checks: tuple[ParityCheck, ...]
-    note: str = Field(description="Why the rows are too few, or nothing")
+    note: str = Field(description="Reason if there are too few rows, else empty")
 
     @property
     def failed(self) -> tuple[ParityCheck, ...]:
@@ -189,7 +191,7 @@ class ParityReport(_Figures):
         return next(check.value for check in self.checks if check.name == name)
 
     def lines(self) -> list[str]:
-        """Return lines for a terminal: evaluations side by side, then every figure with its bar, then notes."""
+        """Return lines for a terminal: evaluations side by side, figures with their bounds, notes."""
         return [
             f"parity of A {self.a} and B {self.b}: {self.metric} and loss on {self.rows:,} holdout rows, trained from"
             f" {self.checkpoint}",
@@ -202,7 +204,7 @@ class ParityReport(_Figures):
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Record the sides that are computed here, then compare. Raises GateRefused if they are too far apart."""
+    """Record the sides that run here, then compare. Raises GateRefused if they differ too much."""
     words, to = call.arguments, call.options.get("--to", "")
     sides = [_parse(word, settings.train.precision) for word in words]
     if (to and len(words) > 1) or sides == [""] or (len(words) == 2 and sides[0] == sides[1] != ""):
@@ -219,7 +221,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             place = tasks[word].place if word in tasks else word
             return load_side(open_storage(place, retry=settings.storage, stop=stop), ctx.scratch / KIND)
 
-        # What was recorded before is read first: a folder without a record is found before hours of training.
+        # Read recorded sides first, to find a folder without a record before hours of training.
         for word in set(words) - set(tasks):
             load(word)
         for task in tasks.values():
@@ -238,41 +240,41 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     if report.failed:
         raise GateRefused(
             f"{report.a} and {report.b} differ too much: {'; '.join(check.line for check in report.failed)}",
-            expected="every figure within its bar",
-            next_command="see parity.json for where they differ",
+            expected="every figure within its bound",
+            next_command="see the differences in parity.json",
         )
     return EXIT_OK
 
 
 def _parse(text: str, precision: Precision) -> str:
-    """Return BACKEND:PRECISION; nothing for a place. Raises ConfigError for a precision that is not known."""
-    backend, colon, given = text.partition(":")
+    """Return BACKEND:PRECISION, '' for a folder or URI. Raises ConfigError for an unknown precision."""
+    backend, colon, named = text.partition(":")
     if backend not in BACKENDS:
         return ""
-    if colon and given not in PRECISIONS:
+    if colon and named not in PRECISIONS:
         raise ConfigError(f"side {text!r}", expected=f"{backend}, or with a precision: {', '.join(PRECISIONS)}")
-    return f"{backend}:{given if colon else precision}"
+    return f"{backend}:{named if colon else precision}"
 
 
 def load_side(place: Storage, cache_dir: Path) -> RecordedSide:
-    """Load a recorded side, every byte of its arrays verified. Raises DataError."""
+    """Load a recorded side and verify every byte of its arrays. Raises DataError."""
     again = "record the side with trnpipe parity SIDE --to FOLDER, on the machine that has the device"
     record = read_record(place, RECORD, SideRecord, "a record of a side", "trnpipe parity", next_command=again)
     if record is None or require_manifest(place, ARRAYS).digest != record.scores:
-        seen = f"{place.root} holds no recorded side with its arrays"
-        raise DataError(seen, expected="the whole folder of a recorded side", next_command=again)
+        seen = f"{place.root} has no complete recorded side"
+        raise DataError(seen, expected="the complete folder of a recorded side", next_command=again)
     return RecordedSide(place.root, record, load_arrays(place, ARRAYS, KIND, cache_dir)[0])
 
 
-# Recording a side, in a process of its own.
+# Recording a side in a separate process.
 
 
 @dataclass(frozen=True)
 class SideTask:
     """One side to record.
 
-    `settings`: of its training run. `run`: names what is computed, the same for sides that can be compared. `place`:
-    URI of the folder for the record.
+    `settings`: of its training run. `run`: fingerprint of the computation, equal for comparable sides. `place`: URI of
+    the folder for the record.
     """
 
     settings: Settings
@@ -285,7 +287,7 @@ class SideTask:
 
 
 def make_task(settings: Settings, ctx: StageContext, side: str, place: str) -> SideTask:
-    """Make the task of a side. `place`: URI for the record; empty: in the workspace, by what is computed.
+    """Create the task of a side. `place`: URI for the record, empty for a folder in the workspace.
 
     Raises ConfigError or CheckpointError if there is no checkpoint, DataError if there is no prepared data.
     """
@@ -303,12 +305,12 @@ def make_task(settings: Settings, ctx: StageContext, side: str, place: str) -> S
             "evaluate_every": every,
             "evaluate_rows": settings.parity.rows,
             "precision": precision,
-            # Half of this metric is a search; what is compared are scores of pairs.
+            # Half of this metric measures search, but parity compares scores of pairs.
             "metric": "macro_f1" if settings.train.metric == "combined" else settings.train.metric,
             "deadline": None,
             "patience": 0,
         },
-        "model": {"dropout": 0.0},  # every device draws other random numbers
+        "model": {"dropout": 0.0},  # random numbers differ between devices
         "compile": {"on_unknown_graph": "warn"},
         "log": {"tensorboard": False},
     }
@@ -351,7 +353,7 @@ def record(threads: int, task: SideTask) -> None:
     settings = task.settings
     torch.set_num_threads(threads)  # worker processes have one
     warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
-    # The log of events is left to the process that started this one.
+    # Only the parent process writes to the event log.
     with open_context(settings, StopSignal(), {**os.environ, TRACE_FILE: ""}) as ctx:
         if warning:
             ctx.console.warn(warning)
@@ -367,8 +369,8 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
     prepared, label = load_prepared(ctx), f"{task.name} of run {task.run}"
     place = open_storage(task.place, retry=settings.storage, stop=ctx.stop)
     inputs = gather_inputs(ctx.workspace, prepared.token_sets, checkpoint, train, model, mined_negatives(ctx))
-    # All prepared partitions count as new: the checkpoint may have seen them, and both sides train on the same.
-    selection = Selection(new=tuple(one.partition for one in inputs.sets), old=(), late=())
+    # Train on all prepared partitions, although the checkpoint may have seen them.
+    selection = Selection(new=tuple(each.partition for each in inputs.sets), old=(), late=())
     buckets, mined = inputs.sets[0].info.buckets, inputs.negatives.digest if inputs.negatives else ""
     identity = identity_parts(train, model, inputs.spec, selection, buckets, checkpoint.digest, mined)
     inputs = replace(inputs, selection=selection, identity=identity)
@@ -378,16 +380,16 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
         scored, device = _score(task, checkpoint, holdout, ctx.stop)
         save_arrays(place, ARRAYS, KIND, scored, ctx.scratch, {"side": label, "device": device})
     manifest = require_manifest(place, ARRAYS)
-    # Nothing of another task may be taken for a part of this one.
+    # Do not mix the results of two tasks.
     if manifest.fields.get("side") != label:
         raise ConfigError(
-            f"{place.root} holds {manifest.fields.get('side')}",
+            f"{place.root} has {manifest.fields.get('side')}",
             expected=f"nothing, or {label}",
             next_command="name another folder with --to, or delete that one",
         )
     if place.stat(RECORD) is not None:
         return
-    # The ordinary training, with its checkpoints and events below the record.
+    # The normal training run, with checkpoints and events below the record.
     work = open_storage(f"{task.place.rstrip('/')}/work", retry=settings.storage, stop=StopSignal())
     log = EventLog(work, EVENTS)
     config = RunConfig(settings.backend, model, train, settings.checkpoint, settings.log, settings.health)
@@ -403,7 +405,7 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
     reached = figures({name: arrays[name] for name in ("query_id", "label", "gain", "logits")}, gains)
     start = ValidationPoint(step=0, metric=float(getattr(reached, train.metric)), loss=reached.loss)
     evaluations, curve = _trained(read_events(work, EVENTS), train.metric)
-    made = SideRecord(
+    side = SideRecord(
         run=task.run,
         backend=settings.backend,
         precision=train.precision,
@@ -419,8 +421,8 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
         code_version=ctx.code_version,
         finished=datetime.now(UTC),
     )
-    place.write_bytes(RECORD, made.model_dump_json(indent=1).encode() + b"\n")
-    place.delete_prefix("work/checkpoints/")  # only to continue from
+    place.write_bytes(RECORD, side.model_dump_json(indent=1).encode() + b"\n")
+    place.delete_prefix("work/checkpoints/")  # only needed to continue
     ctx.console.info(f"parity: {task.name} is recorded in {place.root}")
 
 
@@ -434,16 +436,16 @@ def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopS
     with torch.device("meta"):
         model = RelevanceModel(task.settings.model, checkpoint.state.inputs)
     weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.prefix)
-    # The optimizer and the batch of training, so that the graphs are the same.
+    # Optimizer and batch as in training, so that the graphs are equal.
     one_rate, batch_size = train.optimizer.has_one_rate, min(train.micro_batch_size, train.global_batch_size)
     program = ScoreProgram(model, backend, train.precision, has_one_rate=one_rate)
     program.load(weights)
 
     def outputs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        found = program.outputs(batch)
-        both = {"query": l2_normalize(found.query), "product": l2_normalize(found.product)}
+        result = program.outputs(batch)
+        both = {"query": l2_normalize(result.query), "product": l2_normalize(result.product)}
         backend.step_boundary(list(both.values()))
-        return {"logits": found.logits, **both}
+        return {"logits": result.logits, **both}
 
     with progress(f"parity: {task.name} scores", order.total, "rows") as advance:
         scorer = Scorer(backend, ProcessGroup(World(), timeout_s=1.0), stop, batch_size)
@@ -455,9 +457,9 @@ def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopS
 
 
 def _trained(events: Iterable[dict[str, Any]], metric: str) -> tuple[list[ValidationPoint], TrainingCurve]:
-    """Return the evaluations of a training run and every step of it; one repeated after a kill counts as it was last.
+    """Return the evaluations and the steps of a training run. Of a step repeated after a kill, the last counts.
 
-    Figures that are not finite are stored as words.
+    Figures that are not finite are stored as strings.
     """
     evaluations: dict[int, ValidationPoint] = {}
     steps: dict[int, tuple[float, float, str]] = {}
@@ -466,8 +468,10 @@ def _trained(events: Iterable[dict[str, Any]], metric: str) -> tuple[list[Valida
         if event["event"] == EventName.HOLDOUT_EVALUATED and "best" in event:  # not those of the finished candidate
             evaluations[step] = ValidationPoint(step=step, metric=float(event[metric]), loss=float(event["loss"]))
         if event["event"] == EventName.TRAIN_STEPS:
-            made = zip(map(float, event["losses"]), map(float, event["grad_norms"]), event["samples"], strict=True)
-            steps |= dict(enumerate(made, start=step - len(event["losses"]) + 1))
+            figures_of_steps = zip(
+                map(float, event["losses"]), map(float, event["grad_norms"]), event["samples"], strict=True
+            )
+            steps |= dict(enumerate(figures_of_steps, start=step - len(event["losses"]) + 1))
     losses, norms, samples = zip(*(steps[step] for step in sorted(steps)), strict=True)
     in_order = [evaluations[step] for step in sorted(evaluations)]
     return in_order, TrainingCurve(losses=losses, grad_norms=norms, samples=samples)
@@ -477,29 +481,29 @@ def _trained(events: Iterable[dict[str, Any]], metric: str) -> tuple[list[Valida
 
 
 def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> ParityReport:
-    """Compare and judge. Raises ConfigError or DataError naming what differs in the work of the sides."""
+    """Compare two sides. Raises ConfigError or DataError if they did not do the same work."""
     _check_same(a, b)
-    ours, theirs = a.record, b.record
+    record_a, record_b = a.record, b.record
     metric, loss = (
-        relative_differences(*([getattr(one, name) for one in side.evaluations] for side in (ours, theirs)))
+        relative_differences(*([getattr(point, name) for point in side.evaluations] for side in (record_a, record_b)))
         for name in ("metric", "loss")
     )
     evaluations = tuple(
-        EvaluationPair(a=one, b=other, relative=relative, loss_relative=loss_relative)
-        for one, other, relative, loss_relative in zip(
-            ours.evaluations, theirs.evaluations, metric.tolist(), loss.tolist(), strict=True
+        EvaluationPair(a=point_a, b=point_b, relative=relative, loss_relative=loss_relative)
+        for point_a, point_b, relative, loss_relative in zip(
+            record_a.evaluations, record_b.evaluations, metric.tolist(), loss.tolist(), strict=True
         )
     )
-    losses = relative_differences(ours.curve.losses, theirs.curve.losses)[:FIRST_STEPS]
-    gradients = relative_differences(ours.curve.grad_norms, theirs.curve.grad_norms)[:FIRST_STEPS]
+    losses = relative_differences(record_a.curve.losses, record_b.curve.losses)[:FIRST_STEPS]
+    gradients = relative_differences(record_a.curve.grad_norms, record_b.curve.grad_norms)[:FIRST_STEPS]
     probabilities = [to_probabilities(side.arrays["logits"]) for side in (a, b)]
     apart = np.abs(probabilities[0] - probabilities[1])
     first, second = (table.argmax(axis=1) for table in probabilities)
     cosines = np.concatenate([(a.arrays[side] * b.arrays[side]).sum(axis=1) for side in ("query", "product")])
-    correlation = _correlation(*(table @ np.array(ours.label_gains) for table in probabilities))
+    correlation = _correlation(*(table @ np.array(record_a.label_gains) for table in probabilities))
     steps = f"in the first {len(losses)} steps"
-    found: dict[str, tuple[str, float | None]] = {
-        "metric": (f"relative difference of {ours.metric}", metric.max()),
+    values: dict[str, tuple[str, float | None]] = {
+        "metric": (f"relative difference of {record_a.metric}", metric.max()),
         "holdout_loss": ("relative difference of the holdout loss", loss.max()),
         "first_losses": (f"relative difference of the loss {steps}", losses.max()),
         "first_gradients": (f"the same of the gradient norm {steps}", gradients.max()),
@@ -508,28 +512,28 @@ def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> Par
         "correlation": ("correlation of the scores", correlation),
         "cosine": ("least cosine of an embedding", cosines.min(initial=1.0)),
     }
-    reduced = {ours.precision, theirs.precision} != {"fp32"}
+    reduced = {record_a.precision, record_b.precision} != {"fp32"}
     bounds = {"metric": config.max_difference} | {name: bars[reduced] for name, bars in BARS.items()}
-    rows, start, note = len(first), ours.evaluations[0].metric, ""
+    rows, start, note = len(first), record_a.evaluations[0].metric, ""
     if (one_row := 1.0 / (rows * start) if start > 0 else 1.0) > config.max_difference:
         note = f"one of the {rows:,} holdout rows is {one_row:.2%} of the metric: too few to show a difference"
     return ParityReport(
-        a=ours.name,
-        b=theirs.name,
+        a=record_a.name,
+        b=record_b.name,
         records=(a.uri, b.uri),
-        checkpoint=ours.checkpoint,
-        metric=ours.metric,
+        checkpoint=record_a.checkpoint,
+        metric=record_a.metric,
         rows=rows,
         decisions=int((first != second).sum()),
         max_difference=config.max_difference,
         evaluations=evaluations,
-        checks=tuple(_check(name, text, value, bounds[name]) for name, (text, value) in found.items()),
+        checks=tuple(_check(name, text, value, bounds[name]) for name, (text, value) in values.items()),
         note=note,
     )
 
 
 def relative_differences(a: Sequence[float], b: Sequence[float]) -> Float64s:
-    """Return |b - a| as shares of |a|: infinite if only `a` is 0, NaN if one is not finite."""
+    """Return |b - a| / |a|: infinite if only `a` is 0, NaN if a value is not finite."""
     left, right = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     with np.errstate(all="ignore"):
         apart = np.where(left == right, 0.0, np.abs(right - left) / np.abs(left))
@@ -537,7 +541,7 @@ def relative_differences(a: Sequence[float], b: Sequence[float]) -> Float64s:
 
 
 def _correlation(a: Float64s, b: Float64s) -> float | None:
-    """Return Pearson's correlation of [N] values; None if either does not vary."""
+    """Return Pearson's correlation of [N] values, None if either is constant."""
     if not (np.ptp(a) and np.ptp(b)):
         return None
     with np.errstate(all="ignore"):
@@ -547,21 +551,21 @@ def _correlation(a: Float64s, b: Float64s) -> float | None:
 def _check(name: str, text: str, value: float | None, bound: float) -> ParityCheck:
     comparison: Literal["<=", ">="] = ">=" if name in _AT_LEAST else "<="
     outcome: Literal["pass", "fail", "skipped"] = "skipped"
-    if value is not None:  # NaN is neither above nor below
+    if value is not None:  # a NaN fails
         value, outcome = float(value), "pass" if (value >= bound if name in _AT_LEAST else value <= bound) else "fail"
     return ParityCheck(name=name, text=text, value=value, comparison=comparison, bound=bound, outcome=outcome)
 
 
 def _check_same(a: RecordedSide, b: RecordedSide) -> None:
-    """Raise ConfigError or DataError unless both did the same work but for backend and precision."""
-    ours, theirs = ({"checkpoint": side.record.digest, **side.record.identity} for side in (a, b))
-    different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    """Raise ConfigError or DataError if more than backend and precision differs."""
+    work_a, work_b = ({"checkpoint": side.record.digest, **side.record.identity} for side in (a, b))
+    different = sorted(name for name in work_a.keys() | work_b.keys() if work_a.get(name) != work_b.get(name))
     of_settings = any(not name.startswith("data.") for name in different)
     different += [f"{name} of the holdout" for name in ROW_ARRAYS if not np.array_equal(a.arrays[name], b.arrays[name])]
     different += ["samples of the training steps"] if a.record.curve.samples != b.record.curve.samples else []
     if different:
         raise (ConfigError if of_settings else DataError)(
             f"{a.uri} and {b.uri} were recorded with other {', '.join(different)}",
-            expected="one checkpoint, and the same data and settings; only backend and precision may differ",
+            expected="the same checkpoint, data and settings, except backend and precision",
             next_command="record one of them again with the other's settings",
         )

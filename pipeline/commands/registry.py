@@ -1,4 +1,4 @@
-"""`trnpipe registry` and `trnpipe serving`: what is in production, what is served, and changing both by hand."""
+"""`trnpipe registry` and `trnpipe serving`: show and change the production model and the served vectors."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from pipeline.commands import ToolCall
+from pipeline.context import check_workspace
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
@@ -29,9 +30,9 @@ VERBS: Mapping[str, str] = {
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Do one action on the registry of the workspace. Return the exit code. Raises TrnpipeError."""
+    """Run one action on the registry of the workspace. Return the exit code. Raises TrnpipeError."""
     as_json = JSON in call.switches
-    registry = _open_registry(settings, stop, reads=call.action == "show")
+    registry = _open_registry(settings, stop, exists=call.action in ("show", "rollback"))
     if call.action == "list":
         return _list(registry.workspace, say, as_json=as_json)
     named = prefix_in(registry.workspace, call.arguments[0]) if call.arguments else ""
@@ -40,7 +41,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     forced = call.options.get(FORCE)
     if forced is not None and not one_line(forced):
         raise ConfigError("the reason is empty", expected=f"{FORCE} and why the gate is wrong, in a few words")
-    before = registry.production()
+    before, served_before = registry.production(), registry.serving()
     if call.action == "promote":
         say_change(before, registry.promote(named, cycle=settings.cycle, force=forced or ""), say)
         return EXIT_OK
@@ -48,12 +49,15 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     say_change(before, registry.rollback(named, reason=reason, without_vectors=without), say)
     if served := registry.serving():
         say(f"{registry.model}: {served_line(served)}")
+        fewer = served_before.vectors.rows - served.vectors.rows if served_before else 0
+        if fewer > 0:
+            say(f"{registry.model}: {fewer:,} vectors fewer: products added since are not found until the next cycle")
     return EXIT_OK
 
 
 def run_serving(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """Show or roll back what is served of the model. Raises ConfigError, CheckpointError, TransientError."""
-    registry = _open_registry(settings, stop, reads=call.action == "show")
+    """Show or roll back the served vectors of the model. Raises ConfigError, CheckpointError, TransientError."""
+    registry = _open_registry(settings, stop)
     model = registry.model
     if call.action == "rollback":
         pair = registry.rollback_vectors("".join(call.arguments), reason=call.options.get(REASON, ""))
@@ -71,18 +75,21 @@ def run_serving(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) 
     return EXIT_OK
 
 
-def _open_registry(settings: Settings, stop: StopSignal, *, reads: bool) -> Registry:
-    """Open the registry of the model that the settings name; if nothing is changed, without a name the only one there.
+def _open_registry(settings: Settings, stop: StopSignal, *, exists: bool = True) -> Registry:
+    """Open the registry of the model that the settings name, of the only model if they name none and one `exists`.
 
     Raises ConfigError.
     """
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
+    check_workspace(workspace)
     author = Author(by=current_user(), settings_hash=settings_hash(settings), code_version=code_version())
-    return Registry(workspace, resolve_model_name(settings, workspace) if reads else settings.model_name, author=author)
+    return Registry(
+        workspace, resolve_model_name(settings, workspace) if exists else settings.model_name, author=author
+    )
 
 
 def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:
-    """List all models; a damaged pointer does not hide the others, but is the exit code."""
+    """List all models. A damaged pointer is listed, and makes the exit code that of CheckpointError."""
     rows, lines = list[dict[str, Any]](), list[str]()
     for model in list_models(workspace):
         try:
@@ -98,10 +105,10 @@ def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:
 
 
 def _show(registry: Registry, named: str, say: Say, *, as_json: bool) -> int:
-    """Show the production of the model, or one checkpoint, with its lineage and history."""
+    """Show the production checkpoint of the model, or a named one, with its lineage and history."""
     pointer, entries = registry.production(), registry.history()
     prefix = named or (pointer.checkpoint if pointer else "")
-    # A checkpoint of production that is gone must not hide the history that leads back to a good one.
+    # If the production checkpoint was deleted, still show the history, which leads to a good one.
     ancestors, lost = tuple[Ancestor, ...](), ""
     try:
         ancestors = registry.lineage(prefix) if prefix else ()
@@ -144,7 +151,7 @@ def _production_line(pointer: Pointer | None) -> str:
 
 
 def served_line(pair: DeployedPair) -> str:
-    """`served is checkpoints/... with the vectors of cycle ... | generation 3 | rolled back ... by ...`"""
+    """Return a line with the served checkpoint, the cycle of its vectors, the generation, and who changed it."""
     what = f"served is {pair.checkpoint} with {pair.vectors.rows:,} vectors of cycle {pair.vectors.cycle}"
     why = f" | {pair.reason}" if pair.reason else ""
     how = f"{pair.action.replace('_', ' ')} {_when(pair)} by {pair.author.by}"
@@ -173,7 +180,7 @@ def _lineage_lines(ancestors: tuple[Ancestor, ...]) -> Iterator[str]:
         if ancestor.partitions:
             names = sorted(ancestor.partitions)
             more = f" and {len(names) - SHOWN_PARTITIONS} more" if len(names) > SHOWN_PARTITIONS else ""
-            # What a lost parent had seen is not known.
+            # The partitions of a deleted parent are not known.
             word = "seen" if parent is not None and not parent.settings_hash else "new"
             parts.append(f"{word} {', '.join(names[:SHOWN_PARTITIONS])}{more}")
         if ancestor.settings_hash:

@@ -207,7 +207,9 @@ def status_lines(storage: Storage, flags: CompilerFlags, compilers: Compilers = 
             size = format_bytes(entry.size_bytes)
             lines.append(f"{entry.state} {entry.key} | {size} | age {format_duration(entry.age_s)}")
     if counts[EntryState.FAILED] or (counts[EntryState.LOCKED] and not running):
-        lines.append("warning: failed entries and stale locks block compilation (run trnpipe cache repair)")
+        lines.append(
+            "warning: failed entries and stale locks block compilation until they are deleted: trnpipe cache repair"
+        )
     if texts and not any(set(flags.tokens()) == set(text.split()) for text in texts.values()):
         lines.append(f"warning: no entry has the flags {flags.text()}, so the next run will recompile all graphs")
     return lines

@@ -170,7 +170,7 @@ def _unguarded(
     if not others:
         console.info("graphs: none compiled ahead of time, compiling on demand (see trnpipe compile)")
         return GraphWatch()
-    message = f"no graph of this run was compiled ahead of time: {', '.join(plan_differences(plan, others))}"
+    message = f"no graph of this run was compiled ahead of time: {'; '.join(plan_differences(plan, others))}"
     if config.on_unknown_graph == "error":
         raise ConfigError(
             message,

@@ -1,4 +1,4 @@
-"""Export a checkpoint as a folder for other tools: sentence-transformers, safetensors or a TorchScript program."""
+"""Export a checkpoint for other tools, as a sentence-transformers folder, safetensors file or TorchScript program."""
 
 import json
 import warnings
@@ -53,9 +53,9 @@ from pipeline.registry.records import one_line
 
 WEIGHTS, HEAD, CARD = "model.safetensors", "relevance_head.safetensors", "README.md"
 TOLERANCE = 1e-5
-SHORTEST = 3  # [CLS], a token, [SEP]
+SHORTEST = 3  # [CLS], one token and [SEP]
 CLAIM = ".trnpipe-export"
-"""Marks the folder of an export in progress, until its manifest is written."""
+"""This file marks the folder of an export in progress. It is deleted after the manifest is written."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class ExportPlan:
     max_tokens: int
     model_name: str
     ancestors: tuple[Ancestor, ...]
-    """From the checkpoint to the root of its lineage."""
+    """The lineage of the checkpoint, starting with the checkpoint itself."""
     bucket: Bucket
-    """Tokens of a query and of a product in a TorchScript program."""
+    """Query and product lengths of a TorchScript program in tokens."""
     batch_size: int
     """Batch size of a TorchScript program."""
 
@@ -77,9 +77,9 @@ class ExportPlan:
 def destination(
     text: str, *, retry: RetryPolicy, stop: StopSignal, scratch: Path, fields: Mapping[str, JsonValue]
 ) -> Iterator[Path]:
-    """Yield an empty folder that is committed to `text`, replacing an earlier export, if the block succeeds.
+    """Yield an empty folder, and commit it to the path or URI `text` if the block succeeds.
 
-    Raises ConfigError if the destination has other files.
+    An earlier export at the destination is replaced. Raises ConfigError if the destination contains other files.
     """
     storage, name = open_parent(text, retry=retry, stop=stop, follow_links=True)
 
@@ -87,7 +87,7 @@ def destination(
         existing = {stat.key.removeprefix(f"{name}/") for stat in storage.list(name)}
         try:
             manifest = read_manifest(storage, name) if MANIFEST_NAME in existing else None
-        except DataError:  # damaged, or written by another program
+        except DataError:  # damaged, or written by a different program
             manifest = None
         exported = {CLAIM, MANIFEST_NAME, *manifest.files} if manifest and manifest.kind == EXPORT else set()
         foreign = set() if manifest is None and CLAIM in existing else existing - exported
@@ -96,7 +96,7 @@ def destination(
             raise ConfigError(
                 f"{uri} has {min(foreign)}, which trnpipe export did not write" if foreign else f"{uri} is a file",
                 expected="a new or empty folder, or an earlier export",
-                next_command="set another folder with --out, or move that file",
+                next_command="set a different folder with --out, or move that file",
             )
 
     check_replaceable()
@@ -104,7 +104,7 @@ def destination(
     with os_errors("writing", f"file://{folder}"):
         folder.mkdir(parents=True)
         yield folder
-    check_replaceable()  # again, because files may have been added since
+    check_replaceable()  # files may have been added in the meantime
     storage.delete_prefix(name)
     storage.write_bytes(claim, b"an export in progress, or an interrupted one\n")
     commit_dir(storage, folder, name, kind=EXPORT, fields=fields)
@@ -112,9 +112,10 @@ def destination(
 
 
 def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: StopSignal) -> ExportRecord:
-    """Write the files of an export into an empty folder.
+    """Write the files of an export to an empty folder.
 
-    Raises ConfigError if texts exceed the model's positions or transformers cannot open the module.
+    Raises ConfigError if the text lengths exceed the positions of the model, or if the format does not support the
+    encoder module.
     """
     state, bucket = checkpoint.state, plan.bucket
     lengths = [plan.max_tokens, *((bucket.query_tokens, bucket.product_tokens) if plan.format == "torchscript" else ())]
@@ -130,7 +131,7 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
     stop.raise_if_set("exporting a model")
     weights = checkpoint.weights()
     model = build_model(state.model, state.inputs, seed=0)
-    model.load_state_dict(from_hf(weights, model.state_dict(), source=checkpoint.uri))  # checks names and shapes
+    model.load_state_dict(from_hf(weights, model.state_dict(), source=checkpoint.uri))  # verifies names and shapes
     files: tuple[str, ...] = ()
     if plan.format == "torchscript":
         write_program(folder / program_name(plan.bucket), model, state.inputs, plan)
@@ -156,22 +157,25 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
     return record
 
 
-# Weights, and the other files of transformers and sentence-transformers.
+# Write the weights and the other files that transformers and sentence-transformers need.
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file with the field `format`, which transformers requires. Raises OSError."""
+    """Write a safetensors file, including the metadata field `format` that transformers requires. Raises OSError."""
     try:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path, {"format": "pt"})
-    except SafetensorError as error:  # raised for a full disk
+    except SafetensorError as error:  # raised if the disk is full
         raise OSError(str(error)) from error
-    path.chmod(0o644)  # safetensors makes the file readable only for its owner
+    path.chmod(0o644)  # safetensors creates files that only their owner can read
 
 
 def _write_sentence_transformers(
     plan: ExportPlan, weights: Mapping[str, Tensor], state: TrainState, folder: Path, model: RelevanceModel
 ) -> None:
-    """Write a folder for transformers and sentence-transformers, with names of release 5.3 that later ones read."""
+    """Write a folder for transformers and sentence-transformers.
+
+    The names are those of sentence-transformers 5.3, which later releases also support.
+    """
     config, prefix = state.model, FACTORY_PREFIX
     if not isinstance(model.encoder, FactoryEncoder):
         prefix = FAMILIES[config.architecture].prefix
@@ -181,7 +185,7 @@ def _write_sentence_transformers(
     else:
         raise ConfigError(
             f"--format {plan.format} does not support the {type(model.encoder.module).__name__} of {config.factory}",
-            expected="a model that AutoModel of transformers can open",
+            expected="a model that the AutoModel class of transformers can load",
             next_command="--format safetensors (names begin with encoder.module.), or --format torchscript",
         )
     encoder = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
@@ -203,7 +207,10 @@ def _write_sentence_transformers(
 
 
 def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int, *, has_types: bool = True) -> None:
-    """Write tokenizer.json, which adds [CLS] and [SEP] to a text, and a tokenizer_config.json for AutoTokenizer."""
+    """Write tokenizer.json and tokenizer_config.json for AutoTokenizer.
+
+    The tokenizer is modified to add [CLS] and [SEP] to each text, unless it already does so.
+    """
     parsed, data = tokenizers.Tokenizer.from_str(tokenizer.data.decode()), tokenizer.data
     ids = {"cls": tokenizer.cls_id, "pad": tokenizer.pad_id, "sep": tokenizer.sep_id, "unk": tokenizer.unk_id}
     special = {f"{name}_token": parsed.id_to_token(number) for name, number in ids.items()}
@@ -223,7 +230,7 @@ def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int, *, 
     _write_json(
         folder / TOKENIZER_CONFIG,
         {
-            "tokenizer_class": "PreTrainedTokenizerFast",  # the only class that does not override lower-casing
+            "tokenizer_class": "PreTrainedTokenizerFast",  # other classes override the lower-casing of tokenizer.json
             "model_max_length": max_tokens,
             "model_input_names": ["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"],
             "padding_side": "right",
@@ -238,11 +245,11 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# The model as a TorchScript program with static shapes, which does not need trnpipe.
+# Export the model as a TorchScript program with static shapes, which runs without trnpipe.
 
 
 class Program(nn.Module):
-    """The model for one bucket: logits of pairs, and unit vectors of queries and products."""
+    """Wraps a model for one bucket, and exposes the logits of pairs and the unit vectors of queries and products."""
 
     def __init__(self, model: RelevanceModel, spec: InputSpec) -> None:
         super().__init__()
@@ -250,9 +257,10 @@ class Program(nn.Module):
         self.has_numeric, self.has_categorical = bool(spec.numeric), bool(spec.categorical_ids)
 
     def forward(self, query: Tensor, product: Tensor, *features: Tensor) -> Tensor:
-        """Compute logits [B, K] of query int32 [B, Tq], product int32 [B, Tp] and features.
+        """Compute the logits [B, K] of pairs of query [B, Tq] and product [B, Tp] tokens, which are int32.
 
-        `features` are numeric fp32 [B, F] and categorical int32 [B, C], without those that the model does not have.
+        `features` are the numeric (fp32 [B, F]) and categorical (int32 [B, C]) features. Either of them is omitted if
+        the model does not have such features.
         """
         none = query.new_zeros((query.shape[0], 0))
         numeric = features[0] if self.has_numeric else none.float()
@@ -261,11 +269,11 @@ class Program(nn.Module):
         return logits
 
     def embed_query(self, tokens: Tensor) -> Tensor:
-        """Embed query tokens int32 [B, Tq] as fp32 [B, D]."""
+        """Embed query tokens (int32 [B, Tq]). Returns fp32 [B, D]."""
         return l2_normalize(self.model.encoder(tokens))
 
     def embed_product(self, tokens: Tensor) -> Tensor:
-        """Embed product tokens int32 [B, Tp] as fp32 [B, D]."""
+        """Embed product tokens (int32 [B, Tp]). Returns fp32 [B, D]."""
         return l2_normalize(self.model.encoder(tokens))
 
 
@@ -275,14 +283,14 @@ def program_name(bucket: Bucket) -> str:
 
 @torch.no_grad()
 def write_program(path: Path, model: RelevanceModel, spec: InputSpec, plan: ExportPlan) -> None:
-    """Trace and save a program, then load it and compare its outputs. Takes over the model."""
-    # Attention is traced as plain matrix products, because compilers differ in their support of the fused operator.
+    """Trace and save a program, then load it again and verify its outputs. Takes ownership of the model."""
+    # Trace attention as plain matrix products, because not every compiler supports the fused operator.
     choose_forms(model, traced=True, sums_by_matmul=False)
     program, rows = Program(model.eval().requires_grad_(False), spec).eval(), plan.batch_size
     generator = torch.Generator().manual_seed(0)
 
     def sample_tokens(length: int) -> Tensor:
-        """Return random texts of decreasing length, so that the program is traced and compared with padding."""
+        """Return random texts of decreasing length, which ensures that padding is covered when comparing outputs."""
         ids = torch.randint(0, spec.vocab_size, (rows, length), generator=generator, dtype=torch.int32)
         ends = length - 1 - torch.arange(rows)[:, None] % (length - 1)
         return torch.where(torch.arange(length) < ends.clamp(min=1), ids, spec.pad_id)
@@ -294,9 +302,9 @@ def write_program(path: Path, model: RelevanceModel, spec: InputSpec, plan: Expo
     if spec.categorical_ids:
         features.append(torch.zeros((rows, len(spec.categorical_ids)), dtype=torch.int32))
     inputs = {"forward": (query, product, *features), "embed_query": (query,), "embed_product": (product,)}
-    buffer = BytesIO()  # torch.jit.save to a file would raise RuntimeError for a full disk
+    buffer = BytesIO()  # if the disk is full, torch.jit.save to a file would raise RuntimeError instead of OSError
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TracerWarning)  # shapes are constants on purpose
+        warnings.simplefilter("ignore", TracerWarning)  # tracing shapes as constants is intended
         traced = torch.jit.trace_module(program, inputs, check_trace=False)  # type: ignore[no-untyped-call]
         torch.jit.save(traced, buffer)  # type: ignore[no-untyped-call]
         path.write_bytes(buffer.getbuffer())
@@ -307,12 +315,12 @@ def write_program(path: Path, model: RelevanceModel, spec: InputSpec, plan: Expo
             raise RuntimeError(f"{name} of {path.name} differs from the original model by {difference:g}")
 
 
-# README.md, with the front matter that Hugging Face tools read.
+# Write README.md, including the front matter for Hugging Face tools.
 
 
-_POOLER = "A report on loading that names `pooler.dense` is harmless: vectors need no pooler.\n"
+_POOLER = "When loading the model, you can ignore a warning about `pooler.dense`, because no pooler is used.\n"
 _FIRST = ("ndcg@10", "retrieval_ndcg@10", "retrieval_recall@10", "macro_f1", "accuracy")
-"""Metrics that the card names before the others."""
+"""Metrics to list before all others in the model card."""
 
 
 def _card(record: ExportRecord, plan: ExportPlan) -> str:
@@ -343,16 +351,19 @@ def _card(record: ExportRecord, plan: ExportPlan) -> str:
     lines = [
         f'---\nlibrary_name: "{library}"\npipeline_tag: "sentence-similarity"\n---\n',
         f"# {_text(plan.model_name)}\n",
-        f"A text encoder ({_text(model.factory or model.architecture)}, width {model.encoder.hidden_size},"
-        f" {model.pooling} pooling, vectors of length one) for queries and products, and a head that grades how well a"
-        f" product fits a query: the softmax of its logits times the gains ({gains}). It also reads {features}.\n",
+        f"This model consists of a text encoder ({_text(model.factory or model.architecture)}, width"
+        f" {model.encoder.hidden_size}, {model.pooling} pooling, vectors of length one) for queries and products, and a"
+        " head that grades how relevant a product is to a query. The grade is the sum of the gains"
+        f" ({gains}), weighted by the softmax of the logits. Additional features: {features}.\n",
         f"```python\n{use}\n```\n",
         *([_POOLER] if plan.format == "sentence-transformers" else []),
-        f"Texts are `[CLS] ... [SEP]` of `tokenizer.json`, cut to {record.max_tokens} tokens. Padding: {spec.pad_id}.",
-        *(["`trnpipe import` of this folder restores the model bit for bit."] if record.weights else []),
+        f"Tokenise texts with `tokenizer.json`, which adds `[CLS]` and `[SEP]`, and truncate them to"
+        f" {record.max_tokens} tokens. The padding id is {spec.pad_id}.",
+        *(["Importing this folder with `trnpipe import` restores exactly the same model."] if record.weights else []),
         "",
         *(f"- {_text(name)}: {figures[name]:.6g}" for name in names),
-        f"\nExported from `{one_line(record.checkpoint.uri)}`, digest `{record.checkpoint.digest}`. Its lineage:\n",
+        f"\nThis model was exported from `{one_line(record.checkpoint.uri)}` with digest"
+        f" `{record.checkpoint.digest}`. Its lineage is:\n",
     ]
     for node in plan.ancestors:
         parts = [node.checkpoint, f"data to {node.watermark or '-'}", f"digest {node.digest}", node.note]
@@ -362,5 +373,5 @@ def _card(record: ExportRecord, plan: ExportPlan) -> str:
 
 
 def _text(value: str) -> str:
-    """Return text from data on one line, with Markdown markup escaped."""
+    """Return a text as a single line with escaped Markdown markup."""
     return "".join(f"\\{char}" if char in "\\|`*<>[]#" else char for char in one_line(value))

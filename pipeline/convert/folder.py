@@ -1,7 +1,10 @@
-"""Read the model of another tool from a folder or file on any storage, with size limits and without running its code.
+"""Read the files of a model that a different tool has written, from a folder or file on any storage.
 
-For a BERT tokenizer, `transformers` takes lower-casing and accents from tokenizer_config.json and ignores those of
-tokenizer.json (tokenization_bert.py), and sentence-transformers may lower-case in addition.
+Because the source may not be trusted, files have size limits and none of their code is executed.
+
+Note that for a BERT tokenizer, `transformers` determines lower-casing and the handling of accents from
+tokenizer_config.json and ignores tokenizer.json (see tokenization_bert.py). In addition, sentence-transformers may be
+configured to lower-case texts.
 """
 
 import json
@@ -32,10 +35,10 @@ from pipeline.model.hf import Foreign, parse_json
 
 _JSON_BYTES = 4 * 2**20
 TOKENIZER_BYTES = 128 * 2**20
-_WEIGHT_BYTES = 32 * 2**30  # eight billion parameters in fp32
+_WEIGHT_BYTES = 32 * 2**30  # corresponds to eight billion parameters in fp32
 
 EXPORT, EXPORT_FILE = "export", "trnpipe.json"
-"""Manifest kind and description file of an exported folder."""
+"""The manifest kind and the description file of an exported folder."""
 SCHEMA_VERSION = 1
 Format = Literal["sentence-transformers", "safetensors", "torchscript"]
 
@@ -43,16 +46,16 @@ Json = TypeVar("Json", bound=BaseModel)
 
 
 class ExportRecord(Record):
-    """The description of an exported folder: its checkpoint and weight files."""
+    """The description of an exported folder, which is stored in EXPORT_FILE and read by an import."""
 
     retired: ClassVar[dict[str, Any]] = {"programs": []}
 
     schema_version: int = SCHEMA_VERSION
-    format: str = Field(description="A Format, or transformers or torch, which earlier versions wrote")
-    checkpoint: Parent = Field(description="The exported checkpoint, which becomes the parent when imported")
+    format: str = Field(description="A Format, or one of transformers and torch if written by an earlier version")
+    checkpoint: Parent = Field(description="The exported checkpoint, which becomes the parent of an imported one")
     model: ModelConfig
     inputs: InputSpec
-    max_tokens: int = Field(ge=3, description="Texts are cut to this, [CLS] and [SEP] included")
+    max_tokens: int = Field(ge=3, description="Maximum number of tokens of a text, including [CLS] and [SEP]")
     tokenizer_fingerprint: str
     watermark: str
     partitions: dict[str, str]
@@ -61,24 +64,24 @@ class ExportRecord(Record):
     published: PublishedWeights | None = Field(None, description="See the state of a checkpoint")
     settings_hash: str
     code_version: str
-    weights: tuple[str, ...] = Field(description="Files that together have every tensor (empty: only a program)")
+    weights: tuple[str, ...] = Field(description="Files that contain all tensors (empty for a TorchScript program)")
     family: Literal["bert", "roberta", "xlm-roberta", "camembert", "mpnet", "modernbert"] = Field(
-        "bert", description="Naming scheme of the encoder's tensors (RoBERTa's only by earlier versions)"
+        "bert", description="Naming scheme of the encoder's tensors (only earlier versions used that of RoBERTa)"
     )
 
 
 @dataclass
 class ImportSource:
-    """A folder or file to import. Files of a trnpipe export are checked against its manifest."""
+    """A folder or a single file to import. The files of a trnpipe export are verified against its manifest."""
 
     storage: Storage
     folder: str
-    """Prefix of the folder, empty for a single file."""
+    """Prefix of the folder. Empty if the source is a single file."""
     file: str = ""
-    """Name of a single file."""
+    """Name of the file if the source is a single file."""
     manifest: Manifest | None = None
     records: dict[str, FileRecord] = field(default_factory=dict)
-    """Size and checksum of every file that was read."""
+    """Sizes and checksums of all files that have been read."""
 
     @property
     def uri(self) -> str:
@@ -86,28 +89,28 @@ class ImportSource:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of all files that were read."""
+        """Fingerprint of all files that have been read."""
         return fingerprint({name: record.xxh3_128 for name, record in self.records.items()})
 
     def where(self, name: str) -> str:
-        """Return the URI of a file, or of the folder for ''."""
+        """Return the URI of a file, or that of the folder if `name` is empty."""
         return self.storage.uri(join_key(self.folder, name) if name else self.folder)
 
     def has(self, name: str) -> bool:
         return self.storage.stat(join_key(self.folder, name)) is not None
 
     def read(self, name: str, limit_bytes: int = _JSON_BYTES) -> bytes:
-        """Read a small file. Raises CheckpointError if it is missing, too large or differs from its manifest."""
+        """Read a small file. Raises CheckpointError if it is missing, too large or does not match the manifest."""
         data = self.storage.read_bytes(self._checked_key(name, limit_bytes))
         self._check(name, stream_record(BytesIO(data)))
         return data
 
     def json(self, name: str, model: type[Json]) -> Json:
-        """Read a small JSON file. Raises ConfigError naming the first invalid field."""
+        """Read a small JSON file. Raises ConfigError for the first invalid field."""
         return parse_json(self.read(name), model, self.where(name))
 
     def local(self, name: str, scratch: Path) -> Path:
-        """Return the local path of a weights file, downloaded if necessary. Raises the same errors as `read`."""
+        """Return the local path of a weights file, after downloading it if necessary. Raises the errors of `read`."""
         key = self._checked_key(name, _WEIGHT_BYTES)
         path = self.storage.local_path(key)
         if path is None:
@@ -128,7 +131,7 @@ class ImportSource:
             raise CheckpointError(
                 f"{self.where(name)} {f'has {format_bytes(stat.size_bytes)}' if stat else 'does not exist'}",
                 expected=f"a file of at most {format_bytes(limit_bytes)}",
-                next_command="copy the complete folder, or import the weights file itself",
+                next_command="copy the complete folder, or import only the weights file",
             )
         return key
 
@@ -154,22 +157,22 @@ def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> ImportSou
         )
     try:
         manifest = read_manifest(storage, name)
-    except DataError:  # a MANIFEST.json of another program
+    except DataError:  # a different program may also write a MANIFEST.json
         manifest = None
     if manifest is not None and manifest.kind == CHECKPOINT:
         raise ConfigError(
             f"{storage.uri(name)} is already a trnpipe checkpoint",
-            expected="a model of another tool, or a folder of trnpipe export",
+            expected="a model of a different tool, or a folder written by trnpipe export",
             next_command=f"--train.start {storage.uri(name)}",
         )
     return ImportSource(storage, name, manifest=manifest if manifest is not None and manifest.kind == EXPORT else None)
 
 
-# The files that sentence-transformers adds to a Hugging Face folder: pooling, prompts, lengths.
+# Read the files that sentence-transformers adds to a Hugging Face folder.
 
 MODULES, SENTENCE, MODEL = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"
 POOLINGS: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
-"""Names of poolings in sentence-transformers -> in trnpipe."""
+"""Pooling modes in trnpipe by their names in sentence-transformers."""
 LEGACY = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -178,12 +181,12 @@ LEGACY = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Keys of poolings in sentence-transformers before 5.4, in its order."""
-# Prompt names of SentenceTransformer.encode_query and encode_document, in order of precedence.
+"""Pooling modes by their configuration keys in sentence-transformers before 5.4, in the same order."""
+# The prompt names that SentenceTransformer.encode_query and encode_document use, in order of precedence.
 QUERY, PRODUCT = ("query",), ("document", "passage", "corpus")
 
 _LENGTHS = ("max_seq_length", "processor_kwargs.model_max_length", "tokenizer_args.model_max_length")
-# Keys that are read here or do not change vectors. Every other key must be empty or have the value of _ONLY.
+# These keys are either read here or do not affect vectors. All other keys must be empty or have the value in _ONLY.
 _READ = frozenset(
     {*_LENGTHS, "do_lower_case", "unpad_inputs", "embedding_dimension", "word_embedding_dimension", "pooling_mode"}
     | {*LEGACY, "include_prompt", "__version__", "prompts", "default_prompt_name", "similarity_fn_name"}
@@ -199,12 +202,12 @@ _ONLY: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class FolderSettings:
-    """How the other tool computes the vector of a text."""
+    """Settings that the other tool uses to compute the vector of a text."""
 
     format: Literal["sentence-transformers", "transformers"]
     pooling: Pooling
     folder: str = ""
-    """Prefix of the Hugging Face files in the folder, with a trailing slash. Usually ''."""
+    """Prefix of the Hugging Face files in the folder, including a trailing slash. It is usually empty."""
     max_tokens: int | None = None
     lowercase: bool = False
     query_prefix: str = ""
@@ -226,11 +229,13 @@ class _Object(RootModel[dict[str, JsonValue]]):
 
 
 def _unsupported(where: str, seen: str, expected: str) -> ConfigError:
-    return ConfigError(f"{where}: {seen}", expected=expected, next_command="correct the file, or import another model")
+    return ConfigError(
+        f"{where}: {seen}", expected=expected, next_command="correct the file, or import a different model"
+    )
 
 
 def _read_keys(source: ImportSource, name: str) -> dict[str, Any]:
-    """Return the keys that are set, nested ones joined by dots. Raises ConfigError if one is not supported."""
+    """Read a JSON object and join nested keys by dots. Raises ConfigError if it has an unsupported key."""
     values: dict[str, JsonValue] = {}
     pending = list(source.json(name, _Object).root.items())
     while pending:
@@ -246,12 +251,14 @@ def _read_keys(source: ImportSource, name: str) -> dict[str, Any]:
 
 
 def read_folder_settings(source: ImportSource, default_pooling: Pooling) -> FolderSettings:
-    """Read the sentence-transformers settings of a Hugging Face folder, if it has a modules.json.
+    """Read the sentence-transformers settings of a Hugging Face folder.
 
-    Raises ConfigError naming a setting that is not supported.
+    Folders without a modules.json get default settings. Raises ConfigError for the first unsupported setting.
     """
     if not source.has(MODULES):
-        return FolderSettings("transformers", default_pooling, notes=(f"pooling is model.pooling: {default_pooling}",))
+        return FolderSettings(
+            "transformers", default_pooling, notes=(f"using the pooling of model.pooling, {default_pooling}",)
+        )
     modules = source.json(MODULES, _Modules).root
     kinds = [module.type.removeprefix("sentence_transformers.").rpartition(".")[2] for module in modules]
     is_standard = all(module.type.startswith("sentence_transformers.") for module in modules)
@@ -273,12 +280,12 @@ def read_folder_settings(source: ImportSource, default_pooling: Pooling) -> Fold
     if (query or product) and pooling_config.get("include_prompt") is False:
         raise _unsupported(where, "include_prompt is false, but texts have prompts", "pooling over all tokens")
     similarity, is_normalized = model.get("similarity_fn_name"), "Normalize" in kinds
-    # Vectors in trnpipe have length one, for which the three functions give the same ranking.
+    # All three functions result in the same ranking if vectors have length one, which is always the case in trnpipe.
     if similarity not in (None, "cosine", *(("dot", "euclidean") if is_normalized else ())):
         seen = f"similarity_fn_name {similarity} {'with' if is_normalized else 'without'} a Normalize module"
         raise _unsupported(source.where(MODEL), seen, "cosine")
     if not is_normalized:
-        notes += ("vectors have length one in trnpipe, but are not normalised in sentence-transformers",)
+        notes += ("vectors are normalised in trnpipe, but not in sentence-transformers",)
     max_tokens = next((value for value in map(sentence.get, _LENGTHS) if value), None)
     if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 3):
         raise _unsupported(source.where(folder + SENTENCE), f"max_seq_length {max_tokens!r}", "3 or more")
@@ -287,7 +294,7 @@ def read_folder_settings(source: ImportSource, default_pooling: Pooling) -> Fold
 
 
 def _prompts(where: str, model: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
-    """Return (query prompt, product prompt, notes). Raises ConfigError for a default prompt of all texts."""
+    """Return (query prompt, product prompt, notes). Raises ConfigError if there is a default prompt for all texts."""
     values = model.get("prompts") or {}
     if not isinstance(values, dict) or not all(isinstance(text, str) for text in values.values() if text):
         raise _unsupported(where, f"prompts {values!r}", "texts by name")
@@ -295,12 +302,12 @@ def _prompts(where: str, model: Mapping[str, Any]) -> tuple[str, str, tuple[str,
     query, product = (next((prompts[name] for name in names if name in prompts), "") for names in (QUERY, PRODUCT))
     notes = []
     if others := sorted(f"{name} {text!r}" for name, text in prompts.items() if text not in (query, product)):
-        notes.append(f"further prompts of sentence-transformers are not used ({', '.join(others)})")
+        notes.append(f"the following prompts are not used: {', '.join(others)}")
     if query or product:
-        notes.append(f"prompts: queries begin with {query!r}, products with {product!r}")
+        notes.append(f"using {query!r} as the prompt of queries and {product!r} as that of products")
     default = prompts.get(str(model.get("default_prompt_name")), "")
     if default and not default == query == product:
-        seen = f"default_prompt_name puts {default!r} before every text"
+        seen = f"default_prompt_name prepends {default!r} to every text"
         raise _unsupported(where, seen, "default_prompt_name null, and prompts named query and document")
     return query, product, tuple(notes)
 
@@ -331,9 +338,10 @@ class TokenizerJson(Foreign):
 def read_tokenizer(
     source: ImportSource, folder: str, *, lowercase: bool
 ) -> tuple[TextTokenizer, int | None, list[str]]:
-    """Return (tokenizer, maximum tokens of its config or None, notes about changes).
+    """Return the tokenizer, its configured maximum number of tokens (or None), and notes about changes to it.
 
-    `lowercase`: sentence-transformers lower-cases first. Raises ConfigError or DataError if it is not supported.
+    Set `lowercase` if sentence-transformers lower-cases texts before they are tokenised. Raises ConfigError or
+    DataError if the tokenizer is not supported.
     """
     name, where = source.where(folder + TOKENIZER_CONFIG), source.where(folder + TOKENIZER)
     has_config = source.has(folder + TOKENIZER_CONFIG)
@@ -347,14 +355,15 @@ def read_tokenizer(
     for number, added in config.added_tokens_decoder.items():
         if str(original.token_to_id(added.content)) != number:
             seen = f"added_tokens_decoder has {added.content!r} as {number}, but {where} does not"
-            raise _unsupported(name, seen, "a tokenizer.json with all of its tokens")
+            raise _unsupported(name, seen, "a tokenizer.json that contains all added tokens")
     space = (content.get("pre_tokenizer") or {}).get("add_prefix_space")
     if None not in (space, config.add_prefix_space) and space != config.add_prefix_space:
         seen = f"add_prefix_space is {config.add_prefix_space}, but {space} in {where}"
         raise _unsupported(name, seen, "the same value in both")
     normalizer = content.get("normalizer")
     if config.tokenizer_class in BERT:
-        # `transformers` builds the tokenizer from the vocabulary alone, so the file must describe the same one.
+        # `transformers` ignores everything in this file except the vocabulary, and builds the standard BERT tokenizer.
+        # Therefore, the file must describe the same tokenizer.
         model, pre_tokenizer = ((content.get(part) or {}).get("type") for part in ("model", "pre_tokenizer"))
         if (model, pre_tokenizer) != ("WordPiece", "BertPreTokenizer"):
             seen = f"{model} after {pre_tokenizer} in a BERT tokenizer"
@@ -374,12 +383,12 @@ def read_tokenizer(
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *steps]}
     if normalizer != content.get("normalizer"):
         content["normalizer"] = normalizer
-        notes.append("the other files of the tokenizer override the normaliser of tokenizer.json, as in transformers")
+        notes.append("as in transformers, the normaliser of tokenizer.json is overridden by the other tokenizer files")
         tokenizer = TextTokenizer(json.dumps(content, ensure_ascii=False).encode(), where)
     if config.tokenizer_class in AS_IT_IS:
         original.no_truncation()
         original.no_padding()
-        # These texts do not depend on lower-casing.
+        # Compare texts that do not depend on lower-casing.
         for text in ("a sample text", ""):
             ids, expected_ids = original.encode(text).ids, tokenizer.encode([text]).ids.tolist()
             if ids != expected_ids:

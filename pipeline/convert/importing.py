@@ -1,6 +1,7 @@
-"""Import a model of another tool as a checkpoint of the workspace, as if a run had saved it at step 0.
+"""Import a model of a different tool.
 
-The source is a Hugging Face folder, an export of trnpipe, or a single file of weights.
+The model is stored in the workspace as if a training run had saved it as a checkpoint at step 0. The source can be a
+Hugging Face folder, a folder written by `trnpipe export`, or a single weights file.
 """
 
 import re
@@ -35,15 +36,15 @@ from pipeline.model.weights import find_weights, load_tensors, template_of, with
 
 @dataclass(frozen=True)
 class ImportDefaults:
-    """Values from the settings or the data of the cycle for a source without a trnpipe head."""
+    """Values from the settings or the data of the cycle, which are used for everything that the source lacks."""
 
     model: ModelConfig
     spec: InputSpec
-    """Classes and features. Vocabulary and padding are taken from the tokenizer."""
+    """Classes and features of the model. The vocabulary and padding are overridden by the tokenizer."""
     tokenizer: TextTokenizer | None
-    """Tokenizer of a single weights file."""
+    """Tokenizer to use for a single weights file."""
     seed: int
-    """Seed of a new head."""
+    """Random seed for the initial weights of a new head."""
 
     def spec_for(self, tokenizer: TextTokenizer, **prefixes: str) -> InputSpec:
         changes = {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id}
@@ -52,26 +53,27 @@ class ImportDefaults:
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """A complete relevance model. `weights`: in trnpipe's names, fp32 on the CPU."""
+    """A complete relevance model that was read from the files of a different tool or of an export."""
 
     config: ModelConfig
     spec: InputSpec
     weights: Mapping[str, Tensor]
+    """Tensors in fp32 on the CPU, by trnpipe's parameter names."""
     tokenizer: TextTokenizer
     origin: Origin
     max_tokens: int | None = None
     new_head: int | None = None
-    """Seed of the interactions and the head if they are new, None if they were imported."""
+    """Random seed of the interactions and the head if they are new, or None if they were imported."""
     notes: tuple[str, ...] = ()
     record: ExportRecord | None = None
-    """The record of a trnpipe export."""
+    """The record of the export if the source is an export of trnpipe."""
 
 
 def read_model(source: ImportSource, defaults: ImportDefaults, scratch: Path) -> ForeignModel:
-    """Read and validate a model. `scratch`: folder for downloads.
+    """Read and validate a model. Files are downloaded to `scratch` if necessary.
 
-    Raises CheckpointError for an invalid tensor or file, ConfigError for an unsupported setting, DataError for an
-    invalid tokenizer.
+    Raises CheckpointError if a tensor or file is invalid, ConfigError if a setting is not supported, and DataError if
+    the tokenizer is invalid.
     """
     if source.file:
         return _read_weights_file(source, defaults, scratch)
@@ -81,7 +83,7 @@ def read_model(source: ImportSource, defaults: ImportDefaults, scratch: Path) ->
         raise ConfigError(
             f"{source.uri} cannot be imported with model.factory {defaults.model.factory}",
             expected="an export of trnpipe, or a folder of a supported encoder without model.factory",
-            next_command=f"trnpipe train --model.init-from {source.uri}, which loads the weights into such a module",
+            next_command=f"trnpipe train --model.init-from {source.uri}, which loads the weights into your own module",
         )
     return _read_folder(source, defaults, scratch)
 
@@ -103,13 +105,14 @@ def _read_folder(source: ImportSource, defaults: ImportDefaults, scratch: Path) 
     if hf.model_type != "bert" and spec.pad_id != hf.pad_token_id:
         raise ConfigError(
             f"{where} has pad_token_id {hf.pad_token_id}, but its tokenizer has {spec.pad_id}",
-            expected="the same id in both, because the model's positions start from it",
+            expected="the same id in both, because position ids start after it",
             next_command="copy the tokenizer that belongs to the model",
         )
     name = settings.folder + find_weights(source.storage, join_key(source.folder, settings.folder).strip("/"))
-    # Tables are often padded to a round number of rows. One with more rows than config.json has is an error.
+    # Embedding tables are often padded to a round number of rows. The padding rows are dropped. However, it is an error
+    # if a table has more rows than config.json specifies.
     if (spare := hf.vocab_size - spec.vocab_size) > 0:
-        notes.append(f"{spare} embeddings without a token are left out")
+        notes.append(f"dropped {spare} embeddings that have no token")
     loaded, model_type = load_tensors(source.local(name, scratch), source.where(name)), hf.model_type
     model = with_encoder(
         loaded, source.where(name), config, spec, defaults.seed, model_type=model_type, same_vocabulary=spare > 0
@@ -135,8 +138,8 @@ def _read_export(source: ImportSource, scratch: Path) -> ForeignModel:
         )
 
     if record.schema_version != SCHEMA_VERSION or not record.weights:
-        seen = f"schema {record.schema_version}" if record.weights else f"program only ({record.format})"
-        raise invalid(f"{where}: {seen}", f"weights, in schema {SCHEMA_VERSION}")
+        seen = f"schema {record.schema_version}" if record.weights else f"only a program ({record.format})"
+        raise invalid(f"{where} has {seen}", f"an export with weights and schema {SCHEMA_VERSION}")
     tokenizer = TextTokenizer(source.read(TOKENIZER, TOKENIZER_BYTES), source.where(TOKENIZER))
     if tokenizer.vocab_size != record.inputs.vocab_size:
         raise invalid(
@@ -148,7 +151,7 @@ def _read_export(source: ImportSource, scratch: Path) -> ForeignModel:
         weights |= load_tensors(source.local(name, scratch), source.where(name))
     weights = as_bert(weights, record.family, record.inputs.pad_id, source=source.uri)
     config = record.model.model_copy(update={"init_from": None})
-    # Every layer has at least one tensor. Checked before a model of a million layers would be built.
+    # Every layer has at least one tensor. This is checked first to avoid building a model with a million layers.
     sizes = (config.mlp_sizes, config.feature_sizes, record.inputs.categorical_ids)
     if (layers := config.encoder.num_layers + sum(map(len, sizes))) > len(weights):
         raise invalid(f"{where} has {layers} layers, but its files have only {len(weights)} tensors", "matching files")
@@ -164,7 +167,7 @@ def _read_export(source: ImportSource, scratch: Path) -> ForeignModel:
 
 
 def _read_weights_file(source: ImportSource, defaults: ImportDefaults, scratch: Path) -> ForeignModel:
-    """Read weights, all of which must have the sizes in the settings."""
+    """Read a single weights file. All tensors must have the sizes that are configured in the settings."""
     if defaults.tokenizer is None:
         raise ConfigError(
             f"{source.uri} has no tokenizer",
@@ -187,15 +190,18 @@ def _read_weights_file(source: ImportSource, defaults: ImportDefaults, scratch: 
         tokenizer=defaults.tokenizer,
         origin=Origin(uri=source.uri, format="file of weights", fingerprint=source.fingerprint),
         new_head=None if has_head else defaults.seed,
-        notes=("sizes and pooling are taken from the model settings",),
+        notes=("using the sizes and pooling of the model settings",),
     )
 
 
 def store_import(
     workspace: Storage, model: ForeignModel, *, settings_hash: str, code_version: str, scratch: Path
 ) -> tuple[Checkpoint, bool]:
-    """Return the verified checkpoint, and whether it already existed. `scratch`: an empty folder for this call."""
-    parts = {  # everything that determines the checkpoint, by name
+    """Store a model as a checkpoint, unless it was imported before.
+
+    Returns the verified checkpoint and whether it already existed. `scratch` must be an empty folder.
+    """
+    parts = {  # fingerprints of everything that determines the checkpoint
         "origin": fingerprint(model.origin.fingerprint),
         "tokenizer": fingerprint(model.tokenizer.fingerprint),
         "model": fingerprint(model.config.used_fields()),
@@ -203,13 +209,13 @@ def store_import(
         "max_tokens": fingerprint(model.max_tokens),
         "new_head": fingerprint(model.new_head),
     }
-    # The name of the cycle contains the folder or file and a hash of the content, so that imports never collide.
+    # The cycle name contains the name of the source and a hash of its content, so that different imports never collide.
     last = re.sub(r"[^A-Za-z0-9_-]+", "-", model.origin.uri.rstrip("/").rpartition("/")[2]).strip("-")
     name = f"import-{last[:40] or 'model'}-{fingerprint(parts)[:8]}"
     prefix, record = prefix_of(name, 0), model.record
     try:
         return open_checkpoint(workspace, prefix, scratch / "verified"), True
-    except CheckpointError:  # missing or damaged, so it is written
+    except CheckpointError:  # the checkpoint is missing or damaged, so write it below
         pass
     state = TrainState(
         cycle=name,

@@ -1,6 +1,6 @@
-"""A CSV and TSV parser that reports malformed records instead of failing on them.
+r"""A CSV and TSV parser that reports malformed records instead of failing on them.
 
-The parser supports RFC 4180 (doubled quotes, fields that span lines) as well as the `\\"` escapes that Spark writes.
+The parser supports RFC 4180 (doubled quotes, fields that span lines) as well as the `\"` escapes that Spark writes.
 The registered TSV format (IANA text/tab-separated-values) does not support quoting, but many programs quote TSV fields
 anyway. Quotes in a TSV file are therefore treated as text unless the record can only have been written by such a
 program.

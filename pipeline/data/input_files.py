@@ -146,7 +146,7 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
         raise DataError(
             f"{path} does not exist",
             expected="an existing file or folder",
-            next_command=f"correct {setting}, or remove it",
+            next_command=f"correct {setting}" + (", or remove it" if setting.startswith("--") else ""),
         )
     if not is_local and "//" in urlsplit(path).path:
         raise DataError(

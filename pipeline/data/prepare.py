@@ -449,10 +449,13 @@ def _check_bad_fraction(
         position = f"line {bad[0].line}" if bad[0].line else f"row {bad[0].row}"
         first = f" (first: {bad[0].file}, {position}: {bad[0].reason})"
     top = ", ".join(f"{reason} ({count})" for reason, count in Counter(info.reasons).most_common(_TOP_REASONS))
+    remedy = "fix the input, correct --data.columns / --data.labels"
+    if any(reason.startswith("feature ") for reason in info.reasons):
+        remedy = "write 0 or another default where a number is missing, take the column out of --data.numeric"
     raise DataError(
         f"{info.partition}: {info.rows_bad} of {info.rows_read} rows are bad"
         f" ({info.rows_bad / info.rows_read:.1%}): {top}{first}",
         expected=f"at most {config.max_bad_fraction:.1%} (data.max_bad_fraction)",
-        next_command=f"look at the bad rows in {workspace.uri(sample)}, then fix the input, correct --data.columns or"
-        " --data.labels, or raise --data.max-bad-fraction",
+        next_command=f"look at the bad rows in {workspace.uri(sample)}, then {remedy},"
+        " or leave them out with a higher --data.max-bad-fraction",
     )

@@ -1,10 +1,12 @@
-"""Run health checks, merge their results over ranks and nodes, and derive the job's error. Does not import torch.
+"""Run health checks, merge their results across ranks and nodes, and determine the error of the job.
 
-Cheap checks run first, each with a time limit. A check runs in a daemon thread rather than a child process, because on
-a faulty machine it hangs in the kernel (a dead mount, an ioctl of the driver), where a process cannot be killed either.
-A spawned child would take seconds to import for each check, and a forked one inherits the locks of other threads. The
-stop signal of a check kills the programs that it started with `run_tool`. A thread that still hangs does not keep the
-process from exiting.
+Each check has a time limit, and cheap checks run first. A check runs in a daemon thread instead of a subprocess. On a
+faulty machine, a check typically hangs in the kernel (for example because of a dead mount or a driver ioctl), in which
+case a subprocess could not be killed either. Besides, spawning a subprocess takes seconds of imports for each check,
+and forking one would inherit the locks of other threads. When a check exceeds its limit, its stop signal is set, which
+kills any program that it started with `run_tool`. A thread that still hangs does not prevent the process from exiting.
+
+This module does not import torch.
 """
 
 import json
@@ -32,24 +34,24 @@ from pipeline.parallel.world import Nodes
 
 
 class HealthVerdict(IntEnum):
-    """Verdicts by severity. The verdict of a node is the most severe one of its checks."""
+    """The verdict of a check, by increasing severity. The verdict of a node is the most severe one of its checks."""
 
     PASS = 0
     WARN = 1
     RETRY = 2
-    """This machine is unfit, but the job may succeed on another one."""
+    """This machine is unfit, but the job may succeed on a different one."""
     FIX = 3
-    """No machine is fit until settings, image or permissions are changed."""
+    """The job fails on every machine until the settings, the image or the permissions are changed."""
 
     @property
     def text(self) -> str:
-        """The name in JSON."""
+        """The name that is used in JSON."""
         return self.name.lower()
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check on one rank or node."""
+    """The result of a check on one rank or node."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -60,20 +62,21 @@ class CheckResult:
         PlainSerializer(lambda verdict: verdict.text),
     ]
     seen: str = ""
-    """The observation, one line. Empty for a plain pass."""
+    """The observation as a single line. It may be empty if the check passed."""
     expected: str = ""
     next_command: str = ""
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
-    """Measured values. Units are in the names."""
+    """Measured values by name. The name includes the unit."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """All results of one node. `host`: instance id, or host name outside EC2."""
+    """All results of a node."""
 
     node_rank: int
     host: str
+    """The instance id, or the host name outside EC2."""
     results: tuple[CheckResult, ...]
 
     @property
@@ -82,10 +85,11 @@ class NodeReport:
 
 
 def job_error(reports: Iterable[NodeReport]) -> TrnpipeError | None:
-    """Return the error that every node of the job raises, or None if all nodes are fit.
+    """Return the error that every node of the job must raise, or None if all nodes are fit.
 
-    A configuration problem takes precedence, because no other machine would help. Otherwise one unfit node fails all
-    nodes, because a node group is started as a whole. The message has host, check and reason of the most severe result.
+    A configuration problem takes precedence, because the job would also fail on other machines. Otherwise, a single
+    unfit node fails all nodes, because a node group can only be started as a whole. The message describes the most
+    severe result.
     """
     bad = [(report, result) for report in reports for result in report.results if result.verdict >= HealthVerdict.RETRY]
     if not bad:
@@ -96,7 +100,7 @@ def job_error(reports: Iterable[NodeReport]) -> TrnpipeError | None:
     return kind(
         f"node {report.node_rank} ({report.host}), check {first.name}: {first.seen}{more}",
         expected=first.expected,
-        next_command=first.next_command or "run trnpipe health on that machine, or retry the job on another one",
+        next_command=first.next_command or "run trnpipe health on that machine, or retry the job on a different one",
     )
 
 
@@ -104,13 +108,13 @@ _REPORT = TypeAdapter(NodeReport)
 
 
 def to_json(report: NodeReport) -> str:
-    """Serialise a report as indented JSON. Values may be NaN, which Python's json module reads."""
+    """Serialise a report as indented JSON. Values may be NaN, which is not valid JSON, but Python can read it."""
     fields = _REPORT.dump_python(report)
     return json.dumps({"schema_version": 1, "verdict": report.verdict.text, **fields}, indent=2)
 
 
 def from_json(text: str | bytes, where: str = "a health report") -> NodeReport:
-    """Parse the output of `to_json`. Raises DataError, mentioning `where`, if the text is not a report."""
+    """Parse the output of `to_json`. Raises DataError if the text is not a report. `where` is used in the message."""
     try:
         return _REPORT.validate_json(text)
     except ValidationError as error:
@@ -122,18 +126,18 @@ def from_json(text: str | bytes, where: str = "a health report") -> NodeReport:
 
 
 def report_key(cycle: str, report: NodeReport) -> str:
-    """Return the key of a report. It contains the host, so that the report of another machine is not overwritten."""
+    """Return the key of a report. It contains the host, so that reports of different machines are all kept."""
     host = re.sub(r"[^A-Za-z0-9.-]", "-", report.host) or "unknown"
     return f"cycles/{cycle}/health/{report.node_rank}-{host}.json"
 
 
 def store_report(workspace: Storage, cycle: str, report: NodeReport) -> None:
-    """Write the report of a cycle atomically."""
+    """Store a report in the workspace."""
     workspace.write_bytes(report_key(cycle, report), to_json(report).encode() + b"\n")
 
 
 def print_report(report: NodeReport, stream: TextIO) -> None:
-    """Print `node 0 (i-0abc): retry`, a line per check, and the expected state and next step of each problem."""
+    """Print the verdict of a node, a line for each check, and how to resolve each problem."""
     lines = [f"node {report.node_rank} ({report.host}): {report.verdict.text}"]
     width = max((len(result.name) for result in report.results), default=0)
     for result in report.results:
@@ -151,32 +155,33 @@ def print_report(report: NodeReport, stream: TextIO) -> None:
 
 
 POLL_S = 0.05
-LEAVE_S = 5.0  # for a check to end after its stop signal, of the 15 s that a stopped process has
+LEAVE_S = 5.0  # time for a check to end after its stop signal. A stopped process has 15 s in total
 EXPENSIVE_S = 10.0
 _TEXT_LENGTH = 1000
 
 
 @dataclass
 class CheckContext:
-    """Passed to a check, which sets `doing` to its current operation. It is reported if the check hangs."""
+    """The context that is passed to each check."""
 
     stop: StopSignal
     """Set when the run is stopped or the check exceeds its time limit."""
     doing: str = "starting"
+    """The current operation. The check updates it, and it is reported if the check hangs."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `run` returns one result or several, or none if the check does not apply."""
+    """A health check. `run` may return several results, or none if the check does not apply."""
 
     name: str
     run: Callable[[CheckContext], CheckResult | Iterable[CheckResult]]
     group: Group | None = None
-    """None: the check always runs, because others depend on it."""
+    """The group by which the check can be selected. None if it must always run, because others depend on it."""
     time_limit_s: float | None = None
-    """None: `check_limit_s` of the settings."""
+    """Defaults to `check_limit_s` of the settings."""
     cost_s: float = 1.0
-    """Typical seconds, by which checks are ordered. Above `EXPENSIVE_S` a check is skipped after a failure."""
+    """Typical duration. Checks run in this order, and checks from `EXPENSIVE_S` on are skipped after a failure."""
 
 
 def run_checks(
@@ -189,9 +194,10 @@ def run_checks(
     clock: Callable[[], float] = time.monotonic,
     on_result: Callable[[CheckResult], object] = lambda result: None,
 ) -> NodeReport:
-    """Run the checks of the selected groups and call `on_result` with each result. Raises only Preempted.
+    """Run the checks of the selected groups, and call `on_result` with each result.
 
-    A check that raises or hangs also gives a result. Later checks still run, except expensive ones.
+    A check that hangs or raises an exception is reported as a result, and later checks still run unless they are
+    expensive. The only exception that is propagated is Preempted.
     """
     results: list[CheckResult] = []
     selected = [check for check in checks if config.includes(check.group)]
@@ -208,7 +214,7 @@ def run_checks(
 
 
 def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[], float]) -> list[CheckResult]:
-    """Run one check in a thread. The first result has the time of the check. Raises Preempted."""
+    """Run a check in a thread, and record its duration in the first result. Raises Preempted."""
     limit_s = config.check_limit_s if check.time_limit_s is None else check.time_limit_s
     context = CheckContext(StopSignal())
     results: list[CheckResult] = []
@@ -218,7 +224,7 @@ def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[
         try:
             returned = check.run(context)
             for result in (returned,) if isinstance(returned, CheckResult) else returned:
-                results.append(result)  # one by one, so that results before an exception are kept
+                results.append(result)  # if the check raises an exception, its earlier results are kept
         except BaseException as error:
             errors.append(error)
 
@@ -227,7 +233,7 @@ def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[
     thread.start()
     while thread.is_alive() and not stop.is_set() and clock() - started < limit_s:
         thread.join(POLL_S)
-    hangs, final, doing = thread.is_alive(), [*results], context.doing  # before its stop signal is set
+    hangs, final, doing = thread.is_alive(), [*results], context.doing  # the stop signal may change them
     if hangs:
         context.stop.set(stop.reason or "its time limit")
         thread.join(LEAVE_S)
@@ -247,10 +253,11 @@ def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[
 
 
 def _error_result(name: str, error: BaseException) -> CheckResult:
-    """Return the result for an exception.
+    """Convert an exception that a check raised to a result.
 
-    A TrnpipeError knows whether another machine may succeed. Any other exception is a RETRY, because a bug then costs
-    a few attempts of a minute, while FIX for a machine with an unknown fault would cost a night.
+    A TrnpipeError specifies whether the job may succeed on a different machine. Any other exception is reported as
+    RETRY. If the cause is a bug, this only costs a few attempts of about a minute each. In contrast, reporting FIX for
+    a machine with an unknown fault would stop the job until an engineer intervenes, which may take a whole night.
     """
     if isinstance(error, TrnpipeError):
         verdict = HealthVerdict.RETRY if error.retry else HealthVerdict.FIX
@@ -263,7 +270,7 @@ def _error_result(name: str, error: BaseException) -> CheckResult:
 
 
 def _clean(result: CheckResult) -> CheckResult:
-    """Make texts printable, so that the output of tools cannot corrupt a terminal or the report."""
+    """Replace unprintable characters, so that the output of a tool cannot corrupt a terminal or the report."""
 
     def printable(text: str) -> str:
         return "".join(char if char.isprintable() else "?" for char in one_line(text)[:_TEXT_LENGTH])
@@ -273,31 +280,32 @@ def _clean(result: CheckResult) -> CheckResult:
 
 
 def one_line(text: str) -> str:
-    """Replace every run of white space, line ends included, with one space."""
+    """Replace each sequence of whitespace characters, including newlines, with a single space."""
     return " ".join(text.split())
 
 
-# Results of the ranks of a node, which each rank writes to a folder of the node.
+# Each rank writes its results to a folder on its node. They are merged by the process that started the ranks.
 
 OPERATIONS_CHECK = "operations"
 BURN, ROUND = "burn", "fastest_round_s"
 SHARED = "shares_host_cpu"
 UNKNOWN_HOST = "unknown host"
-USE_ANOTHER_MACHINE = "retry the job on another machine, and take this one out of service if it fails again"
+USE_ANOTHER_MACHINE = "retry the job on a different machine, and take this one out of service if it fails again"
 _SO_FAR = "-so-far"
 _RANK_ROUND = re.compile(rf"rank_(\d+)_{ROUND}")
 
 
 def write_rank_report(folder: Path, report: NodeReport, *, is_finished: bool) -> None:
-    """Write the final or intermediate report of rank `report.node_rank`."""
+    """Write the report of rank `report.node_rank`, which is either final or the results so far."""
     name = f"rank-{report.node_rank}{'' if is_finished else _SO_FAR}.json"
     atomic.write_bytes_atomic(folder / name, to_json(report).encode())
 
 
 def merge_rank_results(folder: Path, ranks: Iterable[int]) -> tuple[CheckResult, ...]:
-    """Merge the reports of a node's ranks in `folder`.
+    """Merge the reports that the ranks of a node wrote to `folder`.
 
-    Returns one result per check that all ranks passed, and one per rank that failed a check or ended without a report.
+    If all ranks passed a check, their results are merged into a single one. Otherwise, there is a separate result for
+    each rank that failed it. There is also a result for each rank that exited without a report.
     """
     by_name: dict[str, dict[int, CheckResult]] = {}
     merged: list[CheckResult] = []
@@ -332,13 +340,13 @@ def _read(path: Path) -> NodeReport | None:
         return None
 
 
-# The nodes of a job exchange their reports through the workspace and derive the same verdict.
+# The nodes of a job exchange their reports through the workspace, so that all of them reach the same verdict.
 
 
 def add_slow_ranks(reports: Sequence[NodeReport]) -> tuple[NodeReport, ...]:
-    """Add a result for each rank that is more than SLOW_RATIO times slower than the median of the others.
+    """Add a result for each rank that is more than SLOW_RATIO times slower than the median of the other ranks.
 
-    Compares the fastest round of each rank, because noise only makes rounds slower.
+    The fastest round of each rank is compared, because noise can only make a round slower.
     """
     rounds = [
         {
@@ -351,14 +359,14 @@ def add_slow_ranks(reports: Sequence[NodeReport]) -> tuple[NodeReport, ...]:
     ]
     annotated = []
     for report, node in zip(reports, rounds, strict=True):
-        # Cores of the host CPU are shared with other processes.
+        # The cores of a host CPU are shared with other processes, so a slow rank is only a warning.
         is_shared = any(result.figures.get(SHARED) for result in report.results)
         slow = []
         for rank, seconds in sorted(node.items()):
             others = [other_s for times in rounds for other, other_s in times.items() if other != rank]
             if others and seconds > SLOW_RATIO * median(others):
-                seen = f"rank {rank} takes {seconds / median(others):.1f} times as long as the others for one product"
-                advice = "retry the job on another machine, and check this one for throttling and other processes"
+                seen = f"rank {rank} is {seconds / median(others):.1f} times slower than the others at matrix products"
+                advice = "retry the job on a different machine, and check this one for throttling and other processes"
                 verdict = HealthVerdict.WARN if is_shared else HealthVerdict.RETRY
                 slow.append(CheckResult("slow core", verdict, seen, f"at most {SLOW_RATIO:g} times", advice))
         annotated.append(replace(report, results=(*report.results, *slow)))
@@ -366,7 +374,11 @@ def add_slow_ranks(reports: Sequence[NodeReport]) -> tuple[NodeReport, ...]:
 
 
 def store_local_report(workspace: Storage, cycle: str, report: NodeReport) -> None:
-    """Store this node's report. If that fails, raises the error of the host checks if they explain the failure."""
+    """Store the report of this node.
+
+    If the report cannot be stored but contains a failed check, which may be the cause, the error of that check is
+    raised.
+    """
     try:
         store_report(workspace, cycle, report)
     except TrnpipeError:
@@ -377,10 +389,10 @@ def store_local_report(workspace: Storage, cycle: str, report: NodeReport) -> No
 
 
 def exchange_reports(nodes: Nodes, phase: str, report: NodeReport, wait_s: float) -> tuple[NodeReport, ...]:
-    """Return the reports of all nodes, in rank order and the same on every node.
+    """Exchange reports with all nodes and return them in rank order. The result is the same on every node.
 
-    A missing or failed node is included with a RETRY. Raises Preempted and storage errors, so it must be called in
-    `nodes.report_failure()`.
+    A node that is missing or has failed is included with a RETRY result. Must be called within
+    `nodes.report_failure()`, because it may raise Preempted or a storage error.
     """
     if nodes.num_nodes == 1:
         return (report,)
@@ -390,7 +402,7 @@ def exchange_reports(nodes: Nodes, phase: str, report: NodeReport, wait_s: float
         try:
             reports[rank] = from_json(text, f"the report of node {rank}")
         except DataError as error:
-            advice = "reference the image by its digest, so that all nodes run the same version"
+            advice = "specify the image by its digest, which ensures that all nodes run the same version"
             result = CheckResult("report", HealthVerdict.FIX, one_line(error.seen), "a report of this version", advice)
             reports[rank] = NodeReport(rank, UNKNOWN_HOST, (result,))
     for rank, reason in absent.items():

@@ -21,16 +21,16 @@ OperationName = Literal[
     "reductions",
     "optimizer step",
 ]
-"""The operations that device.py checks."""
-NUM_NCCOM_TESTS, NCCOM_LIMIT_S = 3, 300.0  # each size is compiled first
-START_LIMIT_S = 60.0  # for the imports of the ranks on a busy host
+"""Names of the operations in device.py."""
+NUM_NCCOM_TESTS, NCCOM_LIMIT_S = 3, 300.0  # includes compiling a graph for each size
+START_LIMIT_S = 60.0  # includes the imports of all ranks on a busy host
 SLOW_RATIO = 1.5
-"""A core is unfit if it is this many times slower than the median of the others."""
+"""A core is unfit if it is more than this many times slower than the median of the other cores."""
 _LONGER = 10
 
 
 class HealthConfig(Record):
-    """Requirements that a machine must meet before a job runs on it."""
+    """Settings of the health checks that a machine must pass before a job runs on it."""
 
     retired: ClassVar[Mapping[str, Any]] = {
         "max_clock_skew_s": ...,
@@ -48,46 +48,47 @@ class HealthConfig(Record):
     }
 
     only: tuple[Group, ...] = Field(
-        (), description="Groups of checks to run: host, tools, cores, collectives (default: all)"
+        (), description="Groups of checks to run: host, tools, cores and collectives (default: all)"
     )
     min_free_gib: float = Field(
         10.0,
         ge=0,
         le=1e6,
-        description="Minimum free disk space in GiB for compiled graphs and for checkpoints (twice that on one disk)",
+        description="Minimum free disk space in GiB, each for compiled graphs and for checkpoints. Twice as much is"
+        " required if both are on the same disk",
     )
     check_limit_s: float = Field(
         60.0,
         gt=0,
         le=3600,
-        description="Time limit in seconds of a check, and for ranks to join a collective. Ten times that for cores and"
-        " collectives on Neuron, where graphs are compiled first",
+        description="Time limit in seconds for a check, and for all ranks to join a collective. On Neuron, the limit"
+        " for cores and collectives is ten times as long, because it includes compiling graphs",
     )
     tolerances: dict[OperationName, Annotated[float, Field(gt=0, le=1)]] = Field(
         {},
-        description="Maximum relative error of operations compared with float64, to override the defaults on a new kind"
-        " of device, such as softmax=0.001,layer norm=0.001",
+        description="Maximum relative errors of operations compared with float64. Overrides the defaults, for example"
+        " for a new type of device: softmax=0.001,layer norm=0.001",
     )
     min_bus_gb_s: float = Field(
-        0.0, ge=0, le=1e5, description="Minimum bus bandwidth in GB/s of the largest all-reduce (0: no minimum)"
+        0.0, ge=0, le=1e5, description="Minimum bus bandwidth in GB/s for the largest all-reduce (0: no minimum)"
     )
     nodes_wait_s: float = Field(
         600.0, gt=0, le=86_400, description="Seconds to wait for the reports of the other nodes of a job"
     )
     expected_instance: str = Field(
-        "", description="Required instance type, such as trn1.32xlarge (empty: any instance type)"
+        "", description="Required instance type, for example trn1.32xlarge (empty: any instance type)"
     )
 
     def includes(self, *groups: Group | None) -> bool:
-        """Return whether one of these groups is selected. None always is."""
+        """Return whether at least one of these groups is selected. None is always selected."""
         return not self.only or None in groups or not {*groups}.isdisjoint(self.only)
 
     def device_limit_s(self, *, on_neuron: bool) -> float:
-        """Return the time limit of one check of cores or collectives."""
+        """Return the time limit of a single check of cores or collectives."""
         return self.check_limit_s * (_LONGER if on_neuron else 1)
 
     def stage_limit_s(self, *, on_neuron: bool, num_nodes: int, processes: int) -> float:
-        """Return the time limit of nccom-test, the checks of the ranks and the wait for other nodes together."""
+        """Return the time limit of the whole stage, including nccom-test and the wait for other nodes."""
         limit_s = NUM_NCCOM_TESTS * NCCOM_LIMIT_S if on_neuron and processes > 1 and self.includes("tools") else 0.0
         if self.includes("cores", "collectives"):
             limit_s += START_LIMIT_S + 6 * self.device_limit_s(on_neuron=on_neuron)

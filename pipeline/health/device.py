@@ -1,7 +1,8 @@
-"""The checks of a rank: correctness, memory and speed of its core, and collectives with all other ranks.
+"""The health checks of a rank, which verify its core and the collectives with all other ranks.
 
-Operations are compared with float64, memory is swept, a short burn measures speed, and collectives run with a time
-limit. After a device error in training the operations are checked again, to tell a faulty machine from a bug.
+To check the core, the results of operations are compared with float64, patterns are written to the device memory, and a
+short burn measures the speed. If a device error occurs during training, the operations are checked again to distinguish
+a faulty machine from a bug.
 """
 
 import math
@@ -43,16 +44,16 @@ from pipeline.health.config import HealthConfig, OperationName
 from pipeline.parallel.process_group import host_group, open_device, open_world_group
 from pipeline.parallel.world import World
 
-# The tensor operations of our models, each compared with the same operation in float64 on the host.
+# The tensor operations that our models use. Each is compared with the same operation in float64 on the host.
 
-ROWS, WIDTH, TABLE = 128, 256, 512  # small, because this checks correctness and not speed
+ROWS, WIDTH, TABLE = 128, 256, 512  # small sizes are sufficient to check correctness
 Tensors = tuple[Tensor, ...]
 Inputs = Callable[[torch.Generator], Tensors]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation. `compute(*inputs)` returns tensors, `tolerance` is relative to the largest reference value."""
+    """A tensor operation to check. The tolerance is relative to the largest value of the reference result."""
 
     name: OperationName
     inputs: Inputs
@@ -72,7 +73,7 @@ def _embedding_inputs(generator: torch.Generator) -> Tensors:
 
 
 def _embedding(table: Tensor, ids: Tensor, direction: Tensor) -> Tensors:
-    """Return rows of a table, and the gradient of the table, which is a scatter with duplicate rows."""
+    """Look up rows of a table. Also returns the gradient of the table, which is a scatter with duplicate rows."""
     table = table.detach().requires_grad_()
     rows = F.embedding(ids, table)
     (gradient,) = torch.autograd.grad((rows * direction).sum(), [table])
@@ -84,7 +85,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
 
 
 def _optimizer_step(weight: Tensor, gradient: Tensor, average: Tensor, square: Tensor) -> Tensors:
-    """Take one step of AdamW (Loshchilov and Hutter 2019) without bias correction."""
+    """Compute an AdamW step (Loshchilov and Hutter, 2019) without bias correction."""
     average = 0.9 * average + 0.1 * gradient
     square = 0.999 * square + 0.001 * gradient * gradient
     return weight * 0.99 - 1e-3 * average / (torch.sqrt(square) + 1e-8), average, square
@@ -93,8 +94,9 @@ def _optimizer_step(weight: Tensor, gradient: Tensor, average: Tensor, square: T
 _ONE, _FACTORS, _TRIPLE = _normal((ROWS, WIDTH)), _normal((ROWS, WIDTH), (WIDTH, WIDTH)), _normal(*[(ROWS, WIDTH)] * 3)
 _SCALED = _normal((ROWS, WIDTH), (WIDTH,), (WIDTH,))
 
-# Relative errors of fp32 sums of a few hundred products, and of bf16 with 8 bits of mantissa. Hardware may split fp32
-# products, so the tolerances have a margin. A flipped significant bit still exceeds them by far.
+# The tolerances allow for the relative error of fp32 sums of a few hundred products, and of bf16 with 8 bits of
+# mantissa. They include a margin, because hardware may split fp32 products. Nevertheless, the error caused by a flipped
+# significant bit is far larger.
 OPERATIONS = (
     Operation("matmul fp32", _FACTORS, lambda left, right: (left @ right,)),
     Operation("matmul bf16", _FACTORS, lambda left, right: (left @ right,), torch.bfloat16, 2e-2),
@@ -114,7 +116,7 @@ OPERATIONS = (
 
 
 def reference(operation: Operation, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Compute an operation on the host in float64, from the same inputs (rounded to the operation's dtype)."""
+    """Compute an operation on the host in float64, using inputs that are rounded to the operation's dtype."""
     exact = tuple(value.to(operation.dtype).double() if value.is_floating_point() else value for value in inputs)
     return tuple(tensor.detach() for tensor in operation.compute(*exact))
 
@@ -135,7 +137,11 @@ def check_operations(
     stop: StopSignal,
     tolerances: Mapping[OperationName, float] = MappingProxyType({}),
 ) -> CheckResult:
-    """Compare every operation with float64 and bit by bit between repeats. `tolerances` override the defaults."""
+    """Run every operation `repeats` times, and verify the results.
+
+    The results must be close to those in float64 and bitwise identical in all repeats. `tolerances` overrides the
+    default tolerances.
+    """
     figures: dict[str, float | int | str] = {}
     faults: list[str] = []
     for number, operation in enumerate(OPERATIONS):
@@ -152,11 +158,11 @@ def check_operations(
         elif error > tolerance:
             faults.append(f"{operation.name}: relative error {error:.2g}, expected at most {tolerance:g}")
         elif not all(torch.equal(*pair) for run in runs[1:] for pair in zip(runs[0], run, strict=True)):
-            faults.append(f"{operation.name}: two runs with equal inputs differ")
+            faults.append(f"{operation.name}: two runs with the same inputs have different results")
     if not faults:
         return CheckResult(OPERATIONS_CHECK, HealthVerdict.PASS, figures=figures)
     advice = f"{USE_ANOTHER_MACHINE} (if all machines have the same error: --health.tolerances)"
-    expected_text = "the results of float64 within the tolerances, and the same bits in each run"
+    expected_text = "results that are close to float64 and bitwise identical in each run"
     return CheckResult(OPERATIONS_CHECK, HealthVerdict.RETRY, "; ".join(faults), expected_text, advice, figures)
 
 
@@ -165,14 +171,14 @@ PATTERNS = (0x55555555, -0x55555556, 0)  # alternating bits, their complement, z
 
 
 def check_memory(backend: Backend, *, sweep_bytes: int, stop: StopSignal) -> CheckResult:
-    """Write patterns to `sweep_bytes` of device memory and read them back."""
+    """Write patterns to `sweep_bytes` of device memory, and verify that they can be read again unchanged."""
     figures = {"swept_bytes": sweep_bytes}
     count = max(1, sweep_bytes // CHUNK_BYTES)
     for pattern in PATTERNS:
         chunks = []
         for index in range(count):
             stop.raise_if_set("sweeping device memory")
-            # Each chunk differs, which also detects chunks that alias each other.
+            # The pattern is different in each chunk, so that chunks which alias each other are also detected.
             chunks.append(torch.full((CHUNK_BYTES // 4,), pattern ^ index, dtype=torch.int32).to(backend.device))
         backend.synchronise()
         for index, chunk in enumerate(chunks):
@@ -192,15 +198,18 @@ BURN_WIDTH, BURN_DEPTH = 1024, 8
 def check_burn(
     backend: Backend, *, seconds: float, stop: StopSignal, clock: Callable[[], float] = time.monotonic
 ) -> CheckResult:
-    """Multiply matrices for `seconds`. The times are compared with those of other ranks (check.add_slow_ranks)."""
+    """Multiply matrices for `seconds` to measure the speed of the core.
+
+    `check.add_slow_ranks` compares the result with those of the other ranks.
+    """
     generator = torch.Generator().manual_seed(1)
     weight = (torch.randn(BURN_WIDTH, BURN_WIDTH, generator=generator) / BURN_WIDTH**0.5).to(backend.device)
     values = torch.randn(BURN_WIDTH, BURN_WIDTH, generator=generator).to(backend.device)
     times: list[float] = []
-    _round(backend, values, weight)  # compiles
+    _round(backend, values, weight)  # the first round may compile a graph
     end = clock() + seconds
     while clock() < end or len(times) < 3:
-        stop.raise_if_set("burning in a core")
+        stop.raise_if_set("measuring the speed of a core")
         started = clock()
         _round(backend, values, weight)
         times.append(clock() - started)
@@ -229,7 +238,7 @@ def _on_device(backend: Backend, operation: Operation, inputs: tuple[Tensor, ...
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Disable TF32, which has 10 bits of mantissa and may be enabled for the whole process."""
+    """Disable TF32, which may be enabled for the process but has only 10 bits of mantissa."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -239,16 +248,17 @@ def _full_precision() -> Iterator[None]:
 
 
 _ASSERT = "device-side assert triggered"
-"""CUDA's message for an index out of range and similar bugs, after which the process cannot use the device."""
+"""CUDA reports this for bugs such as an index out of range. The process cannot use the device afterwards."""
 
 
 def diagnose_device_error(
     error: RuntimeError, backend: Backend, config: HealthConfig, *, stop: StopSignal
 ) -> BaseException:
-    """Return the exception to raise for a device error.
+    """Determine the cause of a device error and return the exception to raise.
 
-    This is the error of a known Neuron message, TransientError if the device fails a check of its operations, or
-    `error` itself. Raises Preempted.
+    A known Neuron error message determines the exception. Otherwise, the operations of the device are checked. If they
+    fail, the result is a TransientError, because the job may succeed on a different machine. If they pass, the result
+    is `error` itself. Raises Preempted.
     """
     diagnosed = device_error(str(error))
     if diagnosed is not None:
@@ -270,36 +280,38 @@ def diagnose_device_error(
     return TransientError(
         f"{first_line(error)} (and the device fails its health check: {result.seen})",
         expected="a working device",
-        next_command="run trnpipe health on that machine, or retry the job on another one",
+        next_command="run trnpipe health on that machine, or retry the job on a different one",
     )
 
 
-# Collectives, and all checks of a rank.
+# Check the collectives, and assemble all checks of a rank.
 
 DEVICE, COLLECTIVES = "device", "collectives"
 SIZES_BYTES = (8, 64 * 2**10, 4 * 2**20)
-"""Sizes of the largest buffer of a rank: one for latency, one between, one to measure the bandwidth of any link."""
-REPEATS = 2  # the first call with a shape may compile
+"""Sizes of the largest buffer of a rank. The smallest one measures the latency, the largest one the bandwidth."""
+REPEATS = 2  # the first call with each shape may compile a graph
 MIB = 2**20
 LINK_FACTORS = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1}
-"""Bytes over the slowest link per byte of the largest buffer, times n / (n - 1), of each collective."""
+"""Number of bytes that each collective sends over the slowest link, per byte of the largest buffer. The factor of
+(n - 1) / n for n ranks is not included."""
 
 
 def rank_values(source: int, repeat: int, count: int) -> Tensor:
-    """Return the input of rank `source`, fp32 [count]: integers below 2^12, so that sums are exact.
+    """Return the input of rank `source` as fp32 [count].
 
-    Values differ by source, repeat and position, to detect a wrong rank, a stale buffer or a swapped chunk.
+    The values are integers below 2^12, so that their sums are exact. They depend on the rank, the repeat and the
+    position, so that a wrong rank, a stale buffer or a swapped chunk is detected.
     """
     return ((torch.arange(count, dtype=torch.int64) * 7 + 997 * source + 101 * repeat) % 4093).to(torch.float32)
 
 
 def expected_result(name: str, world: World, repeat: int, count: int) -> Tensor:
-    """Compute the result of a collective over `rank_values` on the host."""
+    """Compute the expected result of a collective over `rank_values` on the host."""
     sources = range(world.world_size)
     if name == "all-gather":
         return torch.cat([rank_values(source, repeat, count) for source in sources])
     total = torch.zeros(count)
-    for source in sources:  # one by one, because all inputs together may exceed the host's memory
+    for source in sources:  # do not keep all inputs, because together they may exceed the host memory
         total += rank_values(source, repeat, count)
     return total if name == "all-reduce" else total.reshape(world.world_size, -1)[world.rank]
 
@@ -313,9 +325,10 @@ def check_collectives(
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     minimum_gb_s: float = 0.0,
 ) -> CheckResult:
-    """Run every collective at every size. `minimum_gb_s`: minimum bus bandwidth of the largest all-reduce.
+    """Run every collective with every size, and verify the results and the bandwidth.
 
-    The process group must be open. A rank with wrong results continues to the end, so that no other rank waits for it.
+    The process group must already be open. If a rank gets wrong results, it still runs all remaining collectives, so
+    that other ranks do not wait for it. `minimum_gb_s` is the minimum bus bandwidth of the largest all-reduce.
     """
     figures: dict[str, float | int | str] = {}
     fault, num, repeat = "", world.world_size, 0
@@ -327,7 +340,7 @@ def check_collectives(
     }
     for name, factor in LINK_FACTORS.items():
         for size in sizes_bytes:
-            chunks = num if name == "all-gather" else 1  # its result has one chunk per rank
+            chunks = num if name == "all-gather" else 1  # the result of an all-gather has a chunk for each rank
             count = num * max(1, size // 4 // chunks // num)
             best_s = float("inf")
             for _ in range(REPEATS):
@@ -341,11 +354,11 @@ def check_collectives(
                     with device_guard(backend.device):
                         tensor = rank_values(world.rank, repeat, count).to(backend.device)
                         (result,) = backend.to_host([run[name](tensor)])
-                except RuntimeError as error:  # timeout or lost rank
+                except RuntimeError as error:  # a timeout, or a rank that has exited
                     ctx.stop.raise_if_set("checking collectives")
                     seen = f"{ctx.doing}: {one_line(str(error))[:300]}"
                     expected_text = "all ranks take part in every collective"
-                    advice = "check the last log lines of the named ranks, or retry the job on another machine"
+                    advice = "check the last log lines of these ranks, or retry the job on a different machine"
                     return CheckResult(COLLECTIVES, HealthVerdict.RETRY, seen, expected_text, advice, figures)
                 best_s = min(best_s, time.monotonic() - started)
                 if not fault and not torch.equal(result, expected):
@@ -367,13 +380,13 @@ def check_collectives(
             f"all-reduce has a bus bandwidth of {measured:.3g} GB/s",
             f"at least {minimum_gb_s:g} GB/s",
         )
-        advice = "retry the job on another machine"
+        advice = "retry the job on a different machine"
         return CheckResult(COLLECTIVES, HealthVerdict.RETRY, seen, expected_text, advice, figures)
     return CheckResult(COLLECTIVES, HealthVerdict.PASS, figures=figures)
 
 
 def rank_checks(name: str, world: World, config: HealthConfig, env: Mapping[str, str], seed: int) -> tuple[Check, ...]:
-    """Return the checks of one rank, in order. The first one opens the device. `seed` must be equal on all ranks."""
+    """Return the checks of a rank in order. The first one opens the device. `seed` must be the same on all ranks."""
     opened: list[Backend] = []
     limit_s = config.device_limit_s(on_neuron=on_neuron(name, env))
 
@@ -397,7 +410,7 @@ def rank_checks(name: str, world: World, config: HealthConfig, env: Mapping[str,
         return Check(title, run, "cores", time_limit_s=limit_s, cost_s=cost_s)
 
     def memory(backend: Backend, *, stop: StopSignal) -> CheckResult:
-        # Host memory is shared with other processes and needs a second copy.
+        # Sweep less memory on the host, because it is shared with other processes and the check needs a second copy.
         return check_memory(backend, sweep_bytes=(64 if backend.shares_host_memory else 256) * MIB, stop=stop)
 
     def burn(backend: Backend, *, stop: StopSignal) -> CheckResult:
@@ -407,7 +420,7 @@ def rank_checks(name: str, world: World, config: HealthConfig, env: Mapping[str,
         for backend in opened:
             yield check_collectives(backend, world, limit_s=limit_s, ctx=ctx, minimum_gb_s=config.min_bus_gb_s)
             if process_group(name):
-                dist.destroy_process_group()  # otherwise nccl warns of a leak at exit
+                dist.destroy_process_group()  # otherwise, NCCL warns about a leak at exit
 
     operations = partial(check_operations, seed=seed, repeats=2, tolerances=config.tolerances)
     checks = (
@@ -422,7 +435,7 @@ def rank_checks(name: str, world: World, config: HealthConfig, env: Mapping[str,
 
 
 def report_rank(checks: Sequence[Check], config: HealthConfig, rank: int, folder: Path, stop: StopSignal) -> NodeReport:
-    """Run the checks of a rank and write its report to `folder` after each result. Raises Preempted."""
+    """Run the checks of a rank, and update its report in `folder` after each result. Raises Preempted."""
     report = NodeReport(rank, f"rank {rank}", ())
 
     def add(result: CheckResult) -> None:
@@ -432,6 +445,6 @@ def report_rank(checks: Sequence[Check], config: HealthConfig, rank: int, folder
 
     try:
         run_checks(checks, config, node_rank=rank, host=report.host, stop=stop, on_result=add)
-    finally:  # also when stopped, so that this rank is not reported as dead
+    finally:  # write the report even if the run is stopped. Otherwise, this rank would be reported as dead
         write_rank_report(folder, report, is_finished=True)
     return report

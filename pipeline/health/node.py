@@ -1,7 +1,8 @@
-"""The checks of a node: instance type, clock, address and ports, shared memory, disks, workspace, and Neuron tools.
+"""The health checks of a node, which verify the host, the workspace and the Neuron tools.
 
-Sources: AWS Neuron documentation, user guides of nccom-test, runtime troubleshooting and release notes. The exit code
-of nccom-test is not documented, so a run passes only if it measured every requested size and reports no failure.
+They are based on the AWS Neuron documentation, in particular the nccom-test user guide, the runtime troubleshooting
+guide and the release notes. The exit code of nccom-test is not documented. Therefore, a run only passes if every
+requested size was measured and no failure is reported.
 """
 
 import importlib.metadata
@@ -29,13 +30,13 @@ from pipeline.parallel.world import MAIN_ADDRESS, MASTER_PORT, own_address
 from pipeline.proc.tool import NOT_INSTALLED, ToolRun, last_line, run_tool
 
 SHM = Path("/dev/shm")  # noqa: S108 - only its size is read
-MIN_SHM_GIB = 1.0  # loader workers send batches through it. The container default of 64 MiB ends in SIGBUS
-EARLIEST = datetime(2026, 1, 1, tzinfo=UTC)  # an earlier time means that the clock was never set
-ROOT_COMM_PORT = 62182  # default port of the Neuron runtime, unless NEURON_RT_ROOT_COMM_ID is set (docs/neuron.md)
+MIN_SHM_GIB = 1.0  # loader workers use it to send batches. With the container default of 64 MiB, they die of SIGBUS
+EARLIEST = datetime(2026, 1, 1, tzinfo=UTC)  # if the time is earlier, the clock has not been set
+ROOT_COMM_PORT = 62182  # default port of the Neuron runtime if NEURON_RT_ROOT_COMM_ID is not set (docs/neuron.md)
 SLOW_WORKSPACE_S = 5.0
 PROBE_BYTES = 4096
 
-# Instance id and type on EC2, otherwise the host name.
+# Identify the machine by its instance id and type on EC2, or by its host name elsewhere.
 
 DMI = Path("/sys/devices/virtual/dmi/id")
 INSTANCE_ID = re.compile(r"i-[0-9a-f]{8,17}")
@@ -44,14 +45,19 @@ INSTANCE_TYPE = re.compile(r"[a-z0-9-]+\.[a-z0-9-]+")
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of a machine. `host` is its name in reports, `instance_type` is empty if unknown."""
+    """The identity of a machine."""
 
     host: str
+    """The name of the machine in reports."""
     instance_type: str = ""
+    """The EC2 instance type. Empty if it is unknown."""
 
 
 def read_identity(dmi: Path = DMI) -> Identity:
-    """Read instance id and type from the firmware of a Nitro machine, such as all with Trainium, or the host name."""
+    """Read the instance id and type from the firmware, or fall back to the host name.
+
+    The firmware of all Nitro instances provides them, which includes all Trainium instances.
+    """
     firmware = {"sys_vendor": "", "board_asset_tag": "", "product_name": ""}
     for name in firmware:
         with suppress(OSError):
@@ -68,8 +74,10 @@ def read_identity(dmi: Path = DMI) -> Identity:
 class HostChecks:
     """The checks of this host.
 
-    `after_stop`: the workspace as a storage that ignores the stop signal, for cleaning up. `probes`: prefix of the keys
-    that this node writes to test the workspace. `folders`: the folders on local disks that the run writes to.
+    Args:
+        after_stop: the workspace as a storage that ignores the stop signal. It is used to clean up.
+        probes: prefix of the objects that this node writes to test the workspace.
+        folders: local folders that the run writes to, by name.
     """
 
     config: HealthConfig
@@ -100,24 +108,25 @@ class HostChecks:
         if not expected or actual == expected:
             return CheckResult("instance", HealthVerdict.PASS, figures=figures)
         if not actual:
-            seen = "unknown instance type, because this is not an EC2 machine or its metadata cannot be read"
+            seen = "unknown instance type, because this is not an EC2 instance or its metadata cannot be read"
             return CheckResult("instance", HealthVerdict.WARN, seen, expected, figures=figures)
-        advice = "submit the job to a queue of that type, or set --health.expected-instance"
+        advice = "submit the job to a queue with instances of that type, or set --health.expected-instance"
         return CheckResult("instance", HealthVerdict.FIX, f"instance type {actual}", expected, advice, figures)
 
     def clock(self, ctx: CheckContext) -> CheckResult:
-        """Check that the clock was set. Otherwise every request to AWS fails and cycles get wrong dates."""
+        """Check that the clock is set. Otherwise, AWS would reject all requests and cycles would get wrong dates."""
         now = datetime.now(UTC)
         if now > EARLIEST:
             return CheckResult("clock", HealthVerdict.PASS)
         seen, expected = f"the clock is at {now:%Y-%m-%d %H:%M}", f"{EARLIEST:%Y} or later"
-        advice = "retry the job on another machine, and run chronyc tracking on this one"
+        advice = "retry the job on a different machine, and run chronyc tracking on this one"
         return CheckResult("clock", HealthVerdict.RETRY, seen, expected, advice)
 
     def address(self, ctx: CheckContext) -> list[CheckResult]:
-        """Check that the main node's address resolves and its ports are free.
+        """Check that the address of the main node can be resolved and that its ports are free.
 
-        Users report that a second job on the same port of the Neuron runtime hangs at its start without an error.
+        According to user reports, a second job that uses the same port of the Neuron runtime hangs at startup without
+        an error message.
         """
         ports, bad = self._ports(), list[CheckResult]()
         if self.num_nodes > 1:
@@ -139,13 +148,13 @@ class HostChecks:
                     listener.listen(1)
                 except OSError as error:
                     verdict = HealthVerdict.RETRY if self.node_rank == 0 else HealthVerdict.WARN
-                    advice = f"ss -tlnp | grep {port} on that machine, and end processes of an earlier job"
+                    advice = f"run ss -tlnp | grep {port} on that machine, and kill the processes of an earlier job"
                     seen = f"port {port} ({variable}) is not free: {error.strerror}"
                     bad.append(CheckResult("address", verdict, seen, "a free port (one job per machine)", advice))
         return bad or [CheckResult("address", HealthVerdict.PASS, figures=ports)]
 
     def _ports(self) -> dict[str, int]:
-        """Return the ports on which the main node listens. Raises ConfigError if one is invalid or used twice."""
+        """Return the ports on which the main node listens. Raises ConfigError if they are invalid or not distinct."""
         texts = {}
         if self.num_nodes > 1:
             texts["MASTER_PORT"] = self.env.get("MASTER_PORT", str(MASTER_PORT))
@@ -161,28 +170,28 @@ class HostChecks:
 
     def shared_memory(self, ctx: CheckContext) -> Iterator[CheckResult]:
         ctx.doing = f"reading the size of {SHM}"
-        if SHM.is_dir():  # not on macOS
+        if SHM.is_dir():  # it does not exist on macOS
             too_small = "sharedMemorySize in the job definition (docker: --shm-size)"
-            needed, full = MIN_SHM_GIB * GIB, "remove files of dead processes"
+            needed, full = MIN_SHM_GIB * GIB, "remove the files of processes that have exited"
             result = check_free_space("shared memory", SHM, "", needed, too_small=too_small, full=full)
             yield result if self.on_neuron or not result.verdict else replace(result, verdict=HealthVerdict.WARN)
 
     def disks(self, ctx: CheckContext) -> Iterator[CheckResult]:
-        """Check that each file system has enough space for its folders."""
+        """Check that each file system has enough free space for the folders on it."""
         groups: dict[int, list[str]] = {}
         for name, folder in self.folders.items():
             ctx.doing = f"reading the free space of {folder}"
             groups.setdefault(nearest_existing(folder).stat().st_dev, []).append(name)
         for names in groups.values():
             folder = self.folders[names[0]]
-            num_uses = len({name == "compile cache" for name in names})  # scratch and workspace both have checkpoints
+            num_uses = len({name == "compile cache" for name in names})  # scratch and workspace both store checkpoints
             needed, full = num_uses * self.config.min_free_gib * GIB, f"du -xh --max-depth=2 {folder} on that machine"
             too_small = "a larger volume in the launch template, or lower --health.min-free-gib"
             yield check_free_space("disk", folder, f"{' + '.join(names)}: ", needed, too_small=too_small, full=full)
 
     def write_read_delete(self, ctx: CheckContext) -> CheckResult:
-        """Write, read and delete a small object in the workspace. Raises the storage's error if one is denied."""
-        # One key per host, so that an object of a killed process is overwritten by the next one.
+        """Write, read and delete a small object in the workspace. Storage errors are propagated."""
+        # The key depends only on the host, so that an object left over from a killed process is overwritten.
         key, data = self.probes + re.sub(r"[^A-Za-z0-9.-]", "-", self.identity.host), secrets.token_bytes(PROBE_BYTES)
         uri, back, figures = self.workspace.uri(key), b"", dict[str, float | int | str]()
         try:
@@ -196,26 +205,29 @@ class HostChecks:
                     self.workspace.delete([key])
                 figures[f"{doing}_s"] = time.monotonic() - started
         except BaseException:
-            with suppress(TrnpipeError):  # the original error is more useful
+            with suppress(TrnpipeError):  # raise the original error, which is more useful
                 self.after_stop.delete([key])
             raise
         if back != data:
             seen, advice = (
-                f"{uri} was read back with different bytes",
-                "do not use this machine, because it changes data",
+                f"the content of {uri} is different after reading it again",
+                "do not use this machine, because it corrupts data",
             )
             return CheckResult("workspace", HealthVerdict.RETRY, seen, "the written bytes", advice, figures)
         slowest_s = max(map(float, figures.values()))
         if slowest_s > SLOW_WORKSPACE_S:
-            seen = f"{format_duration(slowest_s)} for {PROBE_BYTES} bytes in {self.workspace.root}"
+            seen = f"a request of {PROBE_BYTES} bytes to {self.workspace.root} took {format_duration(slowest_s)}"
             advice = "check the network of that machine, and the bucket for throttling"
             return CheckResult("workspace", HealthVerdict.WARN, seen, f"under {SLOW_WORKSPACE_S:g} s", advice, figures)
-        seen = f"{1000 * slowest_s:.1f} ms for the slowest of write, read and delete"
+        seen = f"the slowest of write, read and delete took {1000 * slowest_s:.1f} ms"
         return CheckResult("workspace", HealthVerdict.PASS, seen, figures=figures)
 
 
 def check_free_space(name: str, folder: Path, title: str, needed: float, *, too_small: str, full: str) -> CheckResult:
-    """Check that a file system has `needed` bytes free. FIX if it would be too small even when empty."""
+    """Check that a file system has `needed` bytes of free space.
+
+    The verdict is FIX if the file system would be too small even if it were empty, and RETRY otherwise.
+    """
     total, free = disk_bytes(folder)
     seen, figures = f"{title}{format_bytes(free)} of {format_bytes(total)} free at {folder}", {"free_bytes": free}
     if free >= needed:
@@ -225,7 +237,7 @@ def check_free_space(name: str, folder: Path, title: str, needed: float, *, too_
 
 
 def nearest_existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
+    """Return the folder itself if it exists, or else its closest existing parent."""
     with os_errors("reading the free space of", f"file://{folder}"):
         while not folder.exists():
             folder = folder.parent
@@ -233,14 +245,14 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def disk_bytes(folder: Path) -> tuple[int, int]:
-    """Return total and free bytes of the file system of a folder, which may not exist yet."""
+    """Return the total and free bytes of the file system that contains a folder, which may not exist yet."""
     with os_errors("reading the free space of", f"file://{folder}"):
         stat = os.statvfs(nearest_existing(folder))
     return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
 
 
 def local_folders(scratch: Path, cache_root: str, workspace: Storage) -> dict[str, Path]:
-    """Return the local folders that a cycle writes to. Checkpoints are staged in scratch before the upload."""
+    """Return the local folders that a cycle writes to. Checkpoints are staged in scratch before they are uploaded."""
     folders = {"scratch": scratch}
     if "://" not in cache_root:
         folders["compile cache"] = Path(cache_root)
@@ -249,14 +261,14 @@ def local_folders(scratch: Path, cache_root: str, workspace: Storage) -> dict[st
     return folders
 
 
-# Versions, and compatibility of driver and runtime.
+# Find the installed versions, and check that the driver and the runtime are compatible.
 
 VERSIONS, DRIVER_FIT = "versions", "driver and runtime"
 DISTRIBUTIONS = ("neuronx-cc", "torch", "torch-xla", "torch-neuronx", "libneuronxla")
 DRIVER_FILE = Path("/sys/module/neuron/version")
 NEURON_LIBRARIES = Path("/opt/aws/neuron/lib")
-# "Neuron Driver 2.29 requires Neuron Runtime Library 2.33 or later", else nrt_init() fails: AWS Neuron release notes,
-# runtime component, SDK 2.31.0.
+# "Neuron Driver 2.29 requires Neuron Runtime Library 2.33 or later", and nrt_init() fails otherwise. See the runtime
+# component in the AWS Neuron release notes for SDK 2.31.0.
 NEW_DRIVER, LEAST_RUNTIME = (2, 29), (2, 33)
 
 
@@ -266,7 +278,7 @@ def find_versions(*, driver_file: Path = DRIVER_FILE, libraries: Path = NEURON_L
     for name in DISTRIBUTIONS:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    # The links of the package aws-neuronx-runtime-lib resolve to a file with the version in its name.
+    # The package aws-neuronx-runtime-lib installs symlinks to a file that has the version in its name.
     if runtimes := {path.resolve().name.removeprefix("libnrt.so.") for path in libraries.glob("libnrt.so.*")}:
         versions["runtime"] = ", ".join(sorted(runtimes))
     if driver_file.is_file():
@@ -275,40 +287,42 @@ def find_versions(*, driver_file: Path = DRIVER_FILE, libraries: Path = NEURON_L
 
 
 def check_driver(versions: Mapping[str, str]) -> CheckResult | None:
-    """Check that the image's runtime works with the machine's driver. Returns None without a driver.
+    """Check that the runtime in the container image supports the driver of the machine.
 
-    The driver is part of the machine image, so the verdict is the same on every machine with that image.
+    The driver is part of the machine image, which means that the job would fail on every machine that uses this image.
+    Returns None if there is no driver.
     """
     driver, runtime = versions.get("driver"), versions.get("runtime")
     if driver is None:
         return None
-    # With several runtimes it is unknown which one is loaded, so the check fails only if all of them are too old.
+    # If several runtimes are installed, it is unknown which of them is loaded. Only fail if all of them are too old.
     numbers = [number for text in (runtime or "").split(", ") if (number := _release(text))]
-    new, seen = _release(driver), f"driver {driver}, runtime {runtime or 'not found'}"
+    new, seen = _release(driver), f"driver {driver} and runtime {runtime or '(not found)'}"
     least, limit = (".".join(map(str, release)) for release in (LEAST_RUNTIME, NEW_DRIVER))
     expected = f"runtime {least} or later with driver {limit} or later"
     if new is None or (new >= NEW_DRIVER and not numbers):
         advice = f"cat {DRIVER_FILE}; ls {NEURON_LIBRARIES}"
-        return CheckResult(DRIVER_FIT, HealthVerdict.WARN, f"{seen}: cannot be compared", expected, advice)
+        return CheckResult(DRIVER_FIT, HealthVerdict.WARN, f"{seen}, which cannot be compared", expected, advice)
     if new >= NEW_DRIVER and max(numbers) < LEAST_RUNTIME:
         advice = (
-            f"a machine image with a driver before {limit} (Terraform: ami_id), or a container image with runtime "
-            f"{least}: docs/neuron.md, When no such machine image is left"
+            f"use a machine image with a driver older than {limit} (Terraform: ami_id), or a container image with"
+            f" runtime {least} (see docs/neuron.md, When no such machine image is left)"
         )
-        return CheckResult(DRIVER_FIT, HealthVerdict.FIX, f"{seen}: nrt_init fails", expected, advice)
+        seen = f"{seen} are incompatible, which causes nrt_init to fail"
+        return CheckResult(DRIVER_FIT, HealthVerdict.FIX, seen, expected, advice)
     return CheckResult(DRIVER_FIT, HealthVerdict.PASS, seen)
 
 
 def _release(version: str) -> tuple[int, int] | None:
-    """Return (major, minor), or None if the version does not start with them."""
+    """Parse a version into (major, minor). Returns None if it does not begin with two numbers."""
     match = re.match(r"(\d{1,6})\.(\d{1,6})(?!\d)", version)
     return (int(match[1]), int(match[2])) if match else None
 
 
-# nccom-test: correctness and bandwidth of collectives over the cores of this machine.
+# Run nccom-test to check the correctness and bandwidth of collectives across the cores of this machine.
 
 NAME = "nccom-test"
-_ADVICE = "retry the job on another machine; on this one run nccom-test --debug and dmesg | grep -i neuron"
+_ADVICE = "retry the job on a different machine, and run nccom-test --debug and dmesg | grep -i neuron on this one"
 _USAGE = re.compile(r"^usage:|unrecognized arguments|invalid choice", re.MULTILINE)
 _FAILED = re.compile(
     r"^[^\n]*(?:\bFailure\b|\b[1-9]\d* errors? found|test failed|Driver is not running)[^\n]*", re.MULTILINE
@@ -317,12 +331,13 @@ _FAILED = re.compile(
 
 @dataclass(frozen=True)
 class NccomTest:
-    """One test: an operation with sizes that grow by a factor of 1,024. `check`: compare results with the host."""
+    """A run of nccom-test for one operation. The sizes increase by a factor of 1,024."""
 
     operation: str = "all_reduce"
     min_bytes: int = 2**13
     max_bytes: int = 2**23
     check: bool = True
+    """Whether to compare the results with the host."""
 
     @property
     def name(self) -> str:
@@ -333,14 +348,14 @@ class NccomTest:
         return 1 + (self.max_bytes // self.min_bytes).bit_length() // 10
 
     def command(self, num_ranks: int) -> list[str]:
-        """Return the command line. A flag must follow --check, which would take any other word as its value."""
+        """Return the command line. --check must be followed by a flag, because it accepts an optional value."""
         command = [NAME, self.operation, "-r", str(num_ranks), "-b", str(self.min_bytes), "-e", str(self.max_bytes)]
         command += ["-f", str(2**10), "-d", "fp32", "-n", "20", "-w", "5"]
         return [*command, *(["--check"] if self.check else []), "--non-interactive"]
 
 
-# Results are checked at 8 KiB and 8 MiB, and those of all-reduce also at 8 bytes, one number per rank. Bandwidth is
-# measured at 128 MiB, more than a gradient bucket.
+# The results are checked for sizes of 8 KiB and 8 MiB and, in the case of all-reduce, 8 bytes, which is a single number
+# per rank. The bandwidth is measured with 128 MiB, which is larger than a gradient bucket.
 TESTS = (
     NccomTest(min_bytes=2**3),
     NccomTest("all_gather"),
@@ -350,9 +365,10 @@ TESTS = (
 
 
 def parse_table(text: str) -> dict[int, float]:
-    """Parse the printed table. Return size in bytes -> bus bandwidth, in which GB means 2^30 bytes.
+    """Parse the table that nccom-test prints. Returns the bus bandwidth in GiB/s by size in bytes.
 
-    Rows of another length report a failure and are skipped. So is a row without a line end, which may be truncated.
+    Note that nccom-test prints "GB" for 2^30 bytes. Rows with a different number of columns are skipped, because they
+    report a failure. The last row is skipped if it has no newline, because it may be truncated.
     """
     header: list[str] = []
     bandwidths: dict[int, float] = {}
@@ -360,7 +376,7 @@ def parse_table(text: str) -> dict[int, float]:
         if "size(B)" in cells and "busbw(GB/s)" in cells:
             header = cells
         elif header and len(cells) == len(header):
-            with suppress(ValueError):  # the row of a failure may have as many words as the header
+            with suppress(ValueError):  # a row that reports a failure may have as many columns as the header
                 bandwidths[int(cells[header.index("size(B)")])] = float(cells[header.index("busbw(GB/s)")])
     return bandwidths
 
@@ -368,9 +384,10 @@ def parse_table(text: str) -> dict[int, float]:
 def check_nccom_run(
     run: ToolRun, test: NccomTest, *, min_gib_s: float = 0.0, usual_gib_s: float | None = None
 ) -> CheckResult:
-    """Check the results of a run, and the bandwidth at the largest size in 2^30 bytes per second.
+    """Check the results of a run and the bandwidth of the largest size.
 
-    Below `min_gib_s` a machine is unfit. Less than half of `usual_gib_s` is a warning.
+    A machine is unfit if the bandwidth is below `min_gib_s`. If it is less than half of `usual_gib_s`, the verdict is a
+    warning.
     """
     rows = parse_table(run.stdout)
     largest, busbw_gib_s = max(rows.items(), default=(0, 0.0))
@@ -381,10 +398,10 @@ def check_nccom_run(
     def bad(verdict: HealthVerdict, seen: str, expected: str = complete, advice: str = _ADVICE) -> CheckResult:
         return CheckResult(test.name, verdict, seen, expected, advice, figures, run.seconds)
 
-    if run.failure == NOT_INSTALLED:  # the tools are part of the image, so every machine with it lacks them
+    if run.failure == NOT_INSTALLED:  # the tools are part of the image, so the job would fail on every machine
         return bad(HealthVerdict.FIX, f"{NAME} is not installed", advice="install aws-neuronx-tools in the image")
     if _USAGE.search(run.output) and not rows:
-        advice = "nccom-test --help: does your version of the tools support these options?"
+        advice = "run nccom-test --help to see which options your version of the tools supports"
         return bad(HealthVerdict.FIX, run.summary(), advice=advice)
     failure = last_line(match[0]) if (match := _FAILED.search(run.output)) else ""
     if run.failure or failure:
@@ -392,11 +409,12 @@ def check_nccom_run(
         if cause and cause.row.error is ConfigError and cause.row.evidence is not Evidence.PROOF:
             return bad(HealthVerdict.FIX, f"{cause.row.name}: {cause.line}", advice=cause.row.action)
         return bad(HealthVerdict.RETRY, failure or run.summary())
-    if len(rows) < test.num_sizes:  # sizes may be rounded to a multiple of the number of ranks
+    # Only the number of sizes is compared, because they may be rounded to a multiple of the number of ranks.
+    if len(rows) < test.num_sizes:
         return bad(HealthVerdict.RETRY, f"results for {len(rows)} of {test.num_sizes} sizes ({run.summary()})")
-    # The bandwidth of small sizes is printed as 0.00.
+    # For small sizes, a bandwidth of 0.00 is printed.
     if not busbw_gib_s > 0 or not all(0 <= row < math.inf for row in rows.values()):
-        return bad(HealthVerdict.RETRY, "a bandwidth is not a positive number")
+        return bad(HealthVerdict.RETRY, "the bandwidth is not a positive number")
     seen = f"bus bandwidth {busbw_gib_s:.2f} GiB/s at {largest} bytes"
     if busbw_gib_s < min_gib_s:
         return bad(HealthVerdict.RETRY, seen, f"at least {min_gib_s:g} GiB/s")
@@ -410,15 +428,18 @@ def check_nccom_run(
     return CheckResult(test.name, HealthVerdict.PASS, seen, figures=figures, seconds=run.seconds)
 
 
-# The checks of a node that concern Neuron.
+# The Neuron checks of a node.
 
-CHANGED_LNC = "NEURON_LOGICAL_NC_CONFIG"  # if set, the number of cores differs from the default
+CHANGED_LNC = "NEURON_LOGICAL_NC_CONFIG"  # this variable changes the number of logical cores
 
 
 def check_kernel_log(
     *, on_neuron: bool, stop: StopSignal, env: Mapping[str, str] | None = None, timeout_s: float = 10.0
 ) -> CheckResult:
-    """Search `dmesg` for hardware errors since boot. Warns if it cannot be read, as in most containers."""
+    """Search the kernel log for hardware errors since boot.
+
+    On Neuron, the verdict is a warning if the log cannot be read, which is the case in most containers.
+    """
     run = run_tool(["dmesg"], timeout_s=timeout_s, stop=stop, env=env)
     for match in classify(run.stdout):
         if match.row.evidence is Evidence.PROOF:
@@ -432,7 +453,7 @@ def check_kernel_log(
 
 
 def check_rank_count(machine: Machine, processes: int, *, num_nodes: int) -> CheckResult:
-    """Check that the runtime supports this number of cores. With others it hangs or fails at its start."""
+    """Check that the runtime supports this number of cores. If it does not, it hangs or fails at startup."""
     supported = machine.rank_counts[-1:] if num_nodes > 1 else machine.rank_counts
     if not supported or processes in supported:
         return CheckResult("processes", HealthVerdict.PASS, figures={"processes": processes})
@@ -444,9 +465,10 @@ def check_rank_count(machine: Machine, processes: int, *, num_nodes: int) -> Che
 def neuron_checks(
     config: HealthConfig, instance: str, more: Mapping[str, str], *, num_nodes: int, processes: int, on_neuron: bool
 ) -> tuple[Check, ...]:
-    """Return the Neuron checks of a node of type `instance`. `more`: further versions to report.
+    """Return the Neuron checks of a node with instance type `instance`.
 
-    Versions are checked before a device is opened, because the error of an incompatible driver is hard to understand.
+    The versions are checked before a device is opened, because the error message of an incompatible driver is hard to
+    understand. `more` has additional versions to report.
     """
 
     def versions(ctx: CheckContext) -> Iterator[CheckResult]:

@@ -1,7 +1,7 @@
-"""The products of committed vectors, ready to be searched: their vectors, titles and words, memory-mapped.
+"""Memory-mapped vectors, titles and words of the products of committed vectors, for search.
 
-The first search of a set of vectors writes these files into the folder for caches, once for each content: below
-vectors/ vectors.npy and ids.arrow (embed/vectors.py), and below words/ titles.arrow and the index of BM25.
+The first search of a set of vectors writes these files into the cache folder, once for each content: below vectors/
+vectors.npy and ids.arrow (embed/vectors.py), and below words/ titles.arrow and the index of BM25.
 """
 
 import os
@@ -36,14 +36,14 @@ _TITLES = "titles.arrow"
 BLOCK_ROWS = 4096
 """Vectors converted to fp32 and compared at a time: 6 MB at 384 dimensions, half the time of four times as many."""
 KEPT, UNUSED_S = 4, 86_400.0
-"""Sets that stay on this machine, as many as production and the model before it in two workspaces; and all of a day."""
+"""Sets kept on this machine (two models of two workspaces), in addition to those used within a day."""
 DEPTH = 100
-"""Items of each list that hybrid search joins, if not more are asked for."""
+"""Minimum items of each list that hybrid search joins."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best items of one query, by the vectors, by words (BM25), and by both (reciprocal rank fusion)."""
+    """The best items of one query by vectors, by words (BM25), and by both (reciprocal rank fusion)."""
 
     vectors: Ranked
     words: Ranked
@@ -82,9 +82,9 @@ class ProductIndex:
 
 
 def open_index(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> ProductIndex:
-    """Open the index of committed vectors, written first if this machine has none of this content.
+    """Open the index of committed vectors. Write it first if this machine has none.
 
-    Raises DataError if the catalogue is not what it was when it was embedded, ConfigError, Preempted.
+    Raises DataError if the catalogue has changed since it was embedded, ConfigError, Preempted.
     """
     mapped = open_vectors(workspace.uri(vectors.prefix), stop=stop)
     cache, digest = cache_folder(os.environ), vectors.manifest.digest
@@ -99,23 +99,23 @@ def open_index(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Prod
 
 def _keep_newest(folder: Path, used: str) -> None:
     """Remove sets unused for a day, except the newest KEPT. A process that has mapped one can still read it."""
-    with suppress(OSError):  # another process removes them too, or they are not ours
+    with suppress(OSError):  # removed by another process, or owned by another user
         os.utime(folder / used)
-        for at, path in sorted(((one.stat().st_mtime, one) for one in folder.iterdir()), reverse=True)[KEPT:]:
+        for at, path in sorted(((path.stat().st_mtime, path) for path in folder.iterdir()), reverse=True)[KEPT:]:
             if at < time.time() - UNUSED_S:
                 remove_tree(path)
 
 
 def _write_words(workspace: Storage, vectors: VectorSet, folder: Path, stop: StopSignal) -> None:
-    """Write the titles of all products, in the order of the vectors, and the index of their words."""
+    """Write the titles of all products in the order of the vectors, and their BM25 index."""
     with os_errors("writing", folder.as_uri()):
         make_dirs(folder)
     home = open_storage(str(folder.parent), stop=stop)
     with os_errors("writing", folder.as_uri()), exclusive(folder, stop):
-        found = read_manifest(home, folder.name)
-        if found is not None and found.kind == _KIND:
-            with suppress(DataError):  # a file of it was lost
-                check_sizes(home, folder.name, found)
+        manifest = read_manifest(home, folder.name)
+        if manifest is not None and manifest.kind == _KIND:
+            with suppress(DataError):  # a file was deleted
+                check_sizes(home, folder.name, manifest)
                 return
         with staging_dir(folder) as staged:
             schema = pa.schema([("title", pa.string())])
@@ -132,11 +132,11 @@ def _write_words(workspace: Storage, vectors: VectorSet, folder: Path, stop: Sto
 
 
 def _texts(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield title and whole text of the products, in the order of the vectors. Raises DataError."""
+    """Yield titles and full texts of the products in the order of the vectors. Raises DataError."""
     info = vectors.info
     plan = pinned_plan(workspace, info.cycle)
     if plan is None or plan.fingerprint != info.plan:
-        raise _other_catalogue(f"the plan of the vectors of cycle {info.cycle} is gone")
+        raise _other_catalogue(f"the plan of the vectors of cycle {info.cycle} no longer exists")
     storage = open_storage(plan.catalogue.root, stop=stop) if plan.catalogue.root else workspace
     rules = TextRules(
         tokenizer=b"", max_tokens=plan.max_tokens, id_type=plan.layout.id_type,
@@ -148,16 +148,16 @@ def _texts(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Iterator
             expected = next(ids, None)
             for raw in read_shard(plan.catalogue, storage, shard, plan.window_rows):
                 titles, joined, rows = list[str](), list[str](), validate_rows(rules, raw)
-                given = raw.batch()["title"].to_pylist()
+                originals = raw.batch()["title"].to_pylist()
                 ids_of, numbers = (rows.table[column].to_pylist() for column in ("id", "row"))
                 for name, row, text in zip(ids_of, numbers, rows.texts, strict=True):
-                    if name != expected:  # an id that came before
+                    if name != expected:  # a repeated id
                         continue
-                    title = given[row - raw.first_row]
+                    title = originals[row - raw.first_row]
                     titles.append((title or b"").decode().strip() or text)
                     joined.append(text)
                     expected = next(ids, None)
-                advance(len(given))
+                advance(len(originals))
                 yield titles, joined
             if expected is not None:
                 raise _other_catalogue(f"part {shard.index} has a vector of {expected!r}, the catalogue no such row")

@@ -1,4 +1,4 @@
-"""A trained model that answers: vectors of texts, scores of pairs, and the products that a query finds."""
+"""Inference with a trained model: vectors of texts, scores of pairs, and search."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ import torch
 
 from pipeline.backends import Backend, Batch
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
-from pipeline.context import load_result, scratch_folder
+from pipeline.context import check_workspace, load_result, scratch_folder
 from pipeline.core.arrays import Float32s, Float64s, Int64s
 from pipeline.core.errors import ConfigError, DataError, NumericError
 from pipeline.core.stop import StopSignal
@@ -24,7 +24,7 @@ from pipeline.data.loader import to_tensors
 from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, RawBatch, RowChunk, cut_chunks, plan_pairs, to_fields
 from pipeline.data.token_sets import TokenSetInfo, read_token_sets, token_set_prefixes
 from pipeline.data.tokenizer import TextTokenizer, token_windows
-from pipeline.data.validate import CleanRows, RowRules, clean
+from pipeline.data.validate import CleanRows, RowRules, validate_chunk
 from pipeline.embed.engine import Embedder, open_embedder
 from pipeline.embed.vectors import VectorSet, find_vectors, shorten_vectors, vectors_prefix
 from pipeline.evaluate.score import ScoreProgram, to_probabilities
@@ -44,7 +44,7 @@ Order = Literal["vectors", "words", "hybrid"]
 _WINDOW_TEXTS = 16_384
 _BATCH_PAIRS = 256
 Pair = tuple[str, str] | Mapping[str, object]
-"""Query and title of a product; or these, `text` and the features of the model by their columns."""
+"""A query and a product title, or a mapping with these, `text` and the features by column."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class PairScores:
 
 @dataclass(frozen=True)
 class Hit:
-    """One product found. `ranks`: its place, from 1, by vectors, words and both, where it is among the best of these.
+    """A search result. `ranks`: from 1, by each order in which it is among the best.
 
-    `cosine` of its vector and the query's; None if only its words were found.
+    `cosine`: similarity of its vector to the query, None if only its words matched.
     """
 
     id: Any
@@ -78,10 +78,7 @@ class Hit:
 
 
 class Model:
-    """A verified checkpoint on a device, with the vectors of the catalogue that it made, if any.
-
-    Open one with `load_model`.
-    """
+    """A verified checkpoint on a device, with its vectors of the catalogue, if any. Open one with `load_model`."""
 
     def __init__(
         self,
@@ -102,19 +99,21 @@ class Model:
     def encode(self, texts: str | Sequence[str], kind: Kind = "query") -> Float32s:
         """Return unit vectors [N, D] of texts (of one text: [D]), as `trnpipe embed` and search make them.
 
-        Raises ConfigError for another kind, DataError for what is no text, NumericError, Preempted.
+        Raises ConfigError for an unknown kind, DataError for a value that is not text, NumericError, Preempted.
         """
         inputs, limit = self.checkpoint.state.inputs, CHARACTERS_PER_TOKEN * self._embedder.limit
         prefixes = {"query": inputs.query_prefix, "product": inputs.product_prefix}
         if kind not in prefixes:
             raise ConfigError(f"kind {kind!r}", expected=" or ".join(prefixes))
         try:
-            asked = [prefixes[kind] + text.strip()[:limit] for text in ([texts] if isinstance(texts, str) else texts)]
-            tokens = self._tokenizer.encode(asked)
+            prefixed = [
+                prefixes[kind] + text.strip()[:limit] for text in ([texts] if isinstance(texts, str) else texts)
+            ]
+            tokens = self._tokenizer.encode(prefixed)
         except (TypeError, AttributeError) as error:
             raise DataError("a text cannot be written as UTF-8", expected="texts") from error
-        found = list(self._embedder.stream(token_windows(tokens, _WINDOW_TEXTS)))
-        vectors = np.concatenate([np.zeros((0, self._embedder.dim), dtype=np.float32), *found])
+        blocks = list(self._embedder.stream(token_windows(tokens, _WINDOW_TEXTS)))
+        vectors = np.concatenate([np.zeros((0, self._embedder.dim), dtype=np.float32), *blocks])
         self._check(vectors, "vectors")
         return vectors[0] if isinstance(texts, str) else vectors
 
@@ -141,8 +140,8 @@ class Model:
         return scores
 
     def score_rows(self, chunk: RowChunk) -> tuple[CleanRows, PairScores, list[BadRow]]:
-        """Score a chunk. Return its usable rows and their scores, in order, and why the others cannot be scored."""
-        rows, bad, _ = clean(chunk, RowRules(self.row_config, "flat", (), (), carve_valid=False))
+        """Score a chunk. Return its usable rows with scores, and the bad rows with reasons."""
+        rows, bad, _ = validate_chunk(chunk, RowRules(self.row_config, "flat", (), (), carve_valid=False))
         return rows, self._scored(rows), bad
 
     def search(self, query: str, top: int = 10, by: Order = "vectors") -> list[Hit]:
@@ -168,19 +167,19 @@ class Model:
                 name,
                 title,
                 cosines.get(item),
-                {order: one.index(item) + 1 for order, one in lists.items() if item in one},
+                {order: items.index(item) + 1 for order, items in lists.items() if item in items},
             )
             for item, (name, title) in zip(items, index.products(items), strict=True)
         ]
 
     @cached_property
     def index(self) -> ProductIndex:
-        """Return the products that search looks through; the first call on a machine writes them into its cache."""
+        """Return the searchable products. The first call on a machine writes them to its cache."""
         if self.vectors is None:
             cycle = self.checkpoint.state.cycle
             raise ConfigError(
                 f"the catalogue was not embedded with {self.checkpoint.uri}, so there is nothing to search",
-                expected="a model with vectors; one that is not promoted gets none by itself",
+                expected="a model with vectors, which only a promoted model gets automatically",
                 next_command=f"trnpipe embed --cycle {cycle} --embed.checkpoint {self.checkpoint.prefix}, which serves"
                 f" nothing; then trnpipe search QUERY --cycle {cycle}",
             )
@@ -188,9 +187,9 @@ class Model:
 
     @cached_property
     def row_config(self) -> DataConfig:
-        """Return how rows become inputs of the model: by the data it was trained on, else by the settings.
+        """Return the data settings of the model, from its training data or else the settings.
 
-        Raises ConfigError if neither is known to fit.
+        Raises ConfigError if they do not match the model.
         """
         spec, data = self.checkpoint.state.inputs, self._settings.data
         info = _trained_on(self._workspace, self.checkpoint)
@@ -258,7 +257,7 @@ class Model:
                 for first in range(0, len(chosen), _BATCH_PAIRS):
                     count = min(_BATCH_PAIRS, len(chosen) - first)
                     started.append(chosen[first : first + count])
-                    size = _BATCH_PAIRS if self._backend.is_lazy else count  # static shapes: filled with its first rows
+                    size = _BATCH_PAIRS if self._backend.is_lazy else count  # static shapes: padded with the first rows
                     places = first + np.resize(np.arange(count), size)
                     of_bucket = {name: arrays[f"b{number}.{name}"][places] for name in RelevanceInputs._fields}
                     tokens = {name: of_bucket[name].astype(np.int32) for name in ("query", "product")}
@@ -276,14 +275,14 @@ class Model:
 
 
 def _cell(value: object) -> str | None:
-    """Return a value as the text that a CSV file would have; texts that are lists are joined."""
+    """Return a value as text, as a CSV file would have it. Lists are joined."""
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return None if value is None else str(value)
 
 
 def _trained_on(workspace: Storage, checkpoint: Checkpoint) -> TokenSetInfo | None:
-    """Return the account of the data that a checkpoint was trained on, None if it is not there any more."""
+    """Return the description of the training data of a checkpoint, None if it was deleted."""
     try:
         prepared = load_result(workspace, checkpoint.state.cycle, "prepare")
         prefixes = token_set_prefixes(prepared.outputs) if prepared else ()
@@ -293,10 +292,11 @@ def _trained_on(workspace: Storage, checkpoint: Checkpoint) -> TokenSetInfo | No
 
 
 def open_model(settings: Settings, workspace: Storage, named: str, cycle: str, stop: StopSignal) -> Model:
-    """Open a checkpoint by its name; or that of a cycle, with its vectors if it has any; or else what is served.
+    """Open a named checkpoint, that of a cycle with its vectors, or the served pair.
 
     Raises ConfigError if nothing is served or in production, CheckpointError, DataError.
     """
+    check_workspace(workspace)
     scratch, vectors, place = scratch_folder(settings, workspace, os.environ) / "asked", None, named
     if cycle and not named:
         trained = load_result(workspace, cycle, "train")
@@ -325,10 +325,10 @@ def load_model(model: str = "", *, workspace: str = "", cycle: str = "", backend
     """Open a model to encode, score and search with.
 
     Args:
-        model: name in the registry of the workspace (default: the only one), whose served pair is opened; or the path
-            or URI of a checkpoint, <workspace>/checkpoints/<cycle>/step-<n>.
+        model: name in the registry of the workspace (default: the only one), to open its served pair, or the path or
+            URI of a checkpoint, <workspace>/checkpoints/<cycle>/step-<n>.
         workspace: folder or URI; default: that of the checkpoint, else of the settings.
-        cycle: whose vectors and model are opened, instead of the served pair.
+        cycle: open the vectors and the model of this cycle instead of the served pair.
         backend: device, as the setting `backend`.
     Raises ConfigError, CheckpointError, DataError.
     """

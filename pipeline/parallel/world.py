@@ -105,7 +105,7 @@ def check_world(world: World, *, runtime_world_size: int, reduces_in_graph: bool
             expected=f"a runtime world size of {expected}",
             next_command="launch one process per device (--launch.processes, or torchrun --nproc-per-node) and unset"
             " CPU_NUM_DEVICES, NEURON_PJRT_WORLD_SIZE and NEURON_PJRT_PROCESSES_NUM_DEVICES; if the runtime still"
-            " reports 1, the world size was queried before replication was initialized",
+            " reports 1, its world size was queried before replication was initialized",
         )
 
 

@@ -65,7 +65,8 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
             return _finish(settings, ctx, models, stored, pointer, started)
         if models.against_production:
             ctx.console.info(f"evaluate: nothing to do, the candidate is already in production: {models.candidate.uri}")
-            outputs, figures = {"checkpoint": models.candidate.prefix}, {"promoted": False, "nothing_new": True}
+            figures: dict[str, Figure] = {"promoted": False, "nothing_new": True, "since": models.candidate.state.cycle}
+            outputs = {"checkpoint": models.candidate.prefix}
             result = ctx.finish(NAME, started, inputs=inputs, outputs=outputs, figures=figures)
             return store_result(ctx.workspace, result) if earlier is None and ctx.world.is_main else result
     report = stored if stored is not None and stored.inputs == inputs else None

@@ -95,7 +95,7 @@ def test_import_train_and_export(ask: Ask, folder: Folder, tmp_path: Path) -> No
     assert torch.equal(weights[name.removeprefix("bert.")], child.weights()[name])
 
     out, _ = ask("import", f"{tmp_path}/out")
-    assert "came with it" in out
+    assert "features: imported" in out
     back = open_checkpoint(*_place(uri_in(out)), tmp_path / "cache")
     assert all(torch.equal(tensor, child.weights()[name]) for name, tensor in back.weights().items())
     assert back.state.partitions == child.state.partitions != {}

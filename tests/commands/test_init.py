@@ -9,6 +9,7 @@ from pipeline import cli
 from pipeline.commands.init import Column, guess_columns, project_text
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.settings import PROJECT_FILE, project_files, resolve
+from tests.docs.markdown import ROOT, blocks
 
 
 def columns(**values: list[str]) -> dict[str, Column]:
@@ -20,6 +21,7 @@ def columns(**values: list[str]) -> dict[str, Column]:
 
 QUERIES = [f"query {number // 4} words" for number in range(400)]
 TITLES = [f"title of product {number}" for number in range(400)]
+ROWS = list(enumerate(zip(QUERIES, TITLES, strict=True)))
 GRADES = [str(number % 3) for number in range(400)]
 
 
@@ -44,17 +46,61 @@ def test_a_label_that_does_not_fit_is_a_mistake_if_it_is_rare() -> None:
     guess = guess_columns(columns(query=QUERIES, title=TITLES, label=[*GRADES[:-1], "n/a"]))
     assert guess.labels == ("0", "1", "2") and "n/a (1)" in guess.notes[0]
     guess = guess_columns(columns(query=QUERIES, title=TITLES, label=["good", "bad"] * 200))
-    assert guess.labels == ("bad", "good") and "IN ORDER" in guess.notes[0]
+    assert guess.labels == () and guess.unordered == ("bad", "good") and "IN ORDER" in guess.notes[0]
 
 
-def test_gains_put_labels_in_order_and_empty_features_are_left_out() -> None:
+def test_gains_put_labels_in_order_and_a_category_may_be_missing() -> None:
     guess = guess_columns(
         columns(
-            query=QUERIES, title=TITLES, label=["good", "bad"] * 200, gain=["1", "0.1"] * 200, price=["", "2"] * 200
+            query=QUERIES,
+            title=TITLES,
+            label=["good", "bad"] * 200,
+            gain=["1", "0.1"] * 200,
+            brand=["", "a", "b", "c"] * 100,
         )
     )
     assert guess.labels == () and guess.columns["gain"] == "gain"
-    assert guess.numeric == [] and "200 rows are empty" in guess.notes[0]
+    assert (guess.numeric, guess.categorical) == ([], ["brand"])
+
+
+def test_numbers_that_are_missing_are_not_guessed_and_what_to_do_is_said() -> None:
+    prices = ["", *(f"{number}.5" for number in range(399))]
+    guess = guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, price=prices, const=["x"] * 400))
+    assert guess.numeric == [] and "without a number: 1" in guess.notes[0] and "write 0" in guess.notes[0]
+    assert "different values: 1" in guess.notes[1]
+
+
+def test_flags_win_over_guesses_and_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    header = "what_was_typed,article,verdict,cost,maker\n"
+    rows = [f"{query},{title},{'good' if at % 2 else 'bad'},{at}.5,m{at % 5}\n" for at, (query, title) in ROWS]
+    Path("mine.csv").write_text(header + "".join(rows))
+    assert cli.main(["init", "mine.csv"]) == DataError.exit_code
+    assert "next: trnpipe init mine.csv --data.columns.label COLUMN" in capsys.readouterr().err
+    assert cli.main(["init", "mine.csv", "--data.columns.label", "grade"]) == DataError.exit_code
+    flags = ["--data.columns.label", "verdict", "--data.labels=bad,good", "--data.categorical", "maker=64"]
+    assert cli.main(["init", "mine.csv", *flags, "--train.epochs", "3", "--data.filter.maker", "m1"]) == 0
+    settings = resolve(project_files(tmp_path), {}).settings
+    assert (settings.data.columns.label, settings.data.labels) == ("verdict", ("bad", "good"))
+    assert [(one.column, one.num_ids) for one in settings.data.categorical] == [("maker", 64)]
+    assert (settings.train.epochs, settings.data.filter) == (3, {"maker": "m1"})
+
+
+def test_an_unknown_order_of_labels_stops_prepare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{query},{title},{('partial', 'exact', 'wrong')[at % 3]}\n" for at, (query, title) in ROWS]
+    Path("mine.csv").write_text("query,title,label\n" + "".join(rows))
+    assert cli.main(["init", "mine.csv"]) == 0
+    assert "PUT data.labels IN ORDER" in capsys.readouterr().out
+    assert resolve(project_files(tmp_path), {}).settings.data.labels == ()
+    assert cli.main(["prepare", "--cycle", "c1", "--data.num-workers=1"]) == DataError.exit_code
+    text = Path(PROJECT_FILE).read_text()
+    Path(PROJECT_FILE).write_text(text.replace("# labels", "labels"))
+    assert resolve(project_files(tmp_path), {}).settings.data.labels == ("exact", "partial", "wrong")
 
 
 def test_a_split_column_is_one_only_with_the_names_of_splits() -> None:
@@ -76,7 +122,15 @@ def test_the_project_file_is_toml_whatever_columns_are_called() -> None:
     parsed = tomllib.loads(project_text("s3://bucket/a b/", guess, 0.2))
     assert parsed["data"]["columns"] == {"query": 'que"ry\\'}
     assert (parsed["data"]["path"], parsed["data"]["test_fraction"]) == ("s3://bucket/a b/", 0.2)
-    assert parsed["model_name"] == parsed["data"]["name"] == "a-b"
+    assert parsed["model_name"] == "a-b"
+
+
+def test_the_readme_shows_the_file_that_init_writes() -> None:
+    shown = {block.info: block.text for block in blocks(ROOT / "README.md")}
+    names = shown["csv"].splitlines()[0].split(",")
+    prices, brands = ([f"{at % count}{end}" for at in range(400)] for count, end in ((40, ".5"), (7, " brand")))
+    cells = dict(zip(names, (QUERIES, TITLES, GRADES, prices, brands), strict=True))
+    assert project_text("judgements.csv", guess_columns(columns(**cells)), None).rstrip() == shown["toml"]
 
 
 def test_init_writes_a_file_that_prepare_reads_from_a_folder_below(
@@ -110,6 +164,6 @@ def test_a_project_file_names_others_and_lies_below_them(tmp_path: Path) -> None
     settings = resolve(project_files(tmp_path / "gone" / "deep"), {}).settings
     assert (settings.model_name, settings.train.epochs, settings.workspace) == ("mine", 7, "s3://bucket/w")
     (tmp_path / PROJECT_FILE).write_text("config = [")
-    with pytest.raises(ConfigError, match="not TOML"):
+    with pytest.raises(ConfigError, match="not valid TOML"):
         project_files(tmp_path)
     assert project_files(Path("/")) == []

@@ -151,7 +151,7 @@ def test_a_side_recorded_elsewhere_is_compared_and_not_computed_again(
     monkeypatch.setattr(command, "open_run", lambda *args: pytest.fail("computed again"))
     assert run("cpu", to=there) == EXIT_OK
     assert run(there, "cpu") == EXIT_OK
-    with pytest.raises(ConfigError, match=r"holds cpu\.fp32 of run"):
+    with pytest.raises(ConfigError, match=r"has cpu\.fp32 of run"):
         run("cpu", to=there, steps=6)
 
 
@@ -174,7 +174,7 @@ def test_what_is_missing_is_found_before_anything_is_computed(
     case: Case, run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "run_tasks", lambda *args, **more: pytest.fail("computed"))
-    with pytest.raises(DataError, match="holds no recorded side"):
+    with pytest.raises(DataError, match="no complete recorded side"):
         run("cpu", str(tmp_path / "gpu"))
     for checkpoint, error in (("incumbent", ConfigError), ("scratch", ConfigError), (str(tmp_path), CheckpointError)):
         with pytest.raises(error):

@@ -78,7 +78,7 @@ def judge(workspace: Storage, place: str, *, passes: bool = True, cycle: str = "
     store_verdict(workspace, verdict)
 
 
-def test_what_only_reads_finds_the_only_model(workspace: Storage, tmp_path: Path, ask: Ask) -> None:
+def test_the_only_model_need_not_be_named(workspace: Storage, tmp_path: Path, ask: Ask) -> None:
     place = make_checkpoint(workspace, tmp_path, "c1")
 
     def put_as(model: str) -> None:
@@ -87,14 +87,15 @@ def test_what_only_reads_finds_the_only_model(workspace: Storage, tmp_path: Path
     put_as("other")
     assert ask("registry", "show").startswith(f"other | {place}")
     assert ask("serving", "show").startswith("other | nothing is served")
-    ask("registry", "rollback", "--reason", "x", code=78)  # what changes something needs the name
+    assert place in ask("registry", "rollback", "--reason", "x", code=78)  # nothing was in production before it
     assert "one of other" in ask("registry", "show", "--model-name", "third", code=78)
     put_as("again")
     for words in (("registry", "show"), ("serving", "show"), ("export", "--out", f"{tmp_path}/out")):
         assert "one of again, other" in ask(*words, code=78)
 
 
-def test_an_empty_workspace(ask: Ask) -> None:
+def test_an_empty_workspace(ask: Ask, workspace: Storage) -> None:
+    workspace.write_bytes("cycles/c1/events.jsonl", b"")
     assert ask("registry", "list").startswith("no models yet: ")
     assert ask("registry", "list", "--json") == "[]\n"
     assert ask("registry", "show") == "relevance | nothing is in production\n"
@@ -205,13 +206,15 @@ def served(workspace: Storage, tmp_path: Path) -> None:
     for number, cycle in enumerate(("c1", "c2"), 1):
         place = make_checkpoint(workspace, tmp_path, cycle)
         in_production(workspace, place)
-        serve_verified_pair(workspace, embedded(workspace, tmp_path, cycle, place, 2 * number))
+        pair = embedded(workspace, tmp_path, cycle, place, 2 * number)
+        vectors = pair.vectors.model_copy(update={"rows": 18_000 * number})
+        serve_verified_pair(workspace, pair.model_copy(update={"vectors": vectors}))
 
 
 @pytest.mark.usefixtures("served")
 def test_what_is_served_and_rolled_back_with_the_model(ask: Ask) -> None:
     text = ask("serving", "show")
-    assert "served is checkpoints/c2/step-1 with 1 vectors of cycle c2 | generation 2" in text
+    assert "served is checkpoints/c2/step-1 with 36,000 vectors of cycle c2 | generation 2" in text
     assert "before: served is checkpoints/c1/step-1" in text
     found = json.loads(ask("serving", "show", "--json"))
     assert found["serving"]["vectors"]["cycle"] == "c2"
@@ -219,6 +222,7 @@ def test_what_is_served_and_rolled_back_with_the_model(ask: Ask) -> None:
     assert "served is checkpoints/c2/step-1" in ask("registry", "show")
     text = ask("registry", "rollback", "--reason=bad")
     assert "rolled back to checkpoints/c1/step-1" in text and "vectors of cycle c1" in text
+    assert ": 18,000 vectors fewer" in text
 
 
 @pytest.mark.usefixtures("served")

@@ -113,14 +113,14 @@ def test_a_record_that_tells_of_more_than_there_is_is_refused(export: Export, tm
     for changes, seen in (
         ({"model": record["model"] | {"num_layers": 10**9}}, "has 1000000002 layers, but its files have "),
         ({"model": record["model"] | {"hidden_size": 10**6}}, r"bert.* shape \["),
-        ({"model": record["model"] | {"hidden_size": 10**9}}, "a model of width 1000000000"),
+        ({"model": record["model"] | {"hidden_size": 10**9}}, "a model with hidden size 1000000000"),
         ({"inputs": record["inputs"] | {"vocab_size": 10**9}}, "tokenizer.json has "),
         (
             {"inputs": record["inputs"] | {"labels": ["a", "b", "c"], "label_gains": [0, 1, 2]}},
             r"head.weight: shape \[",
         ),
         ({"schema_version": 2}, "schema 2"),
-        ({"weights": []}, "program only"),
+        ({"weights": []}, "only a program"),
     ):
         (path / "trnpipe.json").write_text(json.dumps(record | changes))
         with pytest.raises(CheckpointError, match=seen):
@@ -183,9 +183,9 @@ def test_the_card(export: Export, checkpoint: Checkpoint) -> None:
         "- ndcg@10: 0.75\n- macro_f1: 0.5\n- loss: 1\n",
         f"- checkpoints/c2/step-9, data to 2026-01-02, digest {'d' * 64}\n",
         r"it came \|from\| \<afar\> \# heading",
-        "cut to 20 tokens",
+        "them to 20 tokens",
         "no: 0, yes: 1",
-        "reads price and 0 categories",
+        "Additional features: price and 0 categories",
         "query int32 [2, 8], product int32 [2, 12], numeric float32 [2, 1]",
         checkpoint.digest,
         'program = torch.jit.load("PATH/relevance-8x12.pt")',

@@ -122,7 +122,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         ({"vocab_size": 10**12}, "vocab_size"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
         ({"hidden_size": "16; rm -rf"}, "hidden_size"),
-        ({"num_attention_heads": 3}, "model.hidden_size 16 is no multiple of 3"),
+        ({"num_attention_heads": 3}, "model.hidden_size 16 is not a multiple of 3"),
         ({"layer_norm_eps": 0}, "layer_norm_eps"),
         ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
@@ -159,8 +159,8 @@ def test_other_modules_are_refused_by_name(folder: Folder) -> None:
         (OPTIONS, {"truncate_dim": 8}, "truncate_dim = 8"),
         (OPTIONS, {"similarity_fn_name": "manhattan"}, "similarity_fn_name"),
         (OPTIONS, {"model_type": "SparseEncoder"}, "model_type"),
-        (OPTIONS, {"prompts": {"sts": "x: "}, "default_prompt_name": "sts"}, "default_prompt_name puts 'x: ' before"),
-        (OPTIONS, {"prompts": PROMPTS, "default_prompt_name": "query"}, "default_prompt_name puts 'query: ' before"),
+        (OPTIONS, {"prompts": {"sts": "x: "}, "default_prompt_name": "sts"}, "default_prompt_name prepends 'x: ' to"),
+        (OPTIONS, {"prompts": PROMPTS, "default_prompt_name": "query"}, "default_prompt_name prepends 'query: ' to"),
         (SENTENCE, {"transformer_task": "fill-mask"}, "transformer_task"),
         (SENTENCE, {"module_output_name": "sentence_embedding"}, "module_output_name"),
         (SENTENCE, {"modality_config": {"text": {"method_output_name": "pooler_output"}}}, "method_output_name"),
@@ -192,8 +192,8 @@ def test_prompts_are_prefixes(folder: Folder) -> None:
         model = folder.read()
         assert (model.spec.query_prefix, model.spec.product_prefix) == ("query: ", "passage: ")
     notes = " | ".join(model.notes)
-    assert "queries begin with 'query: ', products with 'passage: '" in notes
-    assert "further prompts of sentence-transformers are not used (STS 'compare: ')" in notes
+    assert "using 'query: ' as the prompt of queries and 'passage: ' as that of products" in notes
+    assert "the following prompts are not used: STS 'compare: '" in notes
     folder.json(OPTIONS, {"prompts": {"query": "x: ", "document": "x: "}, "default_prompt_name": "query"})
     assert (folder.read().spec.query_prefix, folder.read().spec.product_prefix) == ("x: ", "x: ")
     folder.sentence(pooling={"pooling_mode": "mean", "include_prompt": False})
@@ -208,7 +208,7 @@ def test_vectors_of_any_length_are_compared_by_their_angle_alone(folder: Folder)
         folder.read()
         folder.json(MODULES, json.loads((folder.path / MODULES).read_text())[:2])
         if similarity != "dot":
-            assert "not normalised in sentence-transformers" in " | ".join(folder.read().notes)
+            assert "but not in sentence-transformers" in " | ".join(folder.read().notes)
     assert "similarity_fn_name dot without a Normalize" in refusal(folder, ConfigError)
 
 

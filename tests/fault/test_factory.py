@@ -58,7 +58,7 @@ def _check_exports(here: Place, tmp_path: Path) -> None:
     np.testing.assert_allclose(vectors.norm(dim=1), [1.0], rtol=1e-5)
     here.run("export", "--out", str(tmp_path / "plain"), "--format", "safetensors")
     assert "text encoder (examples.own_encoder:build" in (tmp_path / "plain" / "README.md").read_text()
-    assert "came with it" in here.run("import", str(tmp_path / "plain"), cycle="c2").out
+    assert "features: imported" in here.run("import", str(tmp_path / "plain"), cycle="c2").out
 
 
 @pytest.mark.thorough
@@ -77,7 +77,7 @@ def test_a_model_of_transformers_and_its_export(place: Callable[..., Place], tmp
     assert {f"encoder.module.{name}" for name in state} == {name for name in weights if name.startswith("encoder.")}
     assert all(torch.equal(weights[f"encoder.module.{name}"], tensor) for name, tensor in state.items())
     imported = here.run("import", str(out), cycle="c2")
-    assert f"encoder {PLACE}:transformers_model" in imported.out and "came with it" in imported.out
+    assert f"encoder {PLACE}:transformers_model" in imported.out and "features: imported" in imported.out
 
 
 @pytest.mark.thorough

@@ -92,7 +92,9 @@ def test_a_sound_core_passes_with_its_errors_as_figures() -> None:
         pytest.param(flipped, 0, "matmul fp32: relative error", id="a corrupted matmul"),
         pytest.param(flipped, 2, "matmul bf16: relative error", id="a corrupted bf16 matmul"),
         pytest.param(not_a_number, 0, "matmul fp32: a value is not finite", id="NaN"),
-        pytest.param(nudged, 1, "matmul fp32: two runs with equal inputs differ", id="not deterministic"),
+        pytest.param(
+            nudged, 1, "matmul fp32: two runs with the same inputs have different results", id="not deterministic"
+        ),
     ],
 )
 def test_a_wrong_core_is_sent_back(spoil: Callable[[Tensor], Tensor], after: int, told: str) -> None:

@@ -155,8 +155,8 @@ def refuse() -> bytes:
 @pytest.mark.parametrize(
     ("act", "verdict", "seen"),
     [
-        (lambda: b"other", RETRY, "different bytes"),
-        (lambda: time.sleep(0.02), WARN, "bytes in file://"),
+        (lambda: b"other", RETRY, "is different after reading it again"),
+        (lambda: time.sleep(0.02), WARN, "bytes to file://"),
         (refuse, RETRY, "gone"),
     ],
 )
@@ -337,8 +337,8 @@ def test_command_and_sizes() -> None:
         (ran(NO_DRIVER), RETRY, "Neuron DKMS Driver is not running!"),
         (ran(""), RETRY, "results for 0 of 3 sizes"),
         (ran("".join(OLD.splitlines(True)[:3])), RETRY, "results for 2 of 3 sizes"),
-        (ran(NEW.replace("63.97", "0.00")), RETRY, "a bandwidth is not a positive number"),
-        (ran(NEW.replace("63.97", "nan")), RETRY, "a bandwidth is not a positive number"),
+        (ran(NEW.replace("63.97", "0.00")), RETRY, "the bandwidth is not a positive number"),
+        (ran(NEW.replace("63.97", "nan")), RETRY, "the bandwidth is not a positive number"),
         (ran(NEW.replace("63.97", "47.0")), WARN, "bus bandwidth 47.00 GiB/s at 67108864 bytes"),
         (ran(NEW.replace("63.97", "41.0")), RETRY, "bus bandwidth 41.00 GiB/s at 67108864 bytes"),
         (ran(OLD, exit_code=None, failure="did not end within 300 s"), RETRY, "did not end within 300 s"),

@@ -16,15 +16,17 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import trnpipe
+from jobs import cli as jobs_cli
 from pipeline import cli
 from pipeline.checkpoint.save import commit_snapshot
 from pipeline.checkpoint.store import KIND, WEIGHTS
+from pipeline.commands.ask import two_columns
 from pipeline.convert.folder import PRODUCT, QUERY
 from pipeline.core.errors import ConfigError, DataError, NumericError
 from pipeline.core.fingerprint import hash63
 from pipeline.embed.vectors import find_vectors
 from pipeline.evaluate.score import load_scores
-from pipeline.inference.model import Kind
+from pipeline.inference.model import Hit, Kind
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
 from pipeline.retrieval.bm25 import Bm25
@@ -124,7 +126,7 @@ def test_search_on_the_command_line(served: Storage, capsys: pytest.CaptureFixtu
     assert all(len(line) <= 80 and line.isprintable() for line in lines)
     assert ask(served, "search", "camera model", "--beside", "previous", "--top", "5") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["c1/step-1", "c0/step-1"] and len(lines) == 6
+    assert lines[1].split() == ["c1/step-1", "c0/step-1"] and len(lines) == 8
     assert all(len(line) <= 80 for line in lines)
     assert ask(served, "search", "camera model", "--beside", "production", "--cycle=c0", "--json") == 0
     answer = json.loads(capsys.readouterr().out)
@@ -133,6 +135,27 @@ def test_search_on_the_command_line(served: Storage, capsys: pytest.CaptureFixtu
     for words in (["camera", "--beside", "production"], ["camera", "--by", "magic"], [" "], ["x", "--top", "0"]):
         assert ask(served, "search", *words) == ConfigError.exit_code
     assert ask(served, "search", "camera", "--cycle=c9") == DataError.exit_code
+
+
+def test_a_workspace_that_does_not_exist_is_not_created(served: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+    root = served.local_path("")
+    assert root is not None
+    for program, words in (
+        (cli, ["search", "x"]),
+        (cli, ["registry", "show"]),
+        (jobs_cli, ["status"]),
+        (jobs_cli, ["diff"]),
+    ):
+        assert program.main([*words, f"--workspace={root}s"]) == ConfigError.exit_code
+        text = capsys.readouterr().err
+        assert f"{root}s does not exist" in text and f"next: --workspace {root}\n" in text
+    assert not Path(f"{root}s").exists()
+
+
+def test_titles_that_are_cut_end_in_an_ellipsis() -> None:
+    hits = [Hit("p1", "belvor pace ed619 running shoes extra wide blue", 0.9, {"vectors": 1})]
+    lines = two_columns(hits, hits, ("a", "b"), 80)
+    assert lines[1].count("…") == 2 and len(lines[1]) <= 80 and " = " in lines[1]
 
 
 def test_a_catalogue_that_was_changed_is_refused(tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ def test_a_read_only_workspace(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(atomic, "write_bytes_atomic", write)
     code, err = run()
     assert code == FIX
-    assert f"check workspace: file://{tmp_path}/w/cycles/c1/health/probe-0-" in err and "EROFS" in err
+    prefix = f"check workspace: error while writing file://{tmp_path}/w/cycles/c1/health/probe-0-"
+    assert prefix in err and "EROFS" in err
 
 
 def test_a_tool_that_is_not_installed_is_a_fault_of_the_image(

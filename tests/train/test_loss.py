@@ -86,7 +86,7 @@ def test_contrastive_loss_by_hand(change: dict[str, Any]) -> None:
         ({"graded_weight": 0, "contrastive_weight": 0}, "both loss weights are 0"),
         ({"matryoshka_sizes": (64, 32)}, "expected ascending widths"),
         ({"matryoshka_sizes": (0,)}, "greater than or equal to 1"),
-        ({"matryoshka_sizes": (8,), "contrastive_weight": 0}, "matryoshka_sizes needs the contrastive loss"),
+        ({"matryoshka_sizes": (8,), "contrastive_weight": 0}, "matryoshka_sizes requires the contrastive loss"),
         ({"purpose": "retrieval"}, "this setting was removed"),
     ],
 )

@@ -55,6 +55,14 @@ def test_a_mistake_is_named_and_started_again(trnjobs: Trnjobs) -> None:
     )
 
 
+def test_retry_with_the_same_settings_reports_no_change(trnjobs: Trnjobs) -> None:
+    trnjobs.ends_with("prepare", 65)
+    assert trnjobs("submit", "--data.categorical=brand")[0] == 65
+    trnjobs.ends_with("prepare", 0)
+    code, text = trnjobs("retry", "--data.categorical=brand")
+    assert code == 0 and "ignored" not in text
+
+
 def test_from_the_beginning_with_other_settings(trnjobs: Trnjobs) -> None:
     failed_in_prepare(trnjobs)
     old_plan, old_settings = jobs_file(trnjobs, "plan.json"), jobs_file(trnjobs, "settings.json")

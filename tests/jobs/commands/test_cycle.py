@@ -339,7 +339,7 @@ def test_killed_at_any_change_every_job_still_runs_once(
 @pytest.mark.parametrize(
     ("words", "seen"),
     [
-        (["logs", "tarin"], "no job 'tarin' was submitted"),
+        (["logs", "tarin"], "no job 'tarin'; did you mean train?"),
         (["logs", "embed"], "embed is an array of 2"),
         (["logs", "report"], "report has no attempt 1"),
         (["logs", "train", "--attempt=2"], "train has no attempt 2"),

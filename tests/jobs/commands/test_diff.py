@@ -37,7 +37,7 @@ def test_the_newest_two_cycles_are_compared(two: Sequence[str], capsys: pytest.C
     code, lines, _ = run(capsys, "diff", *two)
     assert code == 0
     assert lines[:3] == ["b -> a", "settings:", "  train.epochs  2.0  ->  3.0"]
-    assert lines[3:] == ["data: no difference", "metrics:", "  the first was not evaluated"]
+    assert lines[3:] == ["data of all prepared days: no difference", "metrics:", "  the first was not evaluated"]
     assert run(capsys, "diff", "a", "b", *two)[1][2] == "  train.epochs  3.0  ->  2.0"
 
 

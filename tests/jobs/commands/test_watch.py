@@ -48,6 +48,8 @@ def test_a_job_that_runs_and_one_that_failed() -> None:
     rows: list[Row] = live_rows(SHAPE, [good("prepare"), TRAINS], MOMENTS, 130.0)
     doing = "attempt 2, step 120/2000, loss 0.600, 812 samples/s, eta 3m12s"
     assert rows[1:] == [("train", "RUNNING", "30s", doing)]
+    died = under_way("train", "RUNNING", tried(137, at=(50.0, 121.0)), attempt(122, None, None))
+    assert live_rows(SHAPE, [good("prepare"), died], MOMENTS, 130.0)[1] == ("train", "RUNNING", "8s", "attempt 2")
     failed = live_rows(SHAPE, [good("prepare"), bad("train", tried(70, reason="the loss is NaN"))], MOMENTS, 130.0)[1]
     assert failed[:3] == ("train", "FAILED", "1s") and "the loss is NaN, exit code 70" in failed[3]
     children = tuple(under_way(f"embed:{n}", "RUNNING", attempt(10, None, None)) for n in range(2))

@@ -6,7 +6,7 @@ import pytest
 
 from jobs.cycle.costs import CycleLedger
 from jobs.cycle.verdict import verdict_lines
-from pipeline.embed.digest import VerifyDigest
+from pipeline.embed.digest import VectorCounts, VerifyDigest
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.metrics.measure import MetricReport
 from pipeline.evaluate.report import BaselineReport, EvaluationReport, ModelReport
@@ -75,8 +75,10 @@ def test_production_and_two_baselines_fit_80_columns() -> None:
 
 
 def test_refused_names_its_reasons_in_numbers() -> None:
+    few = {"candidate": 0.958, "low": -0.0132, "high": 0.027, "needed_queries": 179, "num_queries": 125}
     checks = (
-        check(**DELTA | {"outcome": "fail", "candidate": 0.9, "low": -0.07, "high": -0.04}),
+        check(**DELTA | {"outcome": "fail", "bound": 0.01} | few),
+        check(**DELTA | {"outcome": "fail", "bound": 0.01, "candidate": 0.9, "low": -0.07, "high": -0.04}),
         check(outcome="fail", kind="baseline", metric="macro_f1", baseline="boosting", candidate=0.8).model_copy(
             update={"baseline_value": 0.9, "low": -0.2, "high": -0.05}
         ),
@@ -85,11 +87,13 @@ def test_refused_names_its_reasons_in_numbers() -> None:
     )  # fmt: skip
     lines = verdict_lines(ledger("refused"), evaluation(*checks, promote=False), {}, VERIFIED, "batch")
     assert lines[0] == "cycle second: refused in 24m06s, $0.00"
-    assert lines[-4:] == [
-        "  refused: nDCG@10 0.900, production 0.952, -0.052 [-0.070, -0.040]",
+    assert lines[-6:] == [
+        "  refused: nDCG@10 0.958, production 0.952, +0.006 [-0.013, +0.027]: could be",
+        "    0.013 worse, 0.010 allowed; about 179 test queries are needed, there are 125",
+        "  refused: nDCG@10 0.900, production 0.952, -0.052 [-0.070, -0.040]: at least",
+        "    0.040 worse, 0.010 allowed",
         "  refused: macro F1 0.800, boosting 0.900, -0.100 [-0.200, -0.050]",
-        "  refused: a reason",
-        "  refused: and 1 more",
+        "  refused: and 2 more",
     ]
 
 
@@ -110,8 +114,16 @@ def test_the_verdict_in_words(outcome: str, figures: dict[str, Any], expected: s
 
 
 def test_without_new_data_it_is_said_that_nothing_changed() -> None:
-    lines = verdict_lines(ledger(), None, {"promoted": False, "nothing_new": True}, None, "local")
-    assert lines[1:] == ["  nothing new to train on: production is unchanged"]
+    figures: dict[str, Any] = {"promoted": False, "nothing_new": True, "since": "first"}
+    kept = made(VerifyDigest, passed=True, rows=9, counts=VectorCounts(embedded=0, carried=9, new=0, gone=0))
+    lines = verdict_lines(ledger(), None, figures, kept, "local")
+    assert lines == [
+        "cycle second: nothing new since cycle first in 24m06s, local: no charge",
+        "  production and vectors are unchanged; to train again: --train.start scratch",
+    ]
+    grown = kept.model_copy(update={"counts": VectorCounts(embedded=2, carried=7, new=2, gone=0)})
+    lines = verdict_lines(ledger(), None, figures | {"since": None}, grown, "local")
+    assert lines[0].startswith("cycle second: nothing new in") and "vectors" not in lines[1] and "9 vectors" in lines[2]
 
 
 def test_a_cycle_that_was_not_evaluated_has_one_line() -> None:
