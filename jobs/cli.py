@@ -123,25 +123,13 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             add("--processes", type=int, default=0, metavar="P", help="ranks per machine (default: 1)")
             add("--instance", default="", help="instance type, such as trn1.32xlarge")
             add("--vcpus", type=int, default=0, metavar="N", help="vCPUs per node (default: all of the instance, or 1)")
-            add(
-                "--memory-mib",
-                type=int,
-                default=0,
-                metavar="MIB",
-                help="memory per node (default: that of the instance, or 2048)",
-            )
+            add("--memory-mib", type=int, default=0, metavar="MIB", help="per node (default: the instance's, or 2048)")
             add("--attempts", type=int, default=0, metavar="A", help="maximum number of attempts (default: 3)")
             add("--timeout-s", type=int, default=0, metavar="S", help="time limit of one attempt (default: 24 h)")
             add("--image", default="", help="overrides jobs.image")
             add("--queue", default="", help="overrides jobs.queue")
             add("--role", default="", help="overrides jobs.role")
-            add(
-                "--environment",
-                type=_variable,
-                action="append",
-                metavar="NAME=VALUE",
-                help="environment variable (not a secret)",
-            )
+            add("--environment", type=_variable, action="append", metavar="NAME=VALUE", help="variable (not a secret)")
         case "logs":
             add("job", help="job name as shown by trnjobs status (embed:3 for a child of an array)")
             add("--attempt", type=int, default=0, help="attempt number, from 1 (default: the last)")

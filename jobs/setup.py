@@ -296,11 +296,7 @@ def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda:
         scratch, machine = scratch_folder(settings, store.storage, os.environ), this_machine()
         machine = machine.model_copy(update={"vcpus": settings.jobs.local_vcpus or machine.vcpus})
         return LocalTarget(store, scratch, machine, say, stop)
-    from jobs.targets.batch.client import (
-        BatchClient,
-        LogsClient,
-        connect,
-    )  # imported lazily, because importing boto3 is slow
+    from jobs.targets.batch.client import BatchClient, LogsClient, connect  # importing boto3 is slow
 
     logs = LogsClient(connect("logs"), stop=stop)
     if name == "sagemaker":

@@ -125,9 +125,7 @@ def send_messages(
         return _send(cycle)
     except Preempted:
         raise
-    except (
-        Exception
-    ) as error:  # even a bug must not affect the cycle. The text of an unknown error may contain an address
+    except Exception as error:  # even a bug. The text of an unknown error may contain an address.
         seen = error.seen if isinstance(error, ConfigError) else type(error).__name__
         cycle.say(f"notify: messages were not sent: {seen}")
         return 1

@@ -63,9 +63,7 @@ def run_submit(arguments: argparse.Namespace, say: Say) -> int:
     Returns immediately if the target is `batch`. For other targets, it only returns when the cycle has ended.
     """
     settings: CycleSettings = arguments.settings
-    settings = settings.model_copy(
-        update={"cycle": cycle_of(settings)}
-    )  # ensure that plan and workspace use the same date
+    settings = settings.model_copy(update={"cycle": cycle_of(settings)})  # the same date for plan and workspace
     with stopping_jobs(settings) as stop:
         plan, target = make_plan(settings), arguments.target or settings.jobs.target
         return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.fresh)
@@ -367,7 +365,7 @@ def is_run(cycle: OpenCycle) -> bool:
 
 
 def refuse_other(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
-    """Check that the cycle was not submitted with different settings. Raises ConfigError that lists the differences."""
+    """Check that the cycle was not submitted with different settings. Raises a ConfigError that lists them."""
     if not cycle.store.belongs_to_other(plan, target):
         return
     stops, changed = obstacle(cycle), changes(cycle, plan, target)

@@ -65,9 +65,7 @@ def live_rows(
             ran = format_duration(max(0.0, now - started))
             stage, attempt = plan.job(record.name).stage, len(running[0].attempts)
             stopped = [before.stopped_at or 0.0 for before in running[0].attempts[:-1]]
-            from_ms = max(
-                [1000 * started - SKEW_MS, *(1000 * at for at in stopped)]
-            )  # ignores events of earlier attempts
+            from_ms = max([1000 * started - SKEW_MS, *(1000 * at for at in stopped)])  # ignore earlier attempts
             since = [event for event in events if event.at_ms >= from_ms]
             activity = doing_text(stage, since, newest_line(running[0]))
             why = ", ".join(filter(None, (f"attempt {attempt}" if attempt > 1 else "", activity)))
@@ -238,9 +236,7 @@ class View:
         events = read_cycle_events(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
         ledger = read_ledger(store, self.plan, records, self.cycle.settings.jobs, closed=closed, events=events)
         now, state = store.clock(), "interrupted" if is_interrupted else "under way"
-        newest_line = (
-            (lambda record: "") if self._followed else target.newest_line
-        )  # logs that are followed are printed anyway
+        newest_line = (lambda record: "") if self._followed else target.newest_line  # followed logs are printed anyway
         rows = live_rows(self.plan, records, events, now, newest_line)
         end, state = (closed.at, closed.outcome) if closed else (now, state)
         head = head_text(self.plan, ledger, target.name, state, end)

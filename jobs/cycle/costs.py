@@ -66,7 +66,7 @@ _KEPT = frozenset({EventName.PARTITION_PREPARED, EventName.PART_EMBEDDED})
 """Results that are not lost if the attempt fails, because the next attempt reuses them."""
 
 
-# The time of one attempt by category. Times are whole milliseconds, so that they add up to exactly the attempt.
+# The time of one attempt by category. Times are whole milliseconds, which add up exactly to the length of the attempt.
 
 
 @dataclass(frozen=True)
@@ -365,9 +365,7 @@ def _entries(
             ran: list[tuple[int, int, JobRecord, AttemptRecord]] = []
             for submission, task in enumerate(same, 1):
                 for number, attempt in enumerate(task.attempts, 1):
-                    if attempt.stopped_at is None and submission < len(
-                        same
-                    ):  # it must have ended before the next submission
+                    if attempt.stopped_at is None and submission < len(same):  # it ended before the next submission
                         stopped_at = max(attempt.started_at or 0.0, same[submission].created_at)
                         attempt = attempt.model_copy(update={"stopped_at": stopped_at})
                     if attempt.started_at is not None:

@@ -157,7 +157,7 @@ def no_log(record: JobRecord, attempt: int, node: int) -> ConfigError:
     attempts, nodes = len(record.attempts), max(1, record.num_nodes)
     return ConfigError(
         f"{record.name}: no log of attempt {attempt}, node {node} ({record.state})",
-        expected=f"one of {attempts} started attempts and {nodes} nodes (of an array: a child such as name:0)",
+        expected=f"one of its {attempts} attempts on one of {nodes} nodes (for an array, of a child such as name:0)",
         next_command="trnjobs status",
     )
 

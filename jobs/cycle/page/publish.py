@@ -54,14 +54,7 @@ _UNITS: dict[str, tuple[str, float, tuple[float, ...]]] = {
 _HIDDEN = dict.fromkeys(
     [
         *(code for code in range(0xA0) if (code < 0x20 or code >= 0x7F) and code not in (0x09, 0x0A)),
-        *(
-            0x061C,
-            0x200E,
-            0x200F,
-            *range(0x202A, 0x202F),
-            *range(0x2066, 0x206A),
-            0xFEFF,
-        ),  # marks that change the direction of text
+        *(0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF),  # direction marks
         *range(0xD800, 0xE000),  # surrogates
     ],
     "\ufffd",

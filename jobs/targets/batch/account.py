@@ -36,7 +36,7 @@ Account = Mapping[str, Queue]
 def preflight(client: BatchClient, plan: JobPlan) -> tuple[str, ...]:
     """Check that the account can run the plan, and return warnings.
 
-    Raises ConfigError that lists every problem, or TransientError while a queue is being changed.
+    Raises a ConfigError that lists every problem, or TransientError while a queue is being changed.
     """
     check_plan(plan)
     account = describe_queues(client, [placement_of(plan, job).queue for job in plan.jobs])

@@ -192,9 +192,8 @@ class BatchTarget(Target):
                 next_command="trnjobs submit, in a minute",
             )
         jobs = [job for job in described.values() if job.get("tags", {}).get(PLAN_TAG) == plan.plan_id]
-        jobs = [
-            job for job in jobs if not (job.get("isTerminated") or job.get("isCancelled"))
-        ]  # these keep running for up to 30 s
+        # Jobs that are being ended keep running for up to 30 s.
+        jobs = [job for job in jobs if not (job.get("isTerminated") or job.get("isCancelled"))]
         return sorted(jobs, key=lambda job: (job["createdAt"], job["jobId"]))
 
     def _record(self, job: SubmittedJob, described: Mapping[str, Detail], stored: Mapping[str, JobRecord]) -> JobRecord:

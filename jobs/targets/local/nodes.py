@@ -112,9 +112,7 @@ class Processes:
     def observe(self, folder: Path) -> NodeView:
         """Determine the state of a node from the files and the lock of its keeper."""
         own = self._own.get(folder)
-        own_ended = (
-            own is not None and own.poll() is not None
-        )  # check this first: once it has ended, all of its files exist
+        own_ended = own is not None and own.poll() is not None  # checked before reading: all its files are written
         started = _read(folder / node_keeper.STARTED, _STARTED)
         if started is None:
             if own is None:

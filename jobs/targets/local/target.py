@@ -96,7 +96,7 @@ def startable_jobs(queue: Sequence[Task], active: Iterable[Task], machine: Slots
 
 
 def check_fits(jobs: Iterable[JobSpec], machine: Slots) -> None:
-    """Check that every job fits on this machine. Raises ConfigError that lists the jobs that do not fit."""
+    """Check that every job fits on this machine. Raises a ConfigError that lists the jobs that do not fit."""
     needs = {job.name: Slots().plus(job) for job in jobs}
     too_large = [f"{name}: {slots}" for name, slots in needs.items() if not slots.fits_in(machine)]
     if too_large:
@@ -375,9 +375,7 @@ class LocalTarget(Target):
                     expected="a script on this machine",
                     next_command="run the same command in the folder of the script, or use its absolute path",
                 )
-            if any(
-                len(argument.encode()) >= MAX_ARGUMENT_BYTES for argument in job.command
-            ):  # the kernel would refuse it
+            if any(len(argument.encode()) >= MAX_ARGUMENT_BYTES for argument in job.command):  # a limit of the kernel
                 raise ConfigError(
                     f"{job.name}: a command argument is {max(map(len, job.command)):,} characters long",
                     expected=f"less than {MAX_ARGUMENT_BYTES:,} bytes",

@@ -136,9 +136,7 @@ def service_job_request(cycle: CycleRun, task: Task, submission: int) -> Request
     """Return the SubmitServiceJob request, which is idempotent because of its client token."""
     plan, job, name = cycle.plan, task.spec, cycle.task_id(task, submission)
     batch_placement = placement_of(plan, job)
-    payload_name = _hashed_name(
-        [job.name], [name], MAX_PAYLOAD_NAME
-    )  # Batch adds 40 characters to the name of each training job
+    payload_name = _hashed_name([job.name], [name], MAX_PAYLOAD_NAME)  # Batch adds 40 characters per training job
     payload = training_job_request(cycle, task, name=payload_name, attempt=None, starts=name, submission=submission)
     return {
         "jobName": name,
@@ -176,7 +174,7 @@ def tags(plan: JobPlan, task: Task) -> dict[str, str]:
 
 
 def check_plan(plan: JobPlan) -> None:
-    """Check that SageMaker would accept and run all jobs of the plan. Raises ConfigError that lists all problems."""
+    """Check that SageMaker would accept and run all jobs of the plan. Raises a ConfigError that lists all problems."""
     by_job = ((job, [*_job_problems(plan, job)] or _request_problems(plan, job)) for job in plan.jobs)
     problems = (f"{job.name}: {problem}" for job, job_problems in by_job for problem in job_problems)
     refuse(plan, problems, platform="SageMaker", next_command="trnjobs plan --target sagemaker")

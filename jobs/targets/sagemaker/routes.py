@@ -141,7 +141,7 @@ def training_job_of(attempt: Detail) -> str:
 
 
 def observe_queued(detail: Detail) -> ObservedAttempt:
-    """Convert the description of a service job that is between attempts, or that ended without an attempt."""
+    """Convert the description of a service job that waits for its next attempt, or that ended without one."""
     reason = str(detail.get("statusReason") or "")
     if detail["status"] in _ENDED:
         why = reason.removeprefix(RECEIVED) or "ended before it had a machine"
@@ -159,9 +159,7 @@ def observe_attempt(service_job: Detail, number: int, training: Detail | None, *
     observed = ObservedAttempt(started_at=seconds_of(attempt.get("startedAt")), streams=streams)
     if training:
         observed = observe_training_job(training, streams)
-    if (
-        is_last and status in _WITH_SAGEMAKER and not attempt.get("stoppedAt")
-    ):  # Batch has not decided yet whether to retry
+    if is_last and status in _WITH_SAGEMAKER and not attempt.get("stoppedAt"):  # Batch has not decided about a retry
         return replace(observed, end=None, ended_at=None)
     reason, end = str(attempt.get("statusReason") or ""), observed.end
     is_from_batch, text = bool(reason) and not reason.startswith(RECEIVED), reason.removeprefix(RECEIVED)

@@ -218,9 +218,7 @@ def decide_actions(
         failed = {task.spec.name for task in tasks if now[task.name].state.is_failure}
         waiting = [task for task in tasks if task.name in ends and now[task.name].state is JobState.PENDING]
         for task in waiting:
-            if not failed.isdisjoint(
-                task.waits_for()
-            ):  # this job was cancelled, so it must not count as skipped because of its dependency
+            if not failed.isdisjoint(task.waits_for()):  # it counts as cancelled, not as failed by its dependency
                 now[task.name] = job_states.failed_record(now[task.name], ends[task.name].reason, at)
                 failed.add(task.spec.name)
         now |= job_states.advance_waiting_jobs(tasks, now, at)
