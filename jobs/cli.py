@@ -1,4 +1,4 @@
-"""The `trnjobs` command: its table of commands."""
+"""The command-line interface `trnjobs`, with its commands and their flags."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,25 +8,25 @@ from pathlib import Path
 from pipeline.command_line import COMPLETION, CommandParser, Usage, completion, run_program, show
 from pipeline.core.errors import EXIT_OK
 
-# A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names.
-# `arguments.settings` holds the settings of the cycle.
+# Each command is a function `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES lists
+# for it. The function reads the settings of the cycle from `arguments.settings`.
 COMMANDS: dict[str, str] = {
-    "submit": "run a cycle here, on AWS Batch or on SageMaker; safe to repeat, no job is started twice",
+    "submit": "run a cycle here, on AWS Batch or on SageMaker; safe to repeat, because no job is started twice",
     "status": "show the jobs of a cycle",
-    "logs": "show the log of an attempt of a job; on any of its nodes",
+    "logs": "show the log of an attempt of a job; for any of its nodes",
     "history": "list the cycles of a workspace",
-    "diff": "compare two cycles: settings, data, metrics; default: the newest two",
-    "report": "write the page of a cycle, reports/<cycle>.html; also written whenever a cycle ends",
-    "retry": "go on with a failed or interrupted cycle; with its stored settings: what failed or was left is run",
-    "cancel": "cancel the unfinished jobs of a cycle; the last job first",
-    "run": "run your own script as a job, such as -- python train.py; with the ranks and retries of a stage",
-    "plan": "show the jobs of a cycle: sizes, limits, time and cost; --json: the exact requests",
-    "cost": "show time and cost of a cycle by stage; --last N: several cycles, with their success rate",
-    "fit": "check that a cycle fits what Terraform will create; schedule, limits, capacity",
-    "driver": "start the cycle that is due, once; entry point of the scheduler",
-    "reconcile": "record the states of jobs, close cycles that have ended; of --cycle, or of all open cycles",
-    "notify": "send pending notifications; --test: first a test message to every address",
-    "config": "print every setting with its value and source; [jobs] included",
+    "diff": "compare two cycles: settings, data, metrics; by default, the two newest",
+    "report": "write the page of a cycle, reports/<cycle>.html; this also happens whenever a cycle ends",
+    "retry": "continue a failed or interrupted cycle; reruns failed jobs and their dependents with the stored settings",
+    "cancel": "cancel the unfinished jobs of a cycle; starting with the last job",
+    "run": "run your own script as a job, such as -- python train.py; with ranks and retries like a stage",
+    "plan": "show the jobs of a cycle: sizes, limits, time and cost; with --json, the exact requests",
+    "cost": "show time and cost of a cycle by stage; with --last N, of several cycles, and their success rate",
+    "fit": "check that a cycle fits what Terraform will create; this covers schedule, limits and capacity",
+    "driver": "start the cycle that is due, once; this is the entry point for the scheduler",
+    "reconcile": "record job states and close cycles that have ended; for --cycle, or for all open cycles",
+    "notify": "send pending notifications; with --test, send a test message to every address first",
+    "config": "print every setting with its value and source; including [jobs]",
     "completion": COMPLETION.replace("trnpipe", "trnjobs"),
 }
 TARGETS = ["local", "batch", "sagemaker"]
@@ -113,41 +113,41 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         case "fit":
             add("plan", type=Path, metavar="PLAN.json", help="output of `terraform show -json` for a plan")
         case "submit":
-            fresh = "start a submitted cycle again from the beginning, if nothing was trained in it"
+            fresh = "restart a submitted cycle from the beginning, if nothing was trained in it"
             add("--fresh", action="store_true", help=fresh)
         case "run":
-            again = "run it again from the beginning, with access to the checkpoints of the earlier run"
+            again = "rerun the script from the beginning, with access to the checkpoints of the earlier run"
             add("--again", action="store_true", help=again)
             add("--name", default="", help="recorded as the cycle run-NAME (default: from the script)")
-            add("--nodes", type=int, default=0, metavar="N", help="machines at once (default: 1)")
-            add("--processes", type=int, default=0, metavar="P", help="ranks on each machine (default: 1)")
+            add("--nodes", type=int, default=0, metavar="N", help="number of machines (default: 1)")
+            add("--processes", type=int, default=0, metavar="P", help="ranks per machine (default: 1)")
             add("--instance", default="", help="instance type, such as trn1.32xlarge")
-            add("--vcpus", type=int, default=0, metavar="N", help="vCPUs per node (default: the instance's, else 1)")
-            add("--memory-mib", type=int, default=0, metavar="MIB", help="per node (default: likewise, else 2048)")
+            add("--vcpus", type=int, default=0, metavar="N", help="vCPUs per node (default: all of the instance, or 1)")
+            add("--memory-mib", type=int, default=0, metavar="MIB", help="per node (default: the instance's, or 2048)")
             add("--attempts", type=int, default=0, metavar="A", help="maximum number of attempts (default: 3)")
-            add("--timeout-s", type=int, default=0, metavar="S", help="limit of one attempt (default: 24 h)")
+            add("--timeout-s", type=int, default=0, metavar="S", help="time limit of one attempt (default: 24 h)")
             add("--image", default="", help="overrides jobs.image")
             add("--queue", default="", help="overrides jobs.queue")
             add("--role", default="", help="overrides jobs.role")
-            add("--environment", type=_variable, action="append", metavar="NAME=VALUE", help="variable, not a secret")
+            add("--environment", type=_variable, action="append", metavar="NAME=VALUE", help="variable (not a secret)")
         case "logs":
-            add("job", help="name in trnjobs status (a child of an array: embed:3)")
+            add("job", help="job name as shown by trnjobs status (embed:3 for a child of an array)")
             add("--attempt", type=int, default=0, help="attempt number, from 1 (default: the last)")
             add("--node", type=int, default=0, help="node of a multi-node job, from 0 (the main node)")
-            add("-f", "--follow", action="store_true", help="print new lines until the attempt has ended")
+            add("-f", "--follow", action="store_true", help="keep printing new lines until the attempt has ended")
             add("--tail", type=_count, metavar="N", help="start with the last N lines")
         case "notify":
-            add("--test", action="store_true", help="first send a test message to every address")
+            add("--test", action="store_true", help="send a test message to every address first")
         case "cancel":
-            add("--reason", default="by hand", help="recorded with the cycle")
+            add("--reason", default="by hand", help="reason to record with the cycle")
         case "diff":
             add("cycles", nargs="*", metavar="CYCLE", help="two cycles, the earlier one first")
         case "history":
-            add("--last", type=_count, default=20, help="cycles to show")
+            add("--last", type=_count, default=20, help="number of cycles to show")
         case "cost":
             add("--last", type=_count, metavar="N", help="show the newest N cycles and their success rate")
         case "status":
-            add("--watch", action="store_true", help="refresh until the cycle has ended, exit with its exit code")
+            add("--watch", action="store_true", help="refresh until the cycle has ended, then exit with its exit code")
             add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between updates (default: 5)")
         case "driver":
             default = "default: TRNJOBS_SCHEDULED_TIME, else the newest scheduled time that has passed"

@@ -1,4 +1,4 @@
-"""`trnjobs diff A B`: differences between two cycles in settings, data and metrics."""
+"""The command `trnjobs diff A B`, which compares the settings, data and metrics of two cycles."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -16,15 +16,15 @@ from pipeline.core.progress import Say
 from pipeline.evaluate.report import EvaluationReport, load_report
 
 _DATA = ("rows", "rows_bad", "queries_train", "queries_valid", "queries_test", "labels", "partitions_prepared")
-"""Figures of prepare that describe the data."""
+"""Figures of the stage prepare that describe the data."""
 _MAIN_METRICS = ("ndcg@10", "retrieval_ndcg@10", "retrieval_recall@100", "macro_f1", "accuracy", "ece")
 _MAX_CHARACTERS = 30
 _SAME = 5e-5
-"""Metrics with a smaller difference are equal at four decimals."""
+"""Metrics that differ by less than this are equal when shown with four decimals."""
 
 
 def run_diff(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the differences of two cycles (default: the newest two). Raises ConfigError if one does not exist."""
+    """Print the differences between two cycles (by default, the newest). Raises ConfigError if one does not exist."""
     base = open_newest(arguments.settings, say)
     names = arguments.cycles or newest_cycles(base.store)[-2:]
     if len(names) != 2:
@@ -35,7 +35,7 @@ def run_diff(arguments: argparse.Namespace, say: Say) -> int:
         )
     first, second = (base.other(name).store for name in names)
     for name in names:
-        base.other(name).plan()  # raises if the cycle was not submitted
+        base.other(name).plan()  # raises an error if the cycle was not submitted
     say(f"{first.cycle} -> {second.cycle}")
     for title, lines in (
         ("settings", _changed(_settings(first), _settings(second))),
@@ -84,7 +84,5 @@ def _metrics(before: EvaluationReport | None, now: EvaluationReport | None) -> l
     lines = aligned(rows, left=(0, 2)) if rows else []
     sizes = [f"{format_count(report.holdout.queries)} queries" for report in (before, now)]
     if lines and before.inputs.get("data") != now.inputs.get("data"):
-        lines.append(
-            f"measured on different test rows ({sizes[0]}, {sizes[1]}), which may explain a part of the change"
-        )
+        lines.append(f"measured on different test rows ({sizes[0]}, {sizes[1]}), which may explain part of the change")
     return lines

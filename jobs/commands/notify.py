@@ -1,12 +1,12 @@
-"""Notifications through Apprise: `trnjobs notify`, and the messages that other commands send.
+"""Send notifications through Apprise, for `trnjobs notify` and for other commands.
 
-A message is stored in the workspace until every address has accepted it, so that none is lost:
+Messages are stored in the workspace until every address has accepted them, so that no message is lost:
 
-notify/<cycle>/<name>.json          a pending message and the addresses that have accepted it, deleted after the last
-cycles/<cycle>/jobs/told/<name>     marks that the message was created, so that it is not created again
+notify/<cycle>/<name>.json          a pending message, with the addresses that have already accepted it
+cycles/<cycle>/jobs/told/<name>     an empty file, which ensures that the message is not created again
 
-The message is written before the mark, and both before the cycle is closed. After a kill between a delivery and its
-record, the message is sent again.
+The message is written before the empty file, and both are written before the cycle is closed. If a process is killed
+after it has delivered a message but before it has recorded this, the message is sent again.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from pipeline.io.storage import read_record
 
 OUTBOX = "notify"
 MAX_TEXT = 1500
-"""Limit of a line in characters, because the reasons of jobs may be long."""
+"""Maximum length of a line, because the reasons of jobs may be long."""
 
 
 class Notification(Record):
@@ -50,7 +50,7 @@ class Notification(Record):
 def run_notify(arguments: argparse.Namespace, say: Say) -> int:
     """Send the pending messages, after a test message with `--test`.
 
-    Raises ConfigError without an address, TransientError if an address did not accept every message.
+    Raises ConfigError if no address is configured, or TransientError if an address did not accept all messages.
     """
     cycle = open_cycle(arguments.settings, say)
     if not cycle.settings.jobs.notify.is_set:
@@ -68,7 +68,7 @@ def run_notify(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], closed: Closed | None) -> None:
-    """Store a message for a missed deadline and one for the end of the cycle."""
+    """Store a message if the deadline was missed, and one if the cycle has ended."""
     store = cycle.store
     ledger = read_ledger(store, plan, records, cycle.settings.jobs, closed=closed)
     if ledger.deadline_at is not None and (closed.at if closed else store.clock()) > ledger.deadline_at:
@@ -90,7 +90,10 @@ def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], clo
 
 
 def _put(cycle: OpenCycle, name: str, event: str, lines: Sequence[str] = (), *, at: float | None = None) -> None:
-    """Store a message, unless it was created before. `name`: unique in the cycle. `at`: None for now."""
+    """Store a message, unless it was already created.
+
+    `name` must be unique in the cycle. If `at` is None, the current time is used.
+    """
     store, storage = cycle.store, cycle.store.storage
     if storage.stat(store.key(f"told/{name}")) is not None:
         return
@@ -102,7 +105,7 @@ def _put(cycle: OpenCycle, name: str, event: str, lines: Sequence[str] = (), *, 
 
 
 def plain(text: str) -> str:
-    """Return one line of at most MAX_TEXT characters, without control, format and bidirectional characters."""
+    """Return the text as a line of at most MAX_TEXT characters, without control, format or bidirectional characters."""
     line = " ".join("".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in text).split())
     return shortened(line, MAX_TEXT)
 
@@ -112,7 +115,7 @@ def send_messages(
 ) -> int:
     """Store the messages of a cycle (if `plan` is given), and send the pending messages of all cycles.
 
-    Returns the number of messages that are still pending. A failure here never changes the outcome of the cycle.
+    Returns the number of messages that are still pending. Errors are reported, but never affect the cycle.
     """
     if not cycle.settings.jobs.notify.is_set:
         return 0
@@ -129,7 +132,10 @@ def send_messages(
 
 
 def _send(cycle: OpenCycle) -> int:
-    """Send every pending message to each address that has not accepted it. An address that fails is then skipped."""
+    """Send every pending message to each address that has not accepted it yet.
+
+    After an address has failed once, it is skipped.
+    """
     storage, pending = cycle.store.storage, list[tuple[str, Notification]]()
     for stat in storage.list(OUTBOX):
         command = f"delete {storage.uri(stat.key)}"
@@ -138,7 +144,7 @@ def _send(cycle: OpenCycle) -> int:
         except DataError as error:
             cycle.say(f"notify: {error.seen}; next: {command}")
             continue
-        if message is not None:  # otherwise another process has just sent it
+        if message is not None:  # otherwise, another process has sent it in the meantime
             pending.append((stat.key, message))
     if not pending:
         return 0
@@ -146,7 +152,7 @@ def _send(cycle: OpenCycle) -> int:
         import apprise
     except ImportError as error:
         raise missing_package("apprise", "jobs.notify", error) from error
-    logging.getLogger("apprise").disabled = True  # its messages may contain an address, which is a secret
+    logging.getLogger("apprise").disabled = True  # its log messages may contain an address, which is a secret
     addresses = _addresses(cycle)
     waiting, failed = 0, set[int]()
     for key, message in sorted(pending, key=lambda item: item[1].at):
@@ -174,7 +180,7 @@ def _send(cycle: OpenCycle) -> int:
 def _addresses(cycle: OpenCycle) -> list[str]:
     config = cycle.settings.jobs.notify
     if config.url_secret:
-        from jobs.targets.batch.client import secret_text  # boto3 takes a while to import
+        from jobs.targets.batch.client import secret_text  # imported lazily, because importing boto3 is slow
 
         text = secret_text(config.url_secret)
     else:

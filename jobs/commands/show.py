@@ -33,11 +33,14 @@ from pipeline.core.progress import Say
 from pipeline.io.paths import temporary_folder
 from pipeline.settings import as_json, reference, resolve, table_text
 
-HISTORY = 10  # cycles for the median of the expected durations
+HISTORY = 10  # number of earlier cycles from which durations are estimated
 
 
 def run_plan(arguments: argparse.Namespace, say: Say) -> int:
-    """Print the jobs of a cycle with sizes, duration and cost. Raises ConfigError if the target would refuse them."""
+    """Print the jobs of a cycle with their sizes, durations and costs.
+
+    Raises ConfigError if the target would refuse the jobs.
+    """
     settings: CycleSettings = arguments.settings
     target = arguments.target or settings.jobs.target
     plan = make_plan(settings)
@@ -48,7 +51,7 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
     if arguments.json and target == "sagemaker":
         say(json.dumps(sagemaker_requests(plan), indent=1))
     elif arguments.json:
-        # Both requests of every job. Values that only AWS assigns are in angle brackets: revisions and job ids.
+        # Print both requests of every job. Revisions and job ids, which AWS assigns, are shown in angle brackets.
         ids = {job.name: f"<id of {job.name}>" for job in plan.jobs}
         requests = []
         for job in plan.jobs:
@@ -58,7 +61,7 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             requests.append({"RegisterJobDefinition": definition, "SubmitJob": submit})
         say(json.dumps(requests, indent=1))
     elif arguments.diff:
-        from jobs.targets.batch.client import BatchClient, connect  # boto3 takes a while to import
+        from jobs.targets.batch.client import BatchClient, connect  # imported lazily, because importing boto3 is slow
 
         for line in change_lines(BatchClient(connect("batch")), plan):
             say(line)
@@ -71,7 +74,7 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             seconds = expected_seconds(replace(store, cycle=name).records() for name in names)
             prepared = load_result(store.storage, names[-1], "prepare") if names else None
             few = prepared.figures.get("few_queries") if prepared else None
-        except TrnpipeError as error:  # the plan itself needs no workspace
+        except TrnpipeError as error:  # the plan itself does not depend on the workspace
             say(f"earlier cycles cannot be read: {error.seen}")
         for line in plan_lines(plan, seconds, prices_of(settings.jobs, target), settings.jobs.sla_s):
             say(line)
@@ -83,14 +86,16 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_fit(arguments: argparse.Namespace, say: Say) -> int:
-    """Check that a cycle would run on the queues that a Terraform plan creates. `make deploy` runs this before apply.
+    """Check that a cycle could run on the queues that a Terraform plan would create.
 
-    The planned settings override the settings files of the image, which are read from the same paths here. Files and
-    flags of the command override both. Nothing is sent to AWS. Raises ConfigError if a job does not fit.
+    `make deploy` runs this before apply. The planned settings override the settings files of the image, which are read
+    from the same paths on this machine. Files and flags of the command override both. Nothing is sent to AWS.
+
+    Raises ConfigError if a job does not fit.
     """
     planned = read_planned(arguments.plan)
     with TemporaryDirectory(prefix="trnjobs-", dir=temporary_folder()) as folder:
-        infra = Path(folder) / "infra.json"  # the file of make deploy, without values that are not known yet
+        infra = Path(folder) / "infra.json"  # written by make deploy, without the values that are not known yet
         infra.write_text(json.dumps(planned.settings))
         files = [*planned.files, *arguments.config, infra]
         settings = resolve(files, os.environ, arguments.flags, CycleSettings).settings
@@ -124,7 +129,7 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
     cycle = open_newest(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
     store = cycle.store
     if arguments.watch:
-        from jobs.commands.watch import watch  # rich's live display takes a while to import
+        from jobs.commands.watch import watch  # imported lazily, because importing rich is slow
 
         return watch(cycle, arguments.every)
     plan = cycle.plan()
@@ -155,7 +160,10 @@ def run_logs(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bool = False) -> Iterator[str]:
-    """Yield the log of one attempt (from 1; 0: the last), with `follow` until it has ended. Raises ConfigError."""
+    """Yield the log lines of one attempt (from 1, or 0 for the last). If `follow` is set, wait until it has ended.
+
+    Raises ConfigError if there is no such log.
+    """
     plan, target = cycle.plan(), cycle.target()
 
     def find() -> dict[str, JobRecord]:
@@ -187,7 +195,7 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bo
 
 
 def run_history(arguments: argparse.Namespace, say: Say) -> int:
-    """Print one line per cycle of a workspace, the newest last, from the stored records."""
+    """Print one line per cycle of a workspace, newest last, based on the stored records."""
     base = open_newest(arguments.settings, say)
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "attempts", "why")]
     errors = list[str]()

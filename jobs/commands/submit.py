@@ -1,6 +1,7 @@
 """Commands that change a cycle: `trnjobs submit`, `run`, `retry`, `cancel`, `reconcile` and `driver`.
 
-The last part compares a cycle with its earlier submission, and decides whether it can start from the beginning.
+The last part of this module compares a cycle with its earlier submission and decides whether it can be restarted from
+the beginning.
 """
 
 import argparse
@@ -49,15 +50,18 @@ from pipeline.registry.records import verdict_key
 TIME_VARIABLE = "TRNJOBS_SCHEDULED_TIME"
 MAX_CHANGES = 8
 MAX_CHARACTERS = 60
-"""Limit for one value."""
+"""Maximum length of one value in a list of differences."""
 _NOT_PLANNED = tuple(
     f"jobs.{name}" for name in ("prices", "vcpu_usd", "sla_s", "schedule", "notify", "local_", "target")
 )
-"""Prefixes of settings that do not change the plan."""
+"""Prefixes of the settings that do not affect the plan."""
 
 
 def run_submit(arguments: argparse.Namespace, say: Say) -> int:
-    """Submit the jobs of a cycle, or resume it. Only the target batch returns before the cycle has ended."""
+    """Submit the jobs of a cycle, or resume it.
+
+    Returns immediately if the target is `batch`. For other targets, it only returns when the cycle has ended.
+    """
     settings: CycleSettings = arguments.settings
     settings = settings.model_copy(update={"cycle": cycle_of(settings)})  # the same date for plan and workspace
     with stopping_jobs(settings) as stop:
@@ -66,7 +70,7 @@ def run_submit(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_run(arguments: argparse.Namespace, say: Say) -> int:
-    """Submit a script as the single job of the cycle run-<name>, or resume it. Raises ConfigError if it is invalid."""
+    """Submit a script as the only job of the cycle run-<name>, or resume it. Raises ConfigError if it is invalid."""
     settings: CycleSettings = arguments.settings
     if not arguments.command:
         raise ConfigError(
@@ -94,10 +98,10 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def submit_plan(cycle: OpenCycle, plan: JobPlan, target_name: str, *, again: bool = False) -> int:
-    """Claim the cycle and submit its jobs. Safe to repeat: no job is started twice.
+    """Claim the cycle and submit its jobs. This is safe to repeat, because no job is started twice.
 
-    `again`: start from the beginning and replace an earlier submission. Returns the exit code of the cycle if it has
-    ended, else 0. Raises ConfigError if it was submitted with other settings.
+    If `again` is set, the cycle is restarted from the beginning and replaces its earlier submission. Returns the exit
+    code of the cycle if it has ended, and 0 otherwise. Raises ConfigError if it was submitted with different settings.
     """
     store = cycle.store
     if not again:
@@ -118,16 +122,16 @@ def submit_plan(cycle: OpenCycle, plan: JobPlan, target_name: str, *, again: boo
     claim, jobs = store.claim(), [job.name for job in plan.jobs]
     first = claim.first_round if claim else 1
     submission = max(store.submissions(), default=first)
-    if submission > first and store.plan() == plan:  # an interrupted retry: all other jobs have succeeded
+    if submission > first and store.plan() == plan:  # this is an interrupted retry, so all other jobs have succeeded
         jobs = _unfinished(plan, cycle.target().records(plan))
     return _submit_jobs(cycle, target_name, plan, submission, jobs)
 
 
 def run_retry(arguments: argparse.Namespace, say: Say) -> int:
-    """Run the failed jobs of a cycle, and those after them, as a new submission, with the stored settings.
+    """Rerun the failed jobs of a cycle and their dependents as a new submission, with the stored settings.
 
-    An incomplete submission, or a cycle that was interrupted on this machine, is resumed instead. Raises ConfigError
-    while jobs are running, or if no job has failed.
+    If a submission is incomplete, or the cycle was interrupted on this machine, it is resumed instead. Raises
+    ConfigError if jobs are still running, or if no job has failed.
     """
     with stopping_jobs(arguments.settings) as stop:
         cycle = open_newest(arguments.settings, say, stop, is_shown=True)
@@ -140,14 +144,14 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         has_ended = cycle.store.closed() or outcome_of(plan, records)
         if has_ended:
             submission += 1
-        elif cycle.interrupted_s() is not None:  # resume this submission, which no process runs
+        elif cycle.interrupted_s() is not None:  # no process is running this submission, so resume it
             cycle.say(f"cycle {cycle.name} was interrupted, resuming it")
             claim = cycle.store.claim()
-            submission = submission or (claim.first_round if claim else 1)  # it may have no job yet
+            submission = submission or (claim.first_round if claim else 1)  # the submission may not have any job yet
         elif len(submissions) < 2 or cycle.store.submitted(submission).keys() >= {*unfinished}:
             raise ConfigError(
                 f"cycle {cycle.name} is under way",
-                expected="an ended cycle",
+                expected="a cycle that has ended",
                 next_command=f"trnjobs status --cycle {cycle.name}",
             )
         if not unfinished:
@@ -163,7 +167,10 @@ def _unfinished(plan: JobPlan, records: Sequence[JobRecord]) -> list[str]:
 
 
 def _submit_jobs(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: int, jobs: Sequence[str]) -> int:
-    """Claim the cycle and submit `jobs` to the target. Returns the exit code of the cycle if it has ended, else 0."""
+    """Claim the cycle and submit `jobs` to the target.
+
+    Returns the exit code of the cycle if it has ended, and 0 otherwise.
+    """
     store, view = cycle.store, View(cycle, plan) if cycle.is_shown and target_name != "batch" else None
     with store.submitting(plan, target_name, submitter(), _script_digest(cycle, plan, target_name)) as renew:
         store.save_settings(of_all_jobs(cycle.settings))
@@ -171,14 +178,14 @@ def _submit_jobs(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: 
         target = open_target(replace(cycle, say=view.say) if view else cycle, target_name, renew)
         if target_name == "batch":
             target.submit(plan, submission, jobs)
-    if target_name != "batch":  # runs until the end, a second process waits (local) or follows too (sagemaker)
+    if target_name != "batch":  # runs to the end, while a second process waits (local) or follows it too (sagemaker)
         with view.while_running() if view else nullcontext():
             target.submit(plan, submission, jobs)
     return finish(cycle, plan, target.records(plan))
 
 
 def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
-    """End every unfinished job of a cycle, from the last to the first."""
+    """End every unfinished job of a cycle, starting with the last one."""
     cancel_cycle(open_newest(arguments.settings, say).with_stored(), arguments.reason)
     return EXIT_OK
 
@@ -186,17 +193,17 @@ def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
 def cancel_cycle(cycle: OpenCycle, reason: str) -> None:
     """End a cycle and close it. Raises ConfigError if it has no jobs."""
     plan, target, store = cycle.plan(), cycle.target(), cycle.store
-    with store.submitting(plan, target.name, submitter()):  # no other process may submit now
+    with store.submitting(plan, target.name, submitter()):  # prevent other processes from submitting jobs
         target.cancel(plan, CANCELLED + reason)
     records = target.records(plan)
     finish(cycle, plan, records, Closed(outcome="cancelled", at=store.clock(), reason=reason))
 
 
 def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
-    """Record the states of jobs, which AWS Batch forgets after a week, and close cycles that have ended.
+    """Record the states of jobs, because AWS Batch only keeps them for a week, and close cycles that have ended.
 
-    Without a cycle it handles all cycles that are not closed. A second schedule runs this, to detect blocked queues and
-    missed deadlines.
+    If no cycle is given, this handles all cycles that are not closed. A second schedule should run it, so that
+    blocked queues and missed deadlines are detected.
     """
     base = open_cycle(arguments.settings, say)
     if base.settings.cycle:
@@ -212,7 +219,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
                 say(f"cycle {cycle.name}: claimed, but nothing was submitted; next: {command}")
             else:
                 close_cycle(cycle)
-        except TrnpipeError as error:  # continue with the other cycles
+        except TrnpipeError as error:  # report the error and continue with the other cycles
             say(f"cycle {cycle.name}: {type(error).__name__}: {error}")
             failed = failed or error
     if not open_cycles:
@@ -237,7 +244,8 @@ def close_cycle(cycle: OpenCycle) -> None:
 def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:
     """Record and print the states of the jobs. If all have ended, write the page and close the cycle.
 
-    Returns the exit code of the cycle, 0 while it runs. `cancelled`: the end of a partially submitted cycle.
+    Returns the exit code of the cycle, or 0 while it is running. `cancelled` is the end of a cycle that was cancelled
+    after it was only partially submitted.
     """
     cycle = cycle.with_stored()
     store, say = cycle.store, cycle.say
@@ -260,12 +268,12 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
         return EXIT_OK
     data = None
     if store.closed() != closed:
-        # The page is written first. After a kill in between, the process that closes the cycle writes it again.
+        # Write the page first. If this process is killed in between, the process that closes the cycle writes it again.
         try:
             data = write_page(store, plan, records, cycle.settings.jobs, closed)
         except Preempted:
             raise
-        except Exception as error:  # even a bug here must not keep the cycle open, because the next cycle waits for it
+        except Exception as error:  # even a bug here must not keep the cycle open, since the next cycle waits for it
             say(
                 f"cycle {store.cycle}: writing its page failed: {type(error).__name__}: {error};"
                 f" next: trnjobs report --cycle {store.cycle}"
@@ -279,13 +287,13 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
     return exit_code_of_cycle(closed, records)
 
 
-# The driver, which the scheduler runs. It starts the cycle that is due, and exits. It is idempotent.
+# The driver is run by the scheduler. It starts the cycle that is due and exits. Running it repeatedly is safe.
 
 
 def run_driver(arguments: argparse.Namespace, say: Say) -> int:
     """Start the cycle that is due.
 
-    Raises ConfigError for a time that is not on the schedule, TransientError if it would overlap another cycle.
+    Raises ConfigError if the given time is not on the schedule, or TransientError if a different cycle is running.
     """
     settings, now = arguments.settings, datetime.now(UTC)
     config = settings.jobs.schedule
@@ -296,7 +304,7 @@ def run_driver(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def drive(config: ScheduleConfig, scheduled: datetime, now: datetime, base: OpenCycle, target: str) -> int:
-    """Start the cycle of a scheduled time if it is due and no other cycle runs. Return the exit code."""
+    """Start the cycle of a scheduled time if it is due and no other cycle is running. Return the exit code."""
     claimed = claimed_cycles(base.store)
     name, reason = due_cycle(config, scheduled=scheduled, now=now, claimed=claimed)
     if reason:
@@ -323,14 +331,17 @@ def has_ended(cycle: OpenCycle) -> bool:
         return True
     cycle = cycle.with_stored()
     plan = cycle.store.plan()
-    if plan is None:  # claimed, and nothing submitted
+    if plan is None:  # the cycle was claimed, but nothing was submitted
         return False
     finish(cycle, plan, cycle.target().records(plan))
     return cycle.store.closed() is not None
 
 
 def scheduled_time(text: str, config: ScheduleConfig, now: datetime) -> datetime:
-    """Parse a scheduled time, by default the newest that has passed. Raises ConfigError if it is invalid."""
+    """Parse a scheduled time, or return the newest that has passed if none is given.
+
+    Raises ConfigError if the time is invalid.
+    """
     if not text:
         return next(config.schedule().before(now))
     try:
@@ -346,7 +357,7 @@ def scheduled_time(text: str, config: ScheduleConfig, now: datetime) -> datetime
     return time.astimezone(UTC)
 
 
-# Cycles that were submitted before.
+# Handling of cycles that were submitted before.
 
 
 def is_run(cycle: OpenCycle) -> bool:
@@ -354,7 +365,7 @@ def is_run(cycle: OpenCycle) -> bool:
 
 
 def refuse_other(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
-    """Raise ConfigError with the differences if the cycle was submitted with other settings."""
+    """Check that the cycle was not submitted with different settings. Raises a ConfigError that lists them."""
     if not cycle.store.belongs_to_other(plan, target):
         return
     stops, changed = obstacle(cycle), changes(cycle, plan, target)
@@ -369,7 +380,7 @@ def refuse_other(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
 
 
 def changes(cycle: OpenCycle, plan: JobPlan, target: str) -> list[str]:
-    """Return the differences to the submission on record, as `name: stored -> current` without secrets."""
+    """Return the differences to the recorded submission as `name: stored -> current`, with secrets hidden."""
     claim, stored = cycle.store.claim(), cycle.store.plan()
     if stored is None:
         return ["its plan does not exist, because a start from the beginning was interrupted"]
@@ -379,9 +390,9 @@ def changes(cycle: OpenCycle, plan: JobPlan, target: str) -> list[str]:
     if stored != plan:
         try:
             before = of_all_jobs(with_values(cycle.store.settings() or {}, {}))
-        except (ConfigError, DataError):  # of another version
+        except (ConfigError, DataError):  # the settings were stored by a different version
             before = of_all_jobs(cycle.settings)
-        # If the settings are equal, another version or folder has led to a different plan.
+        # If the settings are equal, the plan differs because of a different version or folder.
         own = differences(before, of_all_jobs(cycle.settings))
         changed += [difference for difference in own if not difference[0].startswith(_NOT_PLANNED)] or list(
             differences(stored.model_dump(mode="json"), plan.model_dump(mode="json"))
@@ -390,11 +401,11 @@ def changes(cycle: OpenCycle, plan: JobPlan, target: str) -> list[str]:
 
 
 def unused_settings(cycle: OpenCycle) -> list[str]:
-    """Return the current settings that a command ignores because they differ from the stored ones."""
+    """Return the current settings that differ from the stored ones and are therefore ignored by a command."""
     stored = values_of(cycle.store.settings() or {})
     excluded = {"cycle", "workspace", "jobs"}
     current = values_of(cycle.settings.model_dump(mode="json", exclude_unset=True, exclude=excluded))
-    complete = values_of(cycle.settings.model_dump(mode="json"))  # with the defaults of records in lists
+    complete = values_of(cycle.settings.model_dump(mode="json"))  # includes the defaults of records in lists
     current = {name: complete[name] for name in current if name in stored}
     different = differences({name: stored[name] for name in current}, current)
     return [_change(*difference) for difference in different][:MAX_CHANGES]
@@ -406,10 +417,10 @@ def _change(name: str, before: Any, now: Any) -> str:
 
 
 def obstacle(cycle: OpenCycle) -> str:
-    """Return why the cycle cannot start from the beginning (`submit --fresh`, `run --again`), empty if it can.
+    """Return why the cycle cannot be restarted from the beginning, or an empty string if it can.
 
-    A cycle cannot start again once a model was trained or evaluated, so that no model and no decision of the gate is
-    lost. A script may always run again.
+    This is what `submit --fresh` and `run --again` do. A cycle in which a model was already trained or evaluated cannot
+    be restarted, so that no model and no decision of the gate is lost. A script can always be restarted.
     """
     store = cycle.store
     if not store.submissions():
@@ -423,7 +434,7 @@ def obstacle(cycle: OpenCycle) -> str:
         target = cycle.target()
         return target.busy_reason(target.records(plan))
     except TrnpipeError as error:
-        return f"cannot find out whether its jobs have ended: {error.seen}"
+        return f"cannot determine whether its jobs have ended: {error.seen}"
 
 
 def _kept_result(cycle: OpenCycle) -> str:
@@ -442,7 +453,10 @@ def _kept_result(cycle: OpenCycle) -> str:
 
 
 def begin_again(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
-    """Replace the earlier submission and end its jobs. Raises ConfigError if it has results to keep or running jobs."""
+    """End the jobs of the earlier submission and replace it.
+
+    Raises ConfigError if its results must be kept, or if its jobs are still running.
+    """
 
     def end(earlier: JobPlan) -> Sequence[JobRecord]:
         if stops := obstacle(cycle):
@@ -453,14 +467,14 @@ def begin_again(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
             )
         old, store = cycle.target(), cycle.store
         old.cancel(earlier, f"{CANCELLED}its cycle starts from the beginning")
-        store.storage.delete([f"cycles/{store.cycle}/train/parent.json"])  # the pinned parent model
+        store.storage.delete([f"cycles/{store.cycle}/train/parent.json"])  # so that a new parent model is chosen
         return old.records(earlier)
 
     cycle.store.begin_again(plan, target, submitter(), end)
 
 
 def _script_digest(cycle: OpenCycle, plan: JobPlan, target: str) -> str:
-    """Return the SHA-256 of the script of a `trnjobs run` on this machine, empty if it is not a file here."""
+    """Return the SHA-256 of the script of a `trnjobs run`, or an empty string if it is not a file on this machine."""
     script = Path(script_of(plan.jobs[0])) if is_run(cycle) and target == "local" else Path()
     return hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else ""
 

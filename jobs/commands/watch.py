@@ -1,7 +1,7 @@
-"""The display of a cycle while its jobs run, for `trnjobs submit`, `retry`, `run` and `status --watch`.
+"""Show the progress of a cycle while its jobs are running, for `trnjobs submit`, `retry`, `run` and `status --watch`.
 
-On a terminal this is a live table. Elsewhere it prints a line for each change and, every 15 s, one for each running
-job, without control characters.
+On a terminal, this is a live table. Otherwise, a line is printed for each state change, and every 15 s for each running
+job, without any control characters.
 """
 
 import sys
@@ -33,11 +33,11 @@ from pipeline.proc.signals import STOPPING
 from pipeline.telemetry.events import EventName
 
 NEWEST_BYTES = 256 * 1024
-"""Bytes read from the end of the event log, enough for the current figures."""
+"""Number of bytes to read from the end of the event log, which is enough for the current figures."""
 DRAW_S, REMOTE_S = 1.0, 5.0
-"""Seconds between two updates, for a local and for a remote workspace."""
+"""Seconds between updates, for a local and for a remote workspace."""
 LINES_S = 15.0
-"""Seconds between two lines about a running job without a live table."""
+"""Seconds between lines about a running job if there is no live table."""
 COLUMNS = ("job", "state", "ran", "")
 _STYLES = {JobState.SUCCEEDED: "green", JobState.RUNNING: "cyan", JobState.FAILED: "red", JobState.CANCELLED: "red"}
 _IN_EVENTS = ("stage", "step", "partition", "part")
@@ -51,9 +51,10 @@ def live_rows(
     now: float,
     newest_line: Callable[[JobRecord], str] = lambda record: "",
 ) -> list[Row]:
-    """Return one row per job, with cells in the order of COLUMNS. `events`: at least the newest, in order of time.
+    """Return one row per job, with cells in the order of COLUMNS.
 
-    `newest_line`: returns the last log line of a running job, empty if it is unknown.
+    `events` must contain at least the newest events, in chronological order. `newest_line` returns the last log line of
+    a running job, or an empty string if it is unknown.
     """
     rows = list[Row]()
     for record in records:
@@ -73,7 +74,7 @@ def live_rows(
 
 
 def doing_text(stage: str, events: Sequence[CycleEvent], newest_line: str = "") -> str:
-    """Return the activity of a running job: `step 120/2000, loss 0.693, ...`, else its last log line."""
+    """Return what a running job is doing, such as `step 120/2000, loss 0.693, ...`, or else its last log line."""
     newest: Mapping[str, CycleEvent] = {event.name: event for event in events}
     if stage == "train" and (steps := newest.get(EventName.TRAIN_STEPS)):
         started, losses = newest.get(EventName.TRAIN_STARTED), steps.fields.get("losses")
@@ -87,7 +88,7 @@ def doing_text(stage: str, events: Sequence[CycleEvent], newest_line: str = "") 
             fields.append(f"eta {format_duration(steps.number('eta_s'))}")
         return ", ".join(fields)
     line = "".join(filter(str.isprintable, Text.from_ansi(newest_line).plain)).strip()
-    if line:  # keep the first two figures and the last one, which is the ETA
+    if line:  # to save space, keep the first two figures and the last one, which is the ETA
         parts = line.removeprefix(stage).removeprefix(":").split(" | ")
         fields = [part for part in parts if not part.endswith("so far")]
         return ", ".join([*fields[:2], *fields[2:][-1:]]).strip()
@@ -98,7 +99,10 @@ def doing_text(stage: str, events: Sequence[CycleEvent], newest_line: str = "") 
 
 
 def event_text(events: Sequence[CycleEvent], now: float) -> str:
-    """Return the newest event that is not a training step: `3s ago: checkpoint saved, step 200`. Empty if none."""
+    """Return the newest event that is not a training step, such as `3s ago: checkpoint saved, step 200`.
+
+    Return an empty string if there is none.
+    """
     newest = next((event for event in reversed(events) if event.name != EventName.TRAIN_STEPS), None)
     if newest is None:
         return ""
@@ -120,7 +124,10 @@ def head_text(plan: JobPlan, ledger: CycleLedger, target: str, state: str, end: 
 
 
 class View:
-    """The live display of one cycle, or its lines. `prints_changes`: print state changes, if no other code does."""
+    """The live display of one cycle, which prints lines instead if there is no terminal.
+
+    `prints_changes` is whether to print state changes, which is only necessary if no other code does so.
+    """
 
     def __init__(
         self,
@@ -130,11 +137,11 @@ class View:
         *,
         prints_changes: bool = False,
     ) -> None:
-        # A separate storage, because that of the cycle stops reading after Ctrl-C.
+        # Use a separate storage, because the storage of the cycle cannot be read after Ctrl-C.
         store = replace(cycle.store, storage=open_storage(cycle.store.storage.root, retry=cycle.settings.storage))
         self.cycle, self.stop = replace(cycle, store=store, stop=StopSignal()), cycle.stop
         self.plan, self.prints_changes = plan, prints_changes
-        # A pipe gets no control characters, even if FORCE_COLOR is set.
+        # Never write control characters to a pipe, even if FORCE_COLOR is set.
         self.console = console or rich.console.Console(force_terminal=sys.stdout.isatty())
         has_screen = self.console.is_terminal and not self.console.is_dumb_terminal
         self.live = Live(console=self.console, auto_refresh=False) if has_screen else None
@@ -147,7 +154,7 @@ class View:
     def __enter__(self) -> "View":
         if self.live is not None:
             self.live.start()
-            self.console.show_cursor(True)  # a killed process could not restore it
+            self.console.show_cursor(True)  # in case an earlier process was killed before it could restore it
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -165,7 +172,7 @@ class View:
 
     @contextmanager
     def while_running(self) -> Iterator[None]:
-        """Show the jobs, and the output of a script of `trnjobs run`, while this thread runs them."""
+        """Show the jobs, including the output of a script of `trnjobs run`, while this thread runs them."""
         done = threading.Event()
         thread = threading.Thread(target=self._keep_drawing, args=(self.cycle.target(), done), name="view", daemon=True)
         with self:
@@ -189,7 +196,7 @@ class View:
             while not done.wait(0.1) and time.monotonic() < until and not (self.live and self.stop.is_set()):
                 continue
             is_last = done.is_set()
-            with suppress(TrnpipeError):  # a failure of the display must not affect the jobs
+            with suppress(TrnpipeError):  # errors of the display must not affect the jobs
                 records = target.records(self.plan) if target.name == "local" else store.records()
                 if self.cycle.name.startswith(RUN_PREFIX):
                     self._follow_logs(target, records, done, every_s)
@@ -197,7 +204,7 @@ class View:
                     self.draw(target, records)
 
     def _follow_logs(self, target: Target, records: Sequence[JobRecord], done: threading.Event, every_s: float) -> None:
-        """Print the output of each attempt on each node until its end, each in a separate thread."""
+        """Print the output of each node of each attempt until it ends, in a separate thread per log."""
 
         def follow(job: JobRecord, attempt: int, node: int, earlier: threading.Thread | None) -> None:
             if earlier is not None:
@@ -206,7 +213,7 @@ class View:
             try:
                 for line in target.logs(job, attempt=attempt, node=node, more=more):
                     self.say(line)
-            except TrnpipeError:  # no log yet
+            except TrnpipeError:  # there is no log yet
                 self._followed.pop((attempt, node))
 
         for job in records:
@@ -223,7 +230,7 @@ class View:
                         thread.start()
 
     def draw(self, target: Target, records: Sequence[JobRecord], *, is_interrupted: bool = False) -> Closed | None:
-        """Show the current states of the jobs. Return the end of the cycle if it has ended."""
+        """Show the current states of the jobs. Return how the cycle ended, or None if it has not."""
         store = self.cycle.store
         closed = store.closed() or outcome_of(self.plan, records)
         events = read_cycle_events(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
@@ -240,12 +247,12 @@ class View:
         is_stopping = self.stop.is_set()
         self.live.update(_picture(head, rows, [*lines, STOPPING] if is_stopping else lines), refresh=True)
         self._printed_at = now
-        if is_stopping:  # continue with lines
+        if is_stopping:  # print lines from now on
             self.__exit__()
         return closed
 
     def _print_lines(self, head: str, records: Sequence[JobRecord], rows: Sequence[Row], now: float) -> None:
-        """Print a line for each change since the last update, and every LINES_S one for each running job."""
+        """Print a line for each state change since the last update, and every LINES_S seconds for each running job."""
         tasks = [task for record in records for task in record.tasks()]
         if self.prints_changes:
             if self._last_states is None:
@@ -272,7 +279,10 @@ def watch(
     console: rich.console.Console | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> int:
-    """Show the cycle until it has ended or Ctrl-C. Return its exit code, 143 if no process runs its jobs any more."""
+    """Show the cycle until it has ended or the user presses Ctrl-C, and return its exit code.
+
+    The exit code is 143 if no process is running its jobs any more.
+    """
     plan, target = cycle.plan(), cycle.target()
     records, closed, looks_interrupted = tuple[JobRecord, ...](), None, 0
     try:
@@ -283,9 +293,9 @@ def watch(
                     is_interrupted = cycle.store.closed() is None and cycle.interrupted_s() is not None
                     closed = view.draw(target, records, is_interrupted=is_interrupted)
                     looks_interrupted = looks_interrupted + 1 if is_interrupted else 0
-                except TransientError as error:  # such as a throttled call, which does not affect the cycle
+                except TransientError as error:  # for example a throttled request, which does not affect the cycle
                     view.say(f"not read: {error.seen}")
-                if closed is not None or looks_interrupted == 2:  # a process that resumes it takes a moment to start
+                if closed is not None or looks_interrupted == 2:  # wait a moment for a process that may resume it
                     break
                 sleep(every_s)
     except KeyboardInterrupt:
