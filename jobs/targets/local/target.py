@@ -178,9 +178,7 @@ class LocalEngine:
                 changed, now = False, self.monotonic()
                 if trouble_since is None:
                     trouble_since = now
-                    self.say(
-                        f"cannot write to {self.files.folder}: {error} (no jobs are started until this is resolved)"
-                    )
+                    self.say(f"cannot write to {self.files.folder}: {error} (no job is started until this is resolved)")
                 elif now - trouble_since > DISK_PATIENCE_S:
                     raise translate_os_error(error, "writing", str(self.files.folder)) from error
             if not changed:
