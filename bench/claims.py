@@ -1,11 +1,11 @@
-"""The claims of docs/results.md and README.md, each a figure of a committed result, and how they were measured."""
+"""The claims in docs/results.md and README.md, each backed by a committed result, and how they were measured."""
 
 from types import MappingProxyType
 from typing import NamedTuple
 
 
 class Claim(NamedTuple):
-    """One row: `text` in words, a figure of a bench, and the name of its method in METHODS."""
+    """A row of the table: its text, the bench and figure that it shows, and the name of its method in METHODS."""
 
     text: str
     bench: str
@@ -20,8 +20,8 @@ _BEST_PEER = Claim(
     "ahead_of_best_peer",
     "search",
 )
-_EMBED = Claim("Embedding speed against sentence-transformers, fp32, CPU", "embed", "ratio", "speed")
-_CHAOS = Claim("Jobs that succeed by retries alone, 52 injected faults", "chaos", "jobs_finished", "reliability")
+_EMBED = Claim("Embedding speed relative to sentence-transformers, fp32, CPU", "embed", "ratio", "speed")
+_CHAOS = Claim("Jobs completed by retries only, 52 injected faults", "chaos", "jobs_finished", "reliability")
 
 CLAIMS = (
     _BEST_PEER,
@@ -39,7 +39,7 @@ CLAIMS = (
     Claim(f"{_WDC} shoes", "quality_shoes_32000_cuda", "ahead_of_boosting", "pairs"),
     Claim(f"{_WDC} watches", "quality_watches_32000_cuda", "ahead_of_boosting", "pairs"),
     Claim(
-        "nDCG@10 lost by five daily cycles against one training",
+        "nDCG@10 lost by five daily cycles compared with a single training run",
         "quality_incremental_pricerunner_32000_cuda",
         "behind",
         "daily-cycles",
@@ -51,51 +51,53 @@ CLAIMS = (
         "gate",
     ),
     _CHAOS,
-    Claim("Difference of accuracy between XLA and CPU over 300 steps", "parity", "fp32_metric", "equality"),
-    Claim("Largest difference of a loss over all parallel plans", "plans", "difference", "equality"),
-    Claim("Training speed against sentence-transformers, fp32, CPU", "peer_speed", "fp32_cpu_ratio", "speed"),
-    Claim("Training speed against Hugging Face Trainer, XLA:CPU", "trainer_ratio", "ratio", "speed"),
+    Claim("Accuracy difference between XLA and CPU over 300 steps", "parity", "fp32_metric", "equality"),
+    Claim("Largest loss difference over all parallel plans", "plans", "difference", "equality"),
+    Claim("Training speed relative to sentence-transformers, fp32, CPU", "peer_speed", "fp32_cpu_ratio", "speed"),
+    Claim("Training speed relative to Hugging Face Trainer, XLA:CPU", "trainer_ratio", "ratio", "speed"),
     _EMBED,
-    Claim("Share of the peak (MFU) in training BERT-large, bf16", "gpu", "mfu_128", "speed"),
-    Claim("Training speed against DDP with autocast, BERT-large", "gpu", "ddp_ratio_128", "speed"),
+    Claim("MFU when training BERT-large, bf16", "gpu", "mfu_128", "speed"),
+    Claim("Training speed relative to DDP with autocast, BERT-large", "gpu", "ddp_ratio_128", "speed"),
     Claim("One exact search among 1 million products", "search", "answer", "speed"),
-    Claim("Memory of mining hard negatives among 1 million items", "mining", "memory", "speed"),
-    Claim("Process start to the first step after a resume, CPU", "resume", "cpu_total", "speed"),
+    Claim("Memory used to mine hard negatives among 1 million items", "mining", "memory", "speed"),
+    Claim("Time from process start to the first step after a resume, CPU", "resume", "cpu_total", "speed"),
 )
 README_CLAIMS = (_BEST_PEER, _EMBED, _CHAOS)
 
 METHODS = MappingProxyType(
     {
         "search": """\
-MiniLM-L6 (published weights, `configs/small.toml`) is fine-tuned on PriceRunner's pairs by trnpipe, and by
-sentence-transformers with MultipleNegativesRankingLoss at its best rate (the best of plain, cached and mined
-negatives). Both search the same catalogue for the same 1,328 test queries. The test split is read once per seed.
-Rates are chosen on the validation split. Three seeds each. Recall@100 is lower than that of sentence-transformers
-([where a simpler tool is as good](quality.md#where-a-simpler-tool-is-as-good)). `python -m bench.quality`.""",
+trnpipe and sentence-transformers both fine-tune MiniLM-L6 (published weights, `configs/small.toml`) on
+PriceRunner's pairs. sentence-transformers uses MultipleNegativesRankingLoss at its best learning rate, with the
+best of plain, cached and mined negatives. Both search the same catalogue for the same 1,328 test queries. Learning
+rates are chosen on the validation split, and the test split is read once per seed, with three seeds each. The
+recall@100 of trnpipe is lower than that of sentence-transformers ([where a simpler tool is as
+good](quality.md#where-a-simpler-tool-is-as-good)). `python -m bench.quality`.""",
         "pairs": """\
 The same model scores pairs of WDC's product sets after 32,000 training pairs. Boosting is scikit-learn's
-HistGradientBoostingClassifier on lexical features. Thresholds come from the validation split. A fine-tuned
-bi-encoder is 0.035 to 0.069 behind. `python -m bench.quality`.""",
+HistGradientBoostingClassifier on lexical features. Thresholds are chosen on the validation split. A fine-tuned
+bi-encoder scores 0.035 to 0.069 lower than trnpipe. `python -m bench.quality`.""",
         "daily-cycles": """\
 PriceRunner is divided into five days. Five cycles, each of which starts from the previous model and replays a tenth
-of the earlier days, are compared with one training on all days with the same number of steps. `python -m
-bench.quality incremental`.""",
+of the earlier days, are compared with a single training run on all days with the same number of steps.
+`python -m bench.quality incremental`.""",
         "gate": """\
-1,000 simulated test splits of 500 queries are judged as in `trnpipe evaluate`, with a candidate whose true drop is
-exactly the one allowed. The figure is the worst of three kinds of drop. The bound is 5 % plus two standard errors.
-A candidate as good as production is refused in 48.5 % of splits of 500 queries, and in 9.1 % of splits of 1,500.
-`python -m bench.gate_rates`.""",
+1,000 simulated test splits of 500 queries are judged in the same way as in `trnpipe evaluate`, for a candidate
+whose true drop is exactly the allowed one. The figure is the worst of three kinds of drop, and the bound is 5 %
+plus two standard errors. A candidate that is as good as production is refused in 48.5 % of the splits with 500
+queries, and in 9.1 % of those with 1,500. `python -m bench.gate_rates`.""",
         "reliability": """\
 50 cycles of 8 jobs run on one machine under random faults: `kill -9` of processes, nodes and drivers, hung ranks,
-full disks, failing S3, damaged checkpoints. A job succeeds if retries alone complete it. The bench also checks that
-nothing ran twice, that no vector is missing, and that the right model was promoted. `python -m bench.chaos`.""",
+full disks, failing S3 requests, and damaged checkpoints. A job counts as completed if retries are sufficient. The
+bench also verifies that nothing ran twice, that no vector is missing, and that the right model was promoted.
+`python -m bench.chaos`.""",
         "equality": """\
-`trnpipe parity` trains 300 steps from one checkpoint on XLA:CPU and on CPU and evaluates every 50 steps. For plans,
-every combination of data, sharded, tensor and hybrid parallelism on 2 and 4 gloo ranks is compared with one
-process. `python -m bench.parity`, `python -m bench.plans`.""",
+`trnpipe parity` trains 300 steps from the same checkpoint on XLA:CPU and on CPU, and evaluates every 50 steps. For
+plans, every combination of data, sharded, tensor and hybrid parallelism on 2 and 4 gloo ranks is compared with a
+single process. `python -m bench.parity`, `python -m bench.plans`.""",
         "speed": """\
-Both programs take turns with blocks of steps or titles, on the same data, weights and loss. The figure is the
-median of the ratios, without warm-up and compilation. Search and mining use synthetic unit vectors; mining is
-compared with a sort of all scores. `python -m bench --help` lists the scripts.""",
+Both programs alternate between blocks of steps or titles, using the same data, weights and loss. The figure is the
+median of the ratios, excluding warm-up and compilation. Search and mining use synthetic unit vectors, and mining is
+compared with sorting all scores. `python -m bench --help` lists the scripts.""",
     }
 )

@@ -1,4 +1,4 @@
-"""`python -m jobs`, the same as `trnjobs`."""
+"""Run `trnjobs` as `python -m jobs`."""
 
 import atexit
 import gc
@@ -6,7 +6,7 @@ import sys
 
 from jobs.cli import main
 
-atexit.register(gc.freeze)  # without it the last collection scans all of torch, which takes 0.7 s
+atexit.register(gc.freeze)  # keeps the final garbage collection from scanning all of torch, which takes 0.7 s
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,13 @@
-"""A cycle from Python, in a script or a notebook: `trnpipe.Cycle`.
+"""The Python API of a cycle, for scripts and notebooks: `trnpipe.Cycle`.
 
     cycle = trnpipe.Cycle("configs/quickstart.toml", "workspace/quickstart", "first")
     cycle.submit()
     cycle.wait()
     pandas.DataFrame(cycle.result().table)
 
-Results are records with typed fields, and their `table` is a list of plain dicts. Errors are those of the commands.
-Nothing is printed unless `say` is passed, and no signal handler is installed.
+Results are records with typed fields. The `table` of a result is a list of plain dicts, from which pandas can build a
+data frame. Methods raise the same errors as the corresponding commands. Nothing is printed unless `say` is passed, and
+no signal handlers are installed.
 """
 
 import os
@@ -45,10 +46,10 @@ class CycleStatus(Record):
     """The current status of a cycle."""
 
     cycle: str
-    target: str = Field(description="Target of the jobs (empty: not submitted)")
+    target: str = Field(description="Target that the jobs were submitted to (empty: not submitted)")
     outcome: Outcome | Literal["open", "not submitted"]
     reason: str
-    jobs: tuple[Job, ...] = Field(description="In the order of the plan")
+    jobs: tuple[Job, ...] = Field(description="All jobs of the plan, in its order")
 
     def __repr__(self) -> str:
         done = sum(job.state == "SUCCEEDED" for job in self.jobs)
@@ -74,10 +75,12 @@ class CycleStatus(Record):
 
 
 class CycleResult(CycleRow):
-    """The result of a cycle: its row of the index, and all figures of its stages."""
+    """The result of a cycle: its row in the index of cycles, plus all figures that its stages have reported."""
 
-    exit_code: int | None = Field(description="Of a command that waits for the cycle (None: still running)")
-    figures: Mapping[str, Mapping[str, Figure]] = Field(description="Of the finished stages, by stage")
+    exit_code: int | None = Field(description="Exit code of a command that waits for the cycle (None: still running)")
+    figures: Mapping[str, Mapping[str, Figure]] = Field(
+        description="Figures of the stages that have finished, by stage"
+    )
 
     @property
     def table(self) -> list[dict[str, Any]]:
@@ -97,7 +100,7 @@ class CycleResult(CycleRow):
 
 
 class CyclePage(Record):
-    """The written page of a cycle."""
+    """The report page of a cycle, after it was written to the workspace."""
 
     uri: str
     data: PageData
@@ -112,7 +115,7 @@ class CyclePage(Record):
 
 
 def _html(title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table for a notebook, with every text escaped."""
+    """Return an HTML table for a notebook, with all text escaped."""
     cell, line = Markup("<td>{}</td>"), Markup("<tr>{}</tr>")
     body = Markup().join(line.format(Markup().join(cell.format(row[name]) for name in columns)) for row in rows)
     head = Markup().join(Markup("<th>{}</th>").format(name) for name in columns)
@@ -121,16 +124,16 @@ def _html(title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]])
 
 
 class Cycle:
-    """One cycle of jobs in a workspace: plan, submit, wait, and read the results.
+    """A cycle of jobs in a workspace, with methods to plan it, submit it, wait for it and read its results.
 
     Args:
-        config: A TOML or JSON file, or several, of which later ones override earlier ones.
-        workspace: Folder or URI. Overrides the files.
-        name: Name of the cycle. Default: the name in the files, else today's date.
-        settings: A tree of settings that overrides files and environment, such as {"train": {"epochs": 1}}.
-        say: Called with each line that the commands would print. By default nothing is printed.
+        config: A TOML or JSON file, or a sequence of files, in which later files override earlier ones.
+        workspace: Folder or URI of the workspace. Overrides the value in the files.
+        name: Name of the cycle. Defaults to the name in the files, or to today's date if they do not set one.
+        settings: Nested settings, such as {"train": {"epochs": 1}}, which override files and environment variables.
+        say: Called with each line that the corresponding command would print. By default, nothing is printed.
 
-    Raises ConfigError for a setting that is unknown or out of bounds, with its source.
+    Raises ConfigError if a setting is unknown or out of bounds. The error includes the source of the setting.
     """
 
     def __init__(
@@ -149,10 +152,10 @@ class Cycle:
             [Path(file) for file in files], os.environ, model=CycleSettings, overrides=overrides
         ).settings
         opened = open_cycle(self.settings, say or (lambda _: None))
-        self._cycle = opened.other(opened.name)  # fixes the name, because the date may change during the cycle
+        self._cycle = opened.other(opened.name)  # fix the name now, because the date may change during the cycle
         self.settings, self._store = self._cycle.settings, self._cycle.store
         self._engine: Future[int] | None = None
-        """The thread that runs local jobs. None before, and after its result was returned or raised."""
+        """The thread that runs local jobs, or None before it is started and after its result was collected."""
 
     @property
     def name(self) -> str:
@@ -162,15 +165,23 @@ class Cycle:
         return f"Cycle({self._store.storage.root!r}, {self.name!r})"
 
     def plan(self) -> JobPlan:
-        """Return the submitted plan, else the plan of the settings. Raises ConfigError if they do not fit together."""
+        """Return the submitted plan, or the plan for the current settings if nothing was submitted yet.
+
+        Raises ConfigError if the settings are inconsistent.
+        """
         return self._store.plan() or make_plan(self.settings)
 
     def submit(self, target: str = "", *, fresh: bool = False) -> CycleStatus:
-        """Submit the jobs, or resume the submission, and return at once. Safe to repeat: no job is started twice.
+        """Submit the jobs, or resume an earlier submission, and return without waiting for them.
 
-        `target`: overrides jobs.target. `fresh`: start a submitted cycle again from the beginning, if nothing was
-        trained in it. Local jobs run in a thread of this process, and the interpreter does not exit before they have
-        ended. Raises ConfigError for an invalid plan, TransientError while another process submits the cycle.
+        This method can safely be called again, because no job is ever started twice. Local jobs run in a thread of
+        this process, and the interpreter does not exit until they have ended.
+
+        Args:
+            target: Overrides `jobs.target`.
+            fresh: Restart a submitted cycle from the beginning. This is only possible if nothing was trained in it.
+
+        Raises ConfigError if the plan is invalid, and TransientError while another process is submitting the cycle.
         """
         target = target or self.settings.jobs.target
         plan = make_plan(self.settings)
@@ -185,17 +196,19 @@ class Cycle:
         return self.status()
 
     def wait(self, timeout_s: float | None = None, every_s: float = 5.0) -> CycleStatus:
-        """Wait until the cycle has ended on its target, and close it. An interrupt only ends the waiting.
+        """Wait until the cycle has ended on its target, then close it.
 
-        On SageMaker this call also starts the jobs that are due. Raises TransientError after `timeout_s` or if AWS or
-        the workspace is unreachable for 15 min, ConfigError if the cycle was not submitted, and any error that ended
-        the local jobs.
+        Interrupting this call does not end the jobs. On SageMaker, it also starts the jobs whose dependencies have
+        succeeded.
+
+        Raises TransientError after `timeout_s`, or if AWS or the workspace was unreachable for 15 minutes. Raises
+        ConfigError if the cycle was not submitted. An error that ended the local jobs is raised here.
         """
         until = time.monotonic() + (inf if timeout_s is None else timeout_s)
         plan, target, answered_at = self._cycle.plan(), self._cycle.target(), time.monotonic()
         while True:
             wait_s = min(every_s, max(0.0, until - time.monotonic()))
-            if (engine := self._engine) is not None:  # read once, because another thread may wait too
+            if (engine := self._engine) is not None:  # read once, because another waiting thread may reset it
                 wait_for([engine], wait_s)
             runs_here = self._runs_here()
             try:
@@ -213,13 +226,13 @@ class Cycle:
             if time.monotonic() >= until:
                 raise TransientError(
                     f"cycle {self.name} has not ended within {timeout_s:g} s",
-                    next_command="wait again; status() shows its progress",
+                    next_command="call wait() again, or status() to see its progress",
                 )
             if not runs_here:
                 time.sleep(wait_s)
 
     def _runs_here(self) -> bool:
-        """Return whether this process still runs the jobs. Raises the error that ended them, once."""
+        """Return whether this process is still running the jobs. If an error ended them, it is raised here once."""
         engine = self._engine
         if engine is None or not engine.done():
             return engine is not None
@@ -228,7 +241,7 @@ class Cycle:
         return False
 
     def status(self) -> CycleStatus:
-        """Return the current state of the cycle and its jobs, also before it is submitted."""
+        """Return the current state of the cycle and its jobs. This also works before the cycle is submitted."""
         claim = self._store.claim()
         if self._store.plan() is None:
             jobs = tuple(jobs_of(make_plan(self.settings), ()))
@@ -243,7 +256,7 @@ class Cycle:
         )
 
     def result(self) -> CycleResult:
-        """Return the outcome and the figures so far. Raises ConfigError if the cycle was not submitted."""
+        """Return the outcome and the figures reported so far. Raises ConfigError if the cycle was not submitted."""
         plan, records, closed = self._ended()
         ledger = read_ledger(self._store, plan, records, self._cycle.with_stored().settings.jobs, closed=closed)
         data = gather(self._store, plan, ledger, records, closed)
@@ -252,17 +265,20 @@ class Cycle:
         return CycleResult(**row.model_dump(), exit_code=code, figures=data.figures)
 
     def report(self) -> CyclePage:
-        """Write the page of the cycle and its data. Raises ConfigError if the cycle was not submitted."""
+        """Write the report page of the cycle and its data. Raises ConfigError if the cycle was not submitted."""
         plan, records, closed = self._ended()
         data = write_page(self._store, plan, records, self._cycle.with_stored().settings.jobs, closed)
         return CyclePage(uri=self._store.storage.uri(report_key(self.name)), data=data)
 
     def logs(self, job: str, *, attempt: int = 0, node: int = 0) -> Iterator[str]:
-        """Yield the log of one attempt (0: the last) of a job or a child such as `embed:3`. Raises ConfigError."""
+        """Yield the log lines of one attempt (0: the last) of a job, or of a child of an array such as `embed:3`.
+
+        Raises ConfigError if there is no such log.
+        """
         yield from log_lines(self._cycle, job, attempt=attempt, node=node)
 
     def cancel(self, reason: str = "by hand") -> CycleStatus:
-        """End every unfinished job. Raises ConfigError if the cycle was not submitted."""
+        """End every unfinished job and close the cycle. Raises ConfigError if the cycle was not submitted."""
         cancel_cycle(self._cycle, reason)
         return self.wait()
 

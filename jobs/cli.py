@@ -155,7 +155,7 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             add("-f", "--follow", action="store_true", help="keep printing new lines until the attempt has ended")
             add("--tail", type=_count, metavar="N", help="start with the last N lines")
         case "notify":
-            add("--test", action="store_true", help="first send a test message to every address")
+            add("--test", action="store_true", help="send a test message to every address first")
         case "cancel":
             add("--reason", default="by hand", help="reason to record with the cycle")
         case "diff":

@@ -1,7 +1,8 @@
-"""When cycles are due, and whether to start one now, given the clock and the cycles that were already started. Pure.
+"""Determine when cycles are due, and whether the driver should start one now.
 
-EventBridge Scheduler starts the driver with the same expression. A missed cycle is not started later, because the next
-cycle also processes its partitions.
+EventBridge Scheduler starts the driver with the same expression. If a cycle was missed, it is skipped instead of being
+started late, because the next cycle also processes its partitions. Nothing here reads the clock or the workspace: the
+current time and the cycles that were already started are passed as arguments.
 """
 
 import re
@@ -21,17 +22,17 @@ _DAY = timedelta(days=1)
 
 
 class ScheduleConfig(Record):
-    """The schedule of cycles, which must equal that of EventBridge Scheduler, which starts the driver."""
+    """The schedule of cycles. It must match the schedule in EventBridge Scheduler, which starts the driver."""
 
     retired: ClassVar[Mapping[str, Any]] = {"every": "", "at": ..., "start": None, "policy": ...}
     expression: str = Field(
         "",
-        description="cron(minutes hours day-of-month month day-of-week *), the syntax of EventBridge Scheduler"
-        " (empty: no schedule)",
+        description="Cron expression in the syntax of EventBridge Scheduler: cron(minutes hours day-of-month month"
+        " day-of-week *) (empty: no schedule)",
     )
     timezone: str = Field("UTC", max_length=50, description="IANA time zone of the expression")
     max_late_s: int = Field(
-        6 * 3600, ge=60, description="Seconds after its scheduled time until which a cycle may still start"
+        6 * 3600, ge=60, description="Maximum delay in seconds with which a cycle may start after its scheduled time"
     )
 
     @property
@@ -57,16 +58,16 @@ class ScheduleConfig(Record):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The times at which cycles are due. Arguments are aware datetimes, results are in UTC."""
+    """The times at which cycles are due. Methods take timezone-aware datetimes and return times in UTC."""
 
     expression: str
     zone: ZoneInfo
     cron: str
-    """The expression in five fields, with Sunday as day 0 of the week."""
+    """The schedule as a standard cron expression with five fields, in which Sunday is day 0 of the week."""
 
     @property
     def is_at_most_daily(self) -> bool:
-        """Return whether no day has two times, so that a date is enough to name a cycle."""
+        """Return whether at most one cycle is due per day, so that its date is enough to name it."""
         return re.match(r"\d+ \d+ ", self.cron) is not None
 
     def after(self, instant: datetime) -> Iterator[datetime]:
@@ -83,27 +84,27 @@ class Schedule:
         wall = instant.astimezone(self.zone).replace(tzinfo=None) + offset
         for due in CronSim(self.cron, wall, reverse=reverse):
             time = due.replace(tzinfo=self.zone).astimezone(UTC)
-            # A time that the clocks skip in spring does not survive the round trip through UTC, and is not run. A time
-            # that they repeat in autumn is run once.
+            # Skip times that do not exist because the clocks are set forward: they do not survive the round trip
+            # through UTC. A time that occurs twice because the clocks are set back is only yielded once.
             if time.astimezone(self.zone).replace(tzinfo=None) == due:
                 yield time
 
 
 def parse_schedule(expression: str, timezone: str = "UTC") -> Schedule:
     """Parse a schedule expression. Raises ValueError with the reason if it is invalid."""
-    from cronsim import CronSim, CronSimError  # most workspaces have no schedule
+    from cronsim import CronSim, CronSimError  # imported lazily, because most workspaces have no schedule
 
     def invalid(reason: object) -> ValueError:
         return ValueError(f"{expression!r} with timezone {timezone!r}: {reason}; expected {EXPECTED}")
 
     try:
         zone = ZoneInfo(timezone)
-    except (KeyError, ValueError, OSError) as error:  # not found, malformed, a folder of zones
+    except (KeyError, ValueError, OSError) as error:  # unknown, malformed, or a folder of zones
         raise invalid("the time zone is unknown to the tz database (package tzdata)") from error
     form = re.fullmatch(r"cron\((.*)\)", expression.strip())
     fields = form[1].split() if form else []
     if len(fields) != 6:
-        raise invalid(f"{len(fields)} fields in cron(...), not six")
+        raise invalid(f"cron(...) has {len(fields)} fields, not six")
     minutes, hours, day, month, weekday, year = fields
     if (day == "?") == (weekday == "?"):
         raise invalid("exactly one of day-of-month and day-of-week must be ?")
@@ -111,7 +112,7 @@ def parse_schedule(expression: str, timezone: str = "UTC") -> Schedule:
         raise invalid("years and W are not supported")
     if re.search(r"(?<![#/\d])(0|[89]|\d\d+)", weekday):
         raise invalid(f"day-of-week {weekday} is not 1 to 7")
-    # EventBridge numbers days of the week from 1, cron from 0.
+    # EventBridge numbers the days of the week from 1, whereas cron numbers them from 0.
     weekday = "7" if weekday.upper() == "L" else weekday
     weekday = re.sub(r"(?<![#/\d])\d", lambda match: str(int(match[0]) - 1), weekday)
     cron = " ".join((minutes, hours, day, month, weekday)).replace("?", "*")
@@ -123,9 +124,10 @@ def parse_schedule(expression: str, timezone: str = "UTC") -> Schedule:
 
 
 def cycle_name(schedule: Schedule, when: datetime) -> str:
-    """Return `2026-11-20`, or `2026-11-20-0200` if a day may have several cycles. Names sort like their times.
+    """Return the name of the cycle that is due at `when`, such as `2026-11-20`.
 
-    The name is the local time in the zone of the schedule, where no scheduled time occurs twice.
+    If several cycles may be due per day, the name includes the time (`2026-11-20-0200`). Dates and times are local to
+    the time zone of the schedule, in which no scheduled time occurs twice. Names sort in chronological order.
     """
     wall = when.astimezone(schedule.zone)
     return f"{wall:%Y-%m-%d}" if schedule.is_at_most_daily else f"{wall:%Y-%m-%d-%H%M}"
@@ -136,16 +138,18 @@ def due_cycle(
 ) -> tuple[str, str]:
     """Return the name of the cycle for a scheduled time, and the reason not to start it (empty: start it).
 
-    Events may be late, duplicated and out of order. So no cycle is started after a newer one, or later than
-    `max_late_s`. `claimed`: names of all started cycles. Raises ConfigError if the schedule has no such time.
+    Events may arrive late, more than once and out of order. A cycle is therefore not started if a newer one was
+    already started, or if it is more than `max_late_s` late. `claimed` contains the names of all started cycles.
+
+    Raises ConfigError if `scheduled` is not a time of the schedule.
     """
     schedule, minute = config.schedule(), scheduled.astimezone(UTC).replace(second=0, microsecond=0)
-    if next(schedule.after(minute - timedelta(minutes=1)), None) != minute:  # events contain seconds
+    if next(schedule.after(minute - timedelta(minutes=1)), None) != minute:  # the times of events include seconds
         near = next(schedule.before(minute)), next(schedule.after(minute))
         raise ConfigError(
-            f"{scheduled.isoformat()} is not a time of {schedule.expression} ({schedule.zone.key})",
+            f"{scheduled.isoformat()} is not a scheduled time of {schedule.expression} ({schedule.zone.key})",
             expected=" or ".join(f"{time:%Y-%m-%dT%H:%M:%SZ}" for time in near),
-            next_command="make jobs.schedule equal to the schedule of EventBridge",
+            next_command="change jobs.schedule to match the schedule in EventBridge Scheduler",
         )
     name, last = cycle_name(schedule, minute), cycle_name(schedule, now)
     if name in claimed:

@@ -1,4 +1,4 @@
-"""The settings of `trnjobs`: those of the pipeline, and `[jobs]` with the jobs of a cycle, target and schedule."""
+"""Settings of `trnjobs`: the pipeline settings, plus `[jobs]` for the jobs of a cycle, their target and schedule."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -12,17 +12,21 @@ from pipeline.settings import Settings, leaves, resolve
 
 
 class StageJob(Record):
-    """The shape, machine and retries of one job."""
+    """The number of nodes and ranks, the machine type, the resources and the retries of one job."""
 
-    nodes: int = Field(1, ge=1, le=1000, description="Number of machines (more than 1: a multi-node job)")
+    nodes: int = Field(1, ge=1, le=1000, description="Number of machines (a multi-node job if more than 1)")
     processes: int = Field(1, ge=1, le=1024, description="Ranks per machine, one per device")
     workers: int = Field(
-        1, ge=1, le=10_000, description="Children of an array job that divide the work (prepare, mine, embed)"
+        1, ge=1, le=10_000, description="Number of array children that divide the work (prepare, mine, embed)"
     )
-    instance: str = Field("", description="Instance type, such as trn1.32xlarge; gives devices, sizes and price")
-    vcpus: int | None = Field(None, ge=1, description="vCPUs per node (null: all of the instance, or 1 without one)")
+    instance: str = Field(
+        "", description="Instance type, such as trn1.32xlarge, which determines devices, sizes and price"
+    )
+    vcpus: int | None = Field(
+        None, ge=1, description="vCPUs per node (null: all vCPUs of the instance, or 1 if none is set)"
+    )
     memory_mib: int | None = Field(
-        None, ge=4, description="MiB per node (null: the usable memory of the instance, or 2048 without one)"
+        None, ge=4, description="Memory per node in MiB (null: usable memory of the instance, or 2048 if none is set)"
     )
     image: str = Field("", description="Overrides jobs.image")
     queue: str = Field("", description="Overrides jobs.queue")
@@ -31,13 +35,13 @@ class StageJob(Record):
     timeout_s: int | None = Field(
         None,
         ge=60,
-        description="Time limit of one attempt in seconds, not retried (null: 1 h, health 1.5 h, compile,"
-        " mine and embed 12 h, train 24 h, or the longer limit of the stage)",
+        description="Time limit of one attempt in seconds, after which the job fails without a retry (null: 1 h,"
+        " health 1.5 h, compile, mine and embed 12 h, train 24 h, or the limit of the stage if that is longer)",
     )
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks on all machines."""
+        """Return the total number of ranks over all machines."""
         return self.nodes * self.processes
 
 
@@ -64,18 +68,21 @@ TargetName = Literal["local", "batch", "sagemaker"]
 
 
 class NotifyConfig(Record):
-    """Notifications of ended cycles and missed deadlines. The addresses are secrets and not in a settings file."""
+    """Notifications about ended cycles and missed deadlines.
+
+    The addresses are secrets, so settings files only name the environment variable or the secret that contains them.
+    """
 
     retired: ClassVar[Mapping[str, Any]] = {"webhooks": {}, "page_url": ..., "retried_at": ..., "budget_s": ...}
     url_variable: str = Field(
         "",
         pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$",
-        description="Environment variable with Apprise URLs, separated by spaces",
+        description="Name of an environment variable that contains Apprise URLs, separated by spaces",
     )
     url_secret: str = Field(
         "",
         pattern=r"^(arn:[A-Za-z0-9/_+=.@:-]+|[A-Za-z0-9/_+=.@-]*)$",
-        description="Secret of AWS Secrets Manager with Apprise URLs, by name or ARN",
+        description="Name or ARN of a secret in AWS Secrets Manager that contains Apprise URLs",
     )
 
     @property
@@ -90,54 +97,58 @@ class NotifyConfig(Record):
 
 
 class SageMakerConfig(Record):
-    """Settings of the target sagemaker, which runs the jobs as training jobs of Amazon SageMaker."""
+    """Settings of the target `sagemaker`, which runs the jobs as Amazon SageMaker training jobs."""
 
     retired: ClassVar[Mapping[str, Any]] = dict.fromkeys(
         ("via", "output", "spot_wait_s", "infra_check", "poll_s", "price_factor"), ...
     )
     queue: str = Field(
         "",
-        description="Fair-share queue of AWS Batch, by name or ARN (empty: call CreateTrainingJob directly)",
+        description="Name or ARN of an AWS Batch fair-share queue (empty: call CreateTrainingJob directly)",
     )
     subnets: tuple[str, ...] = Field((), max_length=16, description="Subnets of the jobs (empty: no VPC)")
     security_groups: tuple[str, ...] = Field((), max_length=5, description="Security groups of the jobs")
-    volume_gib: int = Field(100, ge=1, description="Disk size per machine without instance storage")
+    volume_gib: int = Field(100, ge=1, description="Disk size in GiB of machines without instance storage")
     keep_alive_s: int = Field(
-        0, ge=0, le=3600, description="Seconds to keep machines for the next job of the same shape; needs a quota"
+        0, ge=0, le=3600, description="Seconds to keep machines for the next job of the same shape (requires a quota)"
     )
-    spot: bool = Field(False, description="Use managed Spot capacity; an interrupted job restarts in place")
+    spot: bool = Field(False, description="Use managed Spot training, which restarts an interrupted job in place")
 
 
 class JobsConfig(Record):
-    """The jobs of a cycle, their target, prices and schedule."""
+    """Settings of the jobs of a cycle, including their target, prices and schedule."""
 
     retired: ClassVar[Mapping[str, Any]] = dict.fromkeys(
         ("blocked_dwell_s", "titles_per_s", "vcpu_titles_per_s", "local_memory_mib", "stop_grace_s"), ...
     )
     name: str = Field("trnpipe", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", description="Prefix of all job names")
-    target: TargetName = Field("local", description="This machine, AWS Batch, or Amazon SageMaker")
+    target: TargetName = Field("local", description="Where the jobs run: this machine, AWS Batch, or Amazon SageMaker")
     image: str = Field("", description="Container image, pinned by digest (batch, sagemaker)")
     queue: str = Field("", description="Job queue, by name or ARN (batch)")
-    share_identifier: str = Field("", description="Share identifier on a fair-share queue; letters and digits")
-    priority: int = Field(100, ge=0, le=9999, description="Priority within the share; higher runs first")
-    role: str = Field("", description="ARN of the role that the jobs assume (batch, sagemaker)")
+    share_identifier: str = Field("", description="Share identifier for a fair-share queue (letters and digits only)")
+    priority: int = Field(100, ge=0, le=9999, description="Priority within the share (higher runs first)")
+    role: str = Field("", description="ARN of the IAM role that the jobs assume (batch, sagemaker)")
     log_group: str = Field("/aws/batch/job", min_length=1, description="CloudWatch log group of all jobs (batch)")
     environment: dict[str, str] = Field(
-        {}, description="Environment variables of every job, NAME=value; shown in plans, so no secrets"
+        {}, description="Environment variables of every job as NAME=value (not for secrets, because plans show them)"
     )
-    sla_s: int | None = Field(None, ge=60, description="Seconds from the scheduled time until a cycle must have ended")
-    prices: dict[str, float] = Field({}, description="USD per hour by instance type; overrides the list prices")
+    sla_s: int | None = Field(None, ge=60, description="Deadline of a cycle in seconds after its scheduled time")
+    prices: dict[str, float] = Field(
+        {}, description="Price in USD per hour by instance type, instead of the list price"
+    )
     vcpu_usd_per_hour: float | None = Field(
-        None, ge=0, description="USD per vCPU hour for instance types without a price (null: cost unknown)"
+        None, ge=0, description="Price in USD per vCPU hour for instance types without a price (null: cost unknown)"
     )
-    local_vcpus: int = Field(0, ge=0, description="vCPUs for all local jobs together (0: all of this machine)")
+    local_vcpus: int = Field(
+        0, ge=0, description="Total number of vCPUs that local jobs may use (0: all vCPUs of this machine)"
+    )
     schedule: ScheduleConfig = ScheduleConfig()
     notify: NotifyConfig = NotifyConfig()
     sagemaker: SageMakerConfig = SageMakerConfig()
     steps: tuple[Step, ...] = Field(
         (),
-        description="User scripts as jobs, in tables [[jobs.steps]]: name, command, after and before (names of"
-        " jobs), nodes, processes, instance, attempts, timeout_s, environment, ...",
+        description="User scripts to run as jobs of the cycle, as tables [[jobs.steps]] with name, command, after and"
+        " before (names of jobs), nodes, processes, instance, attempts, timeout_s, environment, ...",
     )
     prepare: StageJob = StageJob()
     health: StageJob = StageJob()
@@ -150,7 +161,7 @@ class JobsConfig(Record):
     report: StageJob = StageJob()
 
     def stage(self, name: str) -> StageJob:
-        """Return the settings of a job, which is a stage or a step."""
+        """Return the job settings of a stage or a step."""
         step = next((step for step in self.steps if step.name == name), None)
         job: StageJob = step or getattr(self, name)
         return job
@@ -168,17 +179,17 @@ _PER_JOB = {"cycle", "workspace", "launch", "scratch"}
 
 
 def of_all_jobs(settings: CycleSettings) -> dict[str, Any]:
-    """Return the settings that all jobs of a cycle share, as a tree for `--config`."""
+    """Return the settings that all jobs of a cycle share, as a nested dict for `--config`."""
     return settings.model_dump(mode="json", exclude=_PER_JOB)
 
 
 def pipeline_fingerprint(settings: CycleSettings) -> str:
-    """Return the fingerprint of the pipeline settings. The effect of `[jobs]` is in the plan itself."""
+    """Return the fingerprint of the pipeline settings, without `[jobs]`, because the plan itself reflects these."""
     return fingerprint(settings.model_dump(mode="json", exclude=_PER_JOB | {"jobs"}))
 
 
 def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a tree, by dotted name."""
+    """Flatten nested settings into values by dotted name."""
     values = dict[str, Any]()
     for name in leaves(CycleSettings):
         value: Any = tree
@@ -192,7 +203,7 @@ def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> CycleSettings:
-    """Return the settings of a tree, with other values by dotted name. Raises ConfigError for an invalid one."""
+    """Return nested settings with some values (by dotted name) replaced. Raises ConfigError if a value is invalid."""
     changed = dict(tree)
     for name, value in values.items():
         table, (*sections, last) = changed, name.split(".")
@@ -204,7 +215,7 @@ def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> CycleSett
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the differences of two trees, as (dotted name, before, now)."""
+    """Yield the differences between two nested dicts, as (dotted name, before, now)."""
     if before == now:
         return
     left, right = _table(before), _table(now)
@@ -216,7 +227,7 @@ def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, An
 
 
 def _table(value: Any) -> Mapping[str, Any] | None:
-    """Return a mapping as it is, and a list of named tables as a mapping by name."""
+    """Return a mapping unchanged, and a list of named tables as a mapping by name. Return None for other values."""
     if isinstance(value, list) and value and all(isinstance(item, Mapping) and "name" in item for item in value):
         return {str(item["name"]): item for item in value}
     return value if isinstance(value, Mapping) else None

@@ -1,4 +1,4 @@
-"""Opens the cycle, the plan and the target that the settings of a command describe."""
+"""Open the cycle, the plan and the target that the settings of a command describe."""
 
 import os
 import shlex
@@ -41,7 +41,7 @@ from pipeline.train.config import rank_slice
 
 
 def cycle_of(settings: CycleSettings) -> str:
-    """Return the name of the cycle, by default today's date in the time zone of the schedule, else in UTC."""
+    """Return the name of the cycle, which defaults to today's date in the time zone of the schedule (or in UTC)."""
     schedule = settings.jobs.schedule
     zone = ZoneInfo(schedule.timezone) if schedule.is_set else UTC
     return settings.cycle or datetime.now(zone).date().isoformat()
@@ -49,29 +49,30 @@ def cycle_of(settings: CycleSettings) -> str:
 
 @dataclass(frozen=True)
 class OpenCycle:
-    """A cycle of a workspace, with or without jobs, as commands use it. `say` prints a line for the user."""
+    """A cycle that a command works on, whether or not it was submitted. `say` prints a line for the user."""
 
     settings: CycleSettings
     store: CycleStore
     say: Say
     stop: StopSignal
     is_shown: bool = False
-    """Whether standard output shows the jobs live while this process runs them."""
+    """Whether standard output shows the progress of the jobs while this process runs them."""
 
     @property
     def name(self) -> str:
         return self.store.cycle
 
     def other(self, name: str) -> Self:
-        """Return another cycle of the same workspace and settings."""
+        """Return a different cycle in the same workspace, with the same settings."""
         settings = self.settings.model_copy(update={"cycle": name})
         return replace(self, settings=settings, store=replace(self.store, cycle=name))
 
     def with_stored(self) -> Self:
-        """Return this cycle with its submitted settings, overridden by those set now (file, environment, flag).
+        """Return this cycle with the settings of its submission, so that its machines, prices and deadline are known.
 
-        These hold its machines, prices and deadline. The cycle is returned unchanged if nothing was submitted, or if
-        another version stored settings that this version cannot read.
+        Settings that are set explicitly for this command (in a file, the environment or a flag) take precedence. The
+        cycle is returned unchanged if nothing was submitted, or if a different version stored settings that this
+        version cannot read.
         """
         try:
             stored = self.store.settings()
@@ -80,7 +81,7 @@ class OpenCycle:
             overrides = values_of(self.settings.model_dump(mode="json", exclude_unset=True))
             settings = with_values(stored, overrides)
         except (ConfigError, DataError) as error:
-            self.say(f"cycle {self.name}: its stored settings are not used: {error.seen}")
+            self.say(f"cycle {self.name}: ignoring its stored settings: {error.seen}")
             return self
         return replace(self, settings=settings)
 
@@ -90,29 +91,32 @@ class OpenCycle:
         if plan is None:
             others = ", ".join(list(claims_by_age(self.store, runs=True))[-5:]) or "none"
             raise ConfigError(
-                f"no jobs of cycle {self.name} in {self.store.storage.root} (cycles with jobs: {others})",
+                f"cycle {self.name} has no jobs in {self.store.storage.root} (cycles with jobs: {others})",
                 expected="a submitted cycle",
-                next_command="trnjobs submit, or another --cycle or --workspace",
+                next_command="trnjobs submit, or a different --cycle or --workspace",
             )
         return plan
 
     def target(self) -> Target:
-        """Return the target to which the cycle was submitted, or that of the settings."""
+        """Return the target that the cycle was submitted to, or the target in the settings if it was not submitted."""
         claim = self.store.claim()
         return open_target(self, claim.target if claim else self.settings.jobs.target)
 
     def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
-        """Return the stored records of an ended cycle, else those of its target, with the errors of failed jobs."""
+        """Return the records of all jobs, with the errors of failed jobs.
+
+        If the cycle has ended, its stored records are used. Otherwise, the target is queried.
+        """
         return self.with_errors((self.store.records() if self.store.closed() else ()) or self.target().records(plan))
 
     def with_errors(self, records: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
-        """Add the errors in the logs of failed jobs to the records."""
+        """Add to the record of each failed job the error from its log."""
         return with_errors(
             self.store, records, lambda task, attempt, node: self.target().logs(task, attempt=attempt, node=node)
         )
 
     def interrupted_s(self) -> float | None:
-        """Return the seconds since the process that ran the jobs on this machine died, None if it is alive."""
+        """Return the seconds since the process that ran the jobs on this machine died, or None if it is still alive."""
         claim, now = self.store.claim(), self.store.clock()
         if claim is None or claim.target != "local" or (claim.owner and claim.lease_until > now):
             return None
@@ -120,33 +124,36 @@ class OpenCycle:
         return None if at is None else max(0.0, now - at)
 
     def progress(self) -> str:
-        """Return `under way`, or that the cycle was interrupted, with the command that resumes it."""
+        """Return `under way`, or a message that the cycle was interrupted, with the command that resumes it."""
         ago_s = self.interrupted_s()
         if ago_s is None:
             return "under way"
-        command = self.command("retry")
-        return f"interrupted {format_duration(ago_s)} ago, the process that ran its jobs has ended; resume: {command}"
+        ago, command = format_duration(ago_s), self.command("retry")
+        return f"interrupted {ago} ago because the process that ran its jobs ended (to resume: {command})"
 
     def command(self, name: str) -> str:
-        """Return a command for this cycle that can be pasted into the same shell."""
+        """Return the command line of `trnjobs <name>` for this cycle, ready to be pasted into the same shell."""
         root = self.store.storage.root.removeprefix("file://")
         return shlex.join([program(), name, "--workspace", root, "--cycle", self.name])
 
     def outcome(self, closed: Closed) -> str:
-        """Return the outcome of this cycle, with that of its model."""
+        """Return the outcome of this cycle as text, which includes whether its model was promoted."""
         evaluated = None
-        with suppress(DataError):  # a damaged result must not hide the cycle
+        with suppress(DataError):  # ensure that a damaged result does not hide the cycle
             evaluated = load_result(self.store.storage, self.name, "evaluate")
         return outcome_text(closed.outcome, evaluated.figures if evaluated else {})
 
     def failure_lines(self, records: Sequence[JobRecord]) -> list[str]:
-        """Return the errors of failed jobs, and commands for their logs that can be pasted into the same shell."""
+        """Return the error of each failed job, with a command that shows its log in the same shell."""
         return failure_lines(records, self.store.storage.root, self.name, program())
 
     def end_lines(
         self, plan: JobPlan, records: Sequence[JobRecord], closed: Closed | None, data: PageData | None = None
     ) -> list[str]:
-        """Return the verdict on a cycle, the path of its page, and the failures. `data`: data of the page, if known."""
+        """Return the verdict on a cycle, the path of its page, and the errors of failed jobs.
+
+        `data` contains the data of the page, if they were already gathered.
+        """
         storage, claim, key = self.store.storage, self.store.claim(), report_key(self.name)
         if data is None:
             ledger = read_ledger(self.store, plan, records, self.settings.jobs, closed=closed)
@@ -154,7 +161,7 @@ class OpenCycle:
         target, evaluated = claim.target if claim else "", data.figures.get("evaluate", {})
         lines = verdict_lines(data.ledger, data.evaluation, evaluated, data.vectors, target)
         failures, reason = self.failure_lines(records), without_error(closed.reason, records) if closed else ""
-        if data.outcome == "refused" and data.evaluation:  # the verdict contains the reasons
+        if data.outcome == "refused" and data.evaluation:  # the verdict already contains the reasons
             failures, reason = failures[-1:], ""
         page = [f"  page: {display_path(storage.uri(key))}"] if storage.stat(key) is not None else []
         return [*lines, *([f"  {reason}"] if reason else []), *page, *failures]
@@ -164,7 +171,7 @@ class OpenCycle:
 
 
 def program() -> str:
-    """Return how to call `trnjobs` in this shell: by its name if it is on the path, else by its path."""
+    """Return how to run `trnjobs` in this shell: by name if it is on the PATH, otherwise by its path."""
     script = Path(sys.executable).parent / "trnjobs"
     return "trnjobs" if shutil.which("trnjobs") or not script.exists() else display_path(str(script))
 
@@ -180,7 +187,10 @@ def open_cycle(
 def open_newest(
     settings: CycleSettings, say: Say, stop: StopSignal | None = None, *, is_shown: bool = False
 ) -> OpenCycle:
-    """Open the cycle of the settings, by default the newest cycle with jobs. Raises ConfigError without a workspace."""
+    """Open the cycle in the settings, or the newest cycle with jobs if none is set.
+
+    Raises ConfigError if there is no workspace.
+    """
     cycle = open_cycle(settings, say, stop, is_shown=is_shown)
     check_workspace(cycle.store.storage)
     newest = [] if settings.cycle else newest_cycles(cycle.store) or list(claims_by_age(cycle.store, runs=True))
@@ -188,24 +198,24 @@ def open_newest(
 
 
 def newest_cycles(store: CycleStore) -> list[str]:
-    """Return the names of the claimed cycles of a workspace, the newest last."""
+    """Return the names of all claimed cycles in a workspace, newest last."""
     return list(claims_by_age(store))
 
 
 @contextmanager
 def stopping_jobs(settings: CycleSettings) -> Iterator[StopSignal]:
-    """Yield a stop signal that is set by SIGINT and SIGTERM, with enough grace time for local jobs to end."""
+    """Yield a stop signal that SIGINT and SIGTERM set, with a grace period long enough for local jobs to end."""
     stop = StopSignal()
     with stop_on_signals(stop, grace_s=PLATFORM_S + ENGINE_MARGIN_S):
         yield stop
 
 
 def make_plan(settings: CycleSettings) -> JobPlan:
-    """Return the plan of the settings. Raises ConfigError if they do not fit together."""
+    """Return the plan for these settings. Raises ConfigError if the settings are inconsistent."""
     if settings.cycle.startswith(RUN_PREFIX):
         raise ConfigError(
             f"cycle {settings.cycle!r} begins with {RUN_PREFIX}, which is reserved for trnjobs run",
-            expected="another name",
+            expected="a different name",
         )
     jobs = settings.jobs
     for job in (jobs.compile, jobs.train, jobs.evaluate):
@@ -219,7 +229,7 @@ def make_plan(settings: CycleSettings) -> JobPlan:
             expected="mine.enabled true, or no mined negatives",
             next_command="--mine.enabled true, or --train.mined-per-query 0",
         )
-    # Stages with their own time limit, on the machines of their jobs.
+    # The time limits of these stages depend on the machines of their jobs.
     health, limits_s = jobs.health, dict[str, float]()
     limits_s["health"] = settings.health.stage_limit_s(
         on_neuron="health" in on_neuron, num_nodes=health.nodes, processes=health.processes
@@ -238,7 +248,7 @@ def make_plan(settings: CycleSettings) -> JobPlan:
 
 
 def make_run(settings: CycleSettings) -> JobPlan:
-    """Return the plan of the single script in the settings. Raises ConfigError if it cannot run as a job."""
+    """Return the plan that runs the single script in the settings. Raises ConfigError if it cannot run as a job."""
     (step,) = settings.jobs.steps
     plan = plan_script(settings.jobs, step, cycle=settings.cycle, workspace=_workspace_uri(settings))
     return with_placements(plan, settings.jobs)
@@ -249,11 +259,11 @@ def _workspace_uri(settings: CycleSettings) -> str:
 
 
 def _check_compiled_ranks(settings: CycleSettings, on_neuron: Collection[str]) -> None:
-    """Check that jobs have a number of ranks for which graphs are compiled. Raises ConfigError if not."""
+    """Check that graphs are compiled for the number of ranks of each job. Raises ConfigError if not."""
     compiled, trained = settings.jobs.compile, settings.jobs.train
     if compiled.ranks != trained.ranks:
         raise ConfigError(
-            f"jobs.compile has {compiled.ranks} ranks (nodes x processes), jobs.train has {trained.ranks}",
+            f"jobs.compile has {compiled.ranks} ranks (nodes x processes), but jobs.train has {trained.ranks}",
             expected="equal numbers, because the number of replicas is part of a compiled graph",
             next_command=f"--jobs.compile.nodes {trained.nodes} --jobs.compile.processes {trained.processes}",
         )
@@ -269,12 +279,15 @@ def _check_compiled_ranks(settings: CycleSettings, on_neuron: Collection[str]) -
 
 
 def submitter() -> str:
-    """Return the name of the submitter in the claim: the id of this job, else host and process id."""
+    """Return the name of this process for the claim: the id of this job, or else its host name and process id."""
     return os.environ.get(JOB_ID) or f"{socket.gethostname()}:{os.getpid()}"
 
 
 def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda: None) -> Target:
-    """Return the target of this name for a cycle. `renew` extends the lease of the submitter. Raises ConfigError."""
+    """Return the target with this name for a cycle. `renew` extends the lease of the submitter.
+
+    Raises ConfigError if a client for AWS cannot be created.
+    """
     settings, store, say, stop = cycle.settings, cycle.store, cycle.say, cycle.stop
     if name == "local":
         from jobs.targets.local.target import LocalTarget, this_machine
@@ -283,7 +296,7 @@ def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda:
         scratch, machine = scratch_folder(settings, store.storage, os.environ), this_machine()
         machine = machine.model_copy(update={"vcpus": settings.jobs.local_vcpus or machine.vcpus})
         return LocalTarget(store, scratch, machine, say, stop)
-    from jobs.targets.batch.client import BatchClient, LogsClient, connect  # boto3 takes a while to import
+    from jobs.targets.batch.client import BatchClient, LogsClient, connect  # importing boto3 is slow
 
     logs = LogsClient(connect("logs"), stop=stop)
     if name == "sagemaker":

@@ -153,7 +153,7 @@ def _send(cycle: OpenCycle) -> int:
         import apprise
     except ImportError as error:
         raise missing_package("apprise", "jobs.notify", error) from error
-    logging.getLogger("apprise").disabled = True  # its messages may contain an address, which is a secret
+    logging.getLogger("apprise").disabled = True  # its log messages may contain an address, which is a secret
     addresses = _addresses(cycle)
     waiting, failed = 0, set[int]()
     for key, message in sorted(pending, key=lambda item: item[1].at):
@@ -181,7 +181,7 @@ def _send(cycle: OpenCycle) -> int:
 def _addresses(cycle: OpenCycle) -> list[str]:
     config = cycle.settings.jobs.notify
     if config.url_secret:
-        from jobs.targets.batch.client import secret_text  # boto3 takes a while to import
+        from jobs.targets.batch.client import secret_text  # imported lazily, because importing boto3 is slow
 
         text = secret_text(config.url_secret)
     else:

@@ -61,7 +61,7 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             requests.append({"RegisterJobDefinition": definition, "SubmitJob": submit})
         say(json.dumps(requests, indent=1))
     elif arguments.diff:
-        from jobs.targets.batch.client import BatchClient, connect  # boto3 takes a while to import
+        from jobs.targets.batch.client import BatchClient, connect  # imported lazily, because importing boto3 is slow
 
         for line in change_lines(BatchClient(connect("batch")), plan):
             say(line)
@@ -130,7 +130,7 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
     cycle = open_newest(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
     store = cycle.store
     if arguments.watch:
-        from jobs.commands.watch import watch  # rich's live display takes a while to import
+        from jobs.commands.watch import watch  # imported lazily, because importing rich is slow
 
         return watch(cycle, arguments.every)
     plan = cycle.plan()

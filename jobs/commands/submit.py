@@ -223,7 +223,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
                 say(f"cycle {cycle.name} was claimed but not submitted (next: {command})")
             else:
                 close_cycle(cycle)
-        except TrnpipeError as error:  # continue with the other cycles
+        except TrnpipeError as error:  # report the error and continue with the other cycles
             say(f"cycle {cycle.name}: {type(error).__name__}: {error}")
             failed = failed or error
     if not open_cycles:
@@ -360,7 +360,7 @@ def scheduled_time(text: str, config: ScheduleConfig, now: datetime) -> datetime
     return time.astimezone(UTC)
 
 
-# Cycles that were submitted before.
+# Handling of cycles that were submitted before.
 
 
 def is_run(cycle: OpenCycle) -> bool:

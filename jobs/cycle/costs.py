@@ -1,8 +1,8 @@
-"""The cost of a cycle: the time of every attempt by category, goodput and dollars, and an estimate for the next cycle.
+"""Compute the cost of a cycle: how each attempt spent its time, the goodput, and the price.
 
-Goodput: machine seconds of productive work that was kept (training steps, prepared rows, vectors), divided by all
-machine seconds of the cycle. A machine second is one second of one node. Waiting in a queue costs nothing and is not
-included.
+Goodput is the fraction of all machine seconds of a cycle that went into productive work whose results were kept
+(training steps, prepared rows and vectors). A machine second is one second of one node. The time that jobs wait in a
+queue is not included, because it costs nothing. This module also estimates the duration of the next cycle.
 """
 
 import statistics
@@ -28,28 +28,28 @@ from pipeline.core.record import Record
 from pipeline.io.storage import Storage
 from pipeline.telemetry.events import EventName, read_events
 
-SKEW_MS = 5000  # the clocks of a machine and of the process that runs the jobs differ
+SKEW_MS = 5000  # tolerated difference between the clock of a machine and that of the process that runs the jobs
 MS_PER_HOUR = 3_600_000
 NEVER = float("inf")
 Deadline = Literal["met", "missed", "open", "none"]
 
 
 class Category(StrEnum):
-    """How the time of a machine was used. In `waiting` the job has no machine."""
+    """The categories of time of a job. It has a machine in all of them except for `waiting`."""
 
     START_UP = "start-up"
-    """Time before and after the work, and health checks."""
+    """The time before and after the work of an attempt, and health checks."""
     COMPILE = "compile"
     DATA_WAIT = "data wait"
     PRODUCTIVE = "productive"
-    """Steps, rows and vectors that were kept."""
+    """Work on training steps, rows and vectors that were kept."""
     CHECKPOINT = "checkpoint"
-    """Training that is blocked by saving or loading."""
+    """The time in which saving or loading a checkpoint blocks training."""
     EVALUATION = "evaluation"
     WASTED = "wasted"
-    """Lost by a failure: repeated work, and attempts that left nothing."""
+    """Work that was lost because of a failure and had to be repeated, and attempts without any result."""
     WAITING = "waiting"
-    """Runnable, in the queue."""
+    """The time in which a runnable job waits in the queue."""
 
 
 SPENT: tuple[Category, ...] = tuple(category for category in Category if category is not Category.WAITING)
@@ -60,37 +60,40 @@ _WORK: Mapping[str, Category] = {
     "verify": Category.EVALUATION,
     "report": Category.EVALUATION,
 }
-"""Category of stages that are not productive, unless their events are more specific."""
+"""The category of stages that do not count as productive, unless their events are more specific."""
 _ENDS = frozenset({EventName.STAGE_FINISHED, EventName.STAGE_FAILED, EventName.STAGE_SKIPPED})
 _KEPT = frozenset({EventName.PARTITION_PREPARED, EventName.PART_EMBEDDED})
-"""Results of a failed attempt that the next one reuses. They count as work."""
+"""Results that are not lost if the attempt fails, because the next attempt reuses them."""
 
 
-# The time of one attempt by category. Pure and exact: whole milliseconds that add up to the length of the attempt.
+# The time of one attempt by category. Times are whole milliseconds, which add up exactly to the length of the attempt.
 
 
 @dataclass(frozen=True)
 class CycleEvent:
-    """One line of the event log. `at_ms`: since 1970."""
+    """One line of the event log. `at_ms` is in milliseconds since 1970."""
 
     at_ms: int
     name: str
     fields: Mapping[str, Any]
 
     def number(self, name: str) -> float:
-        """Return a field that is a non-negative number, 0 for any other value."""
+        """Return the value of a field if it is a non-negative number, otherwise 0."""
         value = self.fields.get(name)
         return float(value) if isinstance(value, int | float) and 0 <= value < NEVER else 0.0
 
 
 def read_cycle_events(storage: Storage, cycle: str, *, last_bytes: int | None = None) -> tuple[CycleEvent, ...]:
-    """Return the events of a cycle, empty without a log. `last_bytes`: read about this much of the end only."""
+    """Return the events of a cycle, or an empty tuple if it has no event log.
+
+    If `last_bytes` is set, only about this many bytes at the end of the log are read.
+    """
     events = list[CycleEvent]()
     for line in read_events(storage, f"cycles/{cycle}/events.jsonl", last_bytes=last_bytes):
         name, fields = line.get("event"), {key: value for key, value in line.items() if key not in ("time", "event")}
         try:
             at = datetime.fromisoformat(line.get("time"))  # type: ignore[arg-type]
-        except (TypeError, ValueError):  # not an event
+        except (TypeError, ValueError):  # skip lines that are not events
             continue
         if isinstance(name, str):
             events.append(CycleEvent(round(1000 * at.replace(tzinfo=at.tzinfo or UTC).timestamp()), name, fields))
@@ -99,23 +102,27 @@ def read_cycle_events(storage: Storage, cycle: str, *, last_bytes: int | None = 
 
 @dataclass(frozen=True)
 class AttemptSpan:
-    """One attempt, on the clock of the process that runs the jobs. `kept`: it succeeded or still runs."""
+    """The time span of one attempt, by the clock of the process that runs the jobs.
+
+    `kept` is whether the attempt has succeeded or is still running.
+    """
 
     stage: str
     start_ms: int
     stop_ms: int
     kept: bool
     events: tuple[CycleEvent, ...] = ()
-    """Events of the attempt, in order of time."""
+    """The events of the attempt in chronological order."""
     kept_until: float = NEVER
-    """Training steps after this one were repeated or lost."""
+    """The last training step that was kept. Later steps were repeated or lost."""
 
 
 def time_by_category(attempt: AttemptSpan) -> dict[Category, int]:
-    """Return the milliseconds by category, which add up to the length of the attempt.
+    """Divide the time of an attempt into categories. The result is in milliseconds and adds up to its length.
 
-    Events mark the start and end of the work and the time of steps and evaluations. The remaining time of training is
-    counted as checkpoint, that of other stages as their work, and that of failed attempts as wasted.
+    Events determine when the work started and ended, and how long training steps and evaluations took. The remaining
+    time is counted as checkpoint in training and as the work of the stage in other stages. In a failed attempt, the
+    remaining time is wasted.
     """
     spent, remaining = dict.fromkeys(SPENT, 0), attempt.stop_ms - attempt.start_ms
     work = _WORK.get(attempt.stage, Category.PRODUCTIVE)
@@ -135,7 +142,7 @@ def time_by_category(attempt: AttemptSpan) -> dict[Category, int]:
     trained = times(EventName.TRAIN_STARTED)
     if trained:
         add(Category.START_UP, trained[0] - attempt.start_ms)
-        if attempt.kept and not ended:  # steps since the last report
+        if attempt.kept and not ended:  # steps that were not reported yet
             add(work, attempt.stop_ms - attempt.events[-1].at_ms)
         _add_steps(attempt, add)
         rest = Category.CHECKPOINT if attempt.kept else Category.WASTED
@@ -153,8 +160,8 @@ def time_by_category(attempt: AttemptSpan) -> dict[Category, int]:
 
 
 def _add_steps(attempt: AttemptSpan, add: Callable[[Category, float], None]) -> None:
-    """Add the time of training steps and evaluations. Repeated and lost ones count as wasted."""
-    compiled_ms = Counter[float]()  # by the last step reported before
+    """Add the time of training steps and evaluations. Those that were repeated or lost are counted as wasted."""
+    compiled_ms = Counter[float]()  # by the step in the event
     for event in attempt.events:
         if event.name == EventName.GRAPH_COMPILED:
             compiled_ms[event.number("step")] += round(1000 * event.number("compile_s"))
@@ -175,7 +182,11 @@ def _add_steps(attempt: AttemptSpan, add: Callable[[Category, float], None]) -> 
 
 
 def with_kept_until(attempts: Iterable[AttemptSpan]) -> list[AttemptSpan]:
-    """Set the last step of each attempt that a later attempt continued, or else the last saved step."""
+    """Set `kept_until` of each attempt.
+
+    If a later attempt continued from one of its steps, this is the last step that was kept. Otherwise, it is the last
+    step in a checkpoint, unless the attempt itself was kept.
+    """
     spans, saved, result = list(attempts), 0.0, []
     starts = [[e.number("step") for e in span.events if e.name == EventName.TRAIN_STARTED][:1] for span in spans]
     for index, span in enumerate(spans):
@@ -193,14 +204,16 @@ class AttemptCost(Record):
 
     job: str
     stage: str
-    submission: int = Field(1, description="From 1; a submission by `trnjobs retry` numbers attempts from 1 again")
+    submission: int = Field(1, description="From 1 (`trnjobs retry` begins a new one, in which attempts start from 1)")
     attempt: int = Field(description="From 1")
     nodes: int
-    start_ms: int = Field(description="Since 1970")
-    waiting_ms: int = Field(description="Time between runnable and started")
-    spent_ms: Mapping[Category, int] = Field(description="Of one node, adds up to the length of the attempt")
-    usd: float | None = Field(description="Of all nodes (none: the price is unknown)")
-    ending: str = Field(description="succeeded, running, or the reason of the failure")
+    start_ms: int = Field(description="Start of the attempt, in milliseconds since 1970")
+    waiting_ms: int = Field(description="Time from when the job was runnable until it started")
+    spent_ms: Mapping[Category, int] = Field(
+        description="Time of one node by category, which adds up to the length of the attempt"
+    )
+    usd: float | None = Field(description="Cost of all nodes (none: the price is unknown)")
+    ending: str = Field(description="succeeded, running, or the reason for the failure")
 
     @property
     def length_ms(self) -> int:
@@ -212,7 +225,7 @@ class AttemptCost(Record):
 
     @property
     def attempt_name(self) -> str:
-        """Return the number of the attempt, and of its submission after the first."""
+        """Return the number of the attempt, followed by its submission unless that is the first."""
         return f"{self.attempt} (submission {self.submission})" if self.submission > 1 else f"{self.attempt}"
 
     @property
@@ -223,13 +236,13 @@ class AttemptCost(Record):
 
 
 class Total(Record):
-    """The time and cost of a stage or a cycle."""
+    """The total time and cost of a stage or a cycle."""
 
     name: str
     tries: int
-    machine_ms: Mapping[Category, int] = Field(description="Over all nodes")
-    waiting_ms: int = Field(description="Over all attempts")
-    usd: float | None = Field(description="None: the price of a machine is unknown")
+    machine_ms: Mapping[Category, int] = Field(description="Machine time by category, summed over all nodes")
+    waiting_ms: int = Field(description="Waiting time, summed over all attempts")
+    usd: float | None = Field(description="Cost (none: the price of a machine is unknown)")
     wasted_usd: float | None
 
     @property
@@ -238,7 +251,7 @@ class Total(Record):
 
     @property
     def goodput(self) -> float | None:
-        """Return the productive share of the machine time, None if no machine has run."""
+        """Return the fraction of the machine time that was productive, or None if no machine has run."""
         return self.machine_ms[Category.PRODUCTIVE] / self.all_ms if self.all_ms else None
 
 
@@ -248,7 +261,7 @@ class CycleLedger(Record):
     cycle: str
     outcome: Outcome | Literal["open"]
     entries: tuple[AttemptCost, ...]
-    jobs: int = Field(description="Submitted tasks, with every child of an array")
+    jobs: int = Field(description="Number of submitted tasks, including every child of an array")
     succeeded: int
     failed: int
     began_at: float | None = Field(description="Seconds since 1970")
@@ -258,7 +271,7 @@ class CycleLedger(Record):
 
     @property
     def took_s(self) -> float | None:
-        """Return the duration of the cycle, None while it runs."""
+        """Return the duration of the cycle in seconds, or None while it is running."""
         return None if self.began_at is None or self.ended_at is None else self.ended_at - self.began_at
 
     def stages(self) -> tuple[Total, ...]:
@@ -282,7 +295,7 @@ def _total(name: str, entries: Sequence[AttemptCost]) -> Total:
 
 
 def sum_if_known(amounts: Sequence[float | None]) -> float | None:
-    """Return the sum, or None if an amount is unknown."""
+    """Return the sum, or None if any of the amounts is unknown."""
     numbers = [amount for amount in amounts if amount is not None]
     return sum(numbers) if len(numbers) == len(amounts) else None
 
@@ -298,10 +311,10 @@ def ledger_of(
     deadline_at: float | None,
     earlier: Sequence[JobRecord] = (),
 ) -> CycleLedger:
-    """Return the ledger of a cycle at `now` (seconds since 1970). Running attempts count until then.
+    """Return the ledger of a cycle at `now` (in seconds since 1970), including running attempts up to that time.
 
-    `earlier`: records of jobs that were submitted again, in the order of submissions. Their attempts count, their
-    states do not.
+    `earlier` contains the records of jobs that were submitted again since, in order of submission. Their attempts are
+    included in the costs, but their states are not counted.
     """
     entries = list(_entries(plan, (*earlier, *records), events, prices, now))
     tasks = [task for record in records for task in record.tasks()]
@@ -309,9 +322,9 @@ def ledger_of(
     stops = [a.stopped_at for record in every for a in record.all_attempts() if a.stopped_at is not None]
     ended_at = max(stops, default=None) if outcome else None
     if outcome == "cancelled" and deadline_at is not None:
-        stops += [record.stopped_at or 0.0 for record in every]  # for jobs without an attempt
+        stops += [record.stopped_at or 0.0 for record in every]  # include jobs without an attempt
         if 0.0 < max(stops, default=0.0) <= deadline_at:
-            deadline_at = None  # it was cancelled before its deadline
+            deadline_at = None  # the cycle was cancelled before its deadline
     deadline: Deadline = "none"
     if deadline_at is not None and ended_at is None:
         deadline = "open" if now <= deadline_at else "missed"
@@ -334,7 +347,7 @@ def ledger_of(
 def _entries(
     plan: JobPlan, records: Sequence[JobRecord], events: Sequence[CycleEvent], prices: Prices, now: float
 ) -> Iterator[AttemptCost]:
-    """Yield the attempts of a plan. `records`: in the order of submissions, the newest of each job last."""
+    """Yield the attempts of all jobs of a plan. `records` are in order of submission, the newest of a job last."""
     ends = {  # 0 while an attempt runs
         record.name: max(
             (attempt.stopped_at or 0.0 for attempt in record.all_attempts()), default=record.stopped_at or 0.0
@@ -357,7 +370,7 @@ def _entries(
                         attempt = attempt.model_copy(update={"stopped_at": stopped_at})
                     if attempt.started_at is not None:
                         ran.append((submission, number, task, attempt))
-            logs = ":" not in name or name.endswith(":0")  # only the first child of an array writes events
+            logs = ":" not in name or name.endswith(":0")  # of an array, only the first child writes events
             spans = with_kept_until(_spans(job.stage, [attempt for *_, attempt in ran], own if logs else (), now))
             ready_ms = 0
             for (submission, number, task, attempt), span in zip(ran, spans, strict=True):
@@ -390,7 +403,7 @@ def _ending(attempt: AttemptRecord) -> str:
 def _spans(
     stage: str, attempts: Sequence[AttemptRecord], events: Sequence[CycleEvent], now: float
 ) -> Iterator[AttemptSpan]:
-    """Yield each attempt with its events. An event belongs to the last attempt that had started."""
+    """Yield each attempt with its events. An event belongs to the last attempt that had started by then."""
     starts = [round(1000 * (attempt.started_at or 0.0)) for attempt in attempts]
     for index, (start_ms, attempt) in enumerate(zip(starts, attempts, strict=True)):
         stop_ms = max(start_ms, round(1000 * (now if attempt.stopped_at is None else attempt.stopped_at)))
@@ -414,11 +427,14 @@ def read_ledger(
     without_report: bool = False,
     events: Sequence[CycleEvent] | None = None,
 ) -> CycleLedger:
-    """Return the ledger of a cycle as of now, or of its end. The ledger of a closed cycle does not change.
+    """Return the ledger of a cycle. Once the cycle is closed, its ledger does not change any more.
 
-    `closed`: an end that is not on record yet. `without_report`: ignore the job `report`, which still runs while the
-    report is written. `events`: used instead of the events of the cycle, and only affects the categories. The deadline
-    counts from the scheduled time of the cycle, or from the time of the claim.
+    The deadline is measured from the scheduled time of the cycle, or from the time of the claim if it has none.
+
+    Args:
+        closed: The end of the cycle, if it is not on record yet.
+        without_report: Ignore the job `report`, because it is still running while the report is written.
+        events: Used instead of the events in the log of the cycle. They only affect the categories.
     """
     claim, closed = store.claim(), closed or store.closed()
     now = closed.at if closed else store.clock()
@@ -443,22 +459,25 @@ def read_ledger(
 
 
 def scheduled_at(config: ScheduleConfig, cycle: str, claimed_at: float) -> float:
-    """Return the scheduled time in the name of a cycle, else the time of the claim, in seconds since 1970."""
+    """Return the scheduled time of a cycle by its name, or the time of the claim if its name is not in the schedule."""
     if not config.is_set:
         return claimed_at
     schedule = config.schedule()
     for due in islice(schedule.before(datetime.fromtimestamp(claimed_at + 1, UTC)), 1000):
         name = cycle_name(schedule, due)
-        if name <= cycle:  # names sort like their times
+        if name <= cycle:  # names sort in chronological order
             return due.timestamp() if name == cycle else claimed_at
     return claimed_at
 
 
-# The expected duration of a cycle, from earlier cycles. Pure.
+# The expected duration of a cycle, estimated from earlier cycles.
 
 
 def expected_seconds(history: Iterable[Iterable[JobRecord]]) -> dict[str, float]:
-    """Return the median duration of each job over cycles: of its successful attempt, or the longest child."""
+    """Return the median duration in seconds of each job over earlier cycles.
+
+    The duration of a job is that of its successful attempt. For an array, it is that of the slowest child.
+    """
     durations: dict[str, list[float]] = {}
     for record in (record for records in history for record in records):
         last = [task.attempts[-1].seconds for task in record.tasks() if task.attempts and task.state == "SUCCEEDED"]
@@ -469,7 +488,10 @@ def expected_seconds(history: Iterable[Iterable[JobRecord]]) -> dict[str, float]
 
 
 def critical_seconds(plan: JobPlan, seconds: Mapping[str, float]) -> float | None:
-    """Return the seconds from the first start to the last end without waiting, None if a duration is unknown."""
+    """Return the length of the critical path in seconds, or None if the duration of a job is unknown.
+
+    This is the time from the first start to the last end if no job has to wait for a machine.
+    """
     ends: dict[str, float] = {}
     for job in plan.jobs:  # in topological order
         if job.name not in seconds:

@@ -1,13 +1,13 @@
-"""The files of a cycle's jobs in the workspace: `cycles/<cycle>/jobs/`.
+"""Read and write the files about the jobs of a cycle, which are stored in `cycles/<cycle>/jobs/` of the workspace.
 
-claim.json               the plan and target that own the cycle, and the process that submits it (a lease)
-plan.json, settings.json the submitted plan and settings
-submitted/round-<n>/     one file per job of submission n (`trnjobs submit` or `retry`), written once
-records.json             the newest records of the jobs (AWS Batch forgets them after a week)
-records/round-<n>.json   the final records of submission n, written once, before the next submission
-earlier/round-<n>/       claim, plan and settings that were replaced after submission n (--fresh)
+claim.json               the plan and target that own the cycle, and a lease for the process that submits it
+plan.json, settings.json the plan and settings that were submitted
+submitted/round-<n>/     one file per job of submission n (`trnjobs submit` or `retry`), never overwritten
+records.json             the newest records of the jobs (because AWS Batch only keeps them for a week)
+records/round-<n>.json   the final records of submission n, stored before the next submission and never overwritten
+earlier/round-<n>/       the claim, plan and settings that `--fresh` replaced after submission n
 blocked.json             which jobs are blocked, and since when
-closed.json              the outcome of the newest submission, after which the next cycle may start
+closed.json              the outcome of the newest submission (the next cycle may start once this file exists)
 """
 
 import json
@@ -38,20 +38,20 @@ T = TypeVar("T")
 
 
 class Claim(Record):
-    """The owner of a cycle. Another process may take over a lease that has expired."""
+    """The owner of a cycle. When the lease has expired, a different process may take it over."""
 
     plan_id: str
     target: str
     claimed_at: float
-    owner: str = Field(description="Process that submits (empty: none)")
+    owner: str = Field(description="Process that is submitting the cycle (empty: none)")
     lease_until: float = 0.0
-    first_round: int = Field(1, description="First submission of this plan (--fresh has replaced the earlier ones)")
-    script: str = Field("", description="SHA-256 of the script of trnjobs run on this machine (empty: not known)")
+    first_round: int = Field(1, description="First submission of this plan (earlier ones were replaced by --fresh)")
+    script: str = Field("", description="SHA-256 of the script that trnjobs run submitted (empty: not known)")
 
 
 @dataclass(frozen=True)
 class CycleStore:
-    """The jobs of one cycle in a workspace. `clock`: seconds since 1970."""
+    """The stored state of the jobs of one cycle. `clock` returns the seconds since 1970."""
 
     storage: Storage
     cycle: str
@@ -62,14 +62,16 @@ class CycleStore:
 
     @contextmanager
     def submitting(self, plan: JobPlan, target: str, owner: str, script: str = "") -> Iterator[Callable[[], None]]:
-        """Claim the cycle for a plan, with an exclusive lease to submit it. Yields a function that renews the lease.
+        """Claim the cycle for a plan and hold an exclusive lease to submit it. Yields a function that renews the lease.
 
-        `script`: digest of the script to run, or empty to keep the recorded one.
+        `script` is the digest of the script to run. If it is empty, the recorded digest is kept.
 
-        If the plan is refused before any job was submitted, a new claim is withdrawn, so that another plan can be
-        submitted. A claim without plan.json also counts as new, because its process died before it could submit
-        anything. Raises ConfigError if the cycle belongs to another plan or target, TransientError while another
-        process submits it, or has taken over the lease.
+        If the plan turns out to be invalid before any job was submitted, a new claim is withdrawn, so that a different
+        plan can be submitted. A claim without plan.json counts as new too, because the process that wrote it must have
+        died before it submitted anything.
+
+        Raises ConfigError if the cycle belongs to a different plan or target, and TransientError if another process is
+        submitting it or has taken over the lease.
         """
         is_new = self._has_no_plan()
         claim, etag = self._claim_for(plan, target, owner, script)
@@ -84,30 +86,30 @@ class CycleStore:
         except ConfigError:
             if is_new and not self.submissions() and self._etag() == etag:
                 self.storage.delete([self.key("settings.json"), self.key("plan.json")])
-                if claim.first_round == 1:  # otherwise it also records which submissions were replaced
+                if claim.first_round == 1:  # otherwise, the claim also records which submissions were replaced
                     self.storage.delete([self.key("claim.json")])
             raise
-        finally:  # after kill -9 the lease expires
+        finally:  # if the process is killed, the lease expires instead
             self._free(claim, etag)
 
     def claim(self) -> Claim | None:
-        """Return the claim, or None if the cycle is not claimed."""
+        """Return the claim of the cycle, or None if it is not claimed."""
         return self._read("claim.json", Claim.model_validate_json)
 
     def plan(self) -> JobPlan | None:
-        """Return the submitted plan, or None. Raises DataError if it is unreadable."""
+        """Return the submitted plan, or None if there is none. Raises DataError if it cannot be read."""
         return self._read("plan.json", JobPlan.model_validate_json)
 
     def save_settings(self, settings: Mapping[str, Any]) -> None:
-        """Store the settings with which every job of the cycle runs. The first write wins."""
+        """Store the settings that all jobs of the cycle use, unless settings are already stored."""
         self.storage.write_if_absent(self.key("settings.json"), json.dumps(settings, indent=1).encode())
 
     def settings(self) -> dict[str, Any] | None:
-        """Return the tree of submitted settings, or None. Raises DataError if it is unreadable."""
+        """Return the submitted settings as a nested dict, or None. Raises DataError if they cannot be read."""
         return self._read("settings.json", _SETTINGS.validate_json)
 
     def submissions(self) -> list[int]:
-        """Return the numbers of the submissions of the plan, from `first_round` of its claim."""
+        """Return the numbers of all submissions of the plan, starting from the `first_round` of its claim."""
         submissions, claim = self._all_submissions(), self.claim()
         return [number for number in submissions if claim is None or number >= claim.first_round]
 
@@ -121,11 +123,11 @@ class CycleStore:
         return {job.job: job for job in jobs if job}
 
     def current(self) -> dict[str, SubmittedJob]:
-        """Return each job as it was submitted last."""
+        """Return the most recent submission of each job, by job name."""
         return {name: job for submission in self.submissions() for name, job in self.submitted(submission).items()}
 
     def save_submitted(self, submission: int, submitted_job: SubmittedJob) -> None:
-        """Record a submitted job. The first write wins. Raises TransientError if it was that of another process."""
+        """Record a submitted job. Raises TransientError if a different process has already submitted this job."""
         name = f"submitted/round-{submission}/{submitted_job.job}.json"
         if self.storage.write_if_absent(self.key(name), submitted_job.model_dump_json().encode()):
             return
@@ -136,21 +138,21 @@ class CycleStore:
             )
 
     def records(self) -> tuple[JobRecord, ...]:
-        """Return the stored records of the jobs, empty if there are none."""
+        """Return the stored records of the jobs, or an empty tuple if there are none."""
         return self._read("records.json", _RECORDS.validate_json) or ()
 
     def save_records(self, records: tuple[JobRecord, ...]) -> None:
-        """Store the records of the jobs. Those of a closed cycle are final and stay unchanged."""
+        """Store the records of the jobs, unless the cycle is closed, because its records are final."""
         if self.closed() is None:
             self.storage.write_bytes(self.key("records.json"), _RECORDS.dump_json(records, indent=1))
 
     def archive_records(self, submission: int, records: Sequence[JobRecord]) -> None:
-        """Keep the records of a submission before the next one replaces them. The first write wins."""
+        """Archive the records of a submission before the next one replaces them. An existing archive is kept."""
         key = self.key(f"records/round-{submission}.json")
         self.storage.write_if_absent(key, _RECORDS.dump_json(tuple(records), indent=1))
 
     def earlier_records(self, records: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
-        """Return the archived records that are not among the newest `records`, in the order of submissions."""
+        """Return archived records, in order of submission, excluding those that are among the newest `records`."""
         archived = dict[str, JobRecord]()
         for name in sorted(self._names("records"), key=natural_key):  # round-9 before round-10
             archived |= {record.id: record for record in self._read(name, _RECORDS.validate_json) or ()}
@@ -164,7 +166,7 @@ class CycleStore:
         self.storage.write_bytes(self.key("blocked.json"), _SIGHTINGS.dump_json(blocked_jobs, indent=1))
 
     def closed(self) -> Closed | None:
-        """Return the end of the cycle, or None while it runs. The end of an earlier submission is ignored."""
+        """Return how the cycle ended, or None while it is running. The end of an earlier submission is ignored."""
         closed = self._read("closed.json", Closed.model_validate_json)
         if closed is None or closed.round is None:
             return closed
@@ -174,11 +176,11 @@ class CycleStore:
         self.storage.write_bytes(self.key("closed.json"), _bytes(closed))
 
     def reopen(self) -> None:
-        """Delete the end of the cycle, because a retry continues it."""
+        """Delete the recorded end of the cycle, so that a retry can continue it."""
         self.storage.delete([self.key("closed.json")])
 
     def belongs_to_other(self, plan: JobPlan, target: str) -> bool:
-        """Return whether another plan was submitted, or this plan to another target."""
+        """Return whether the cycle was submitted with a different plan or to a different target."""
         claim = self.claim()
         is_other = claim is not None and (claim.plan_id, claim.target) != (plan.plan_id, target)
         return is_other and not self._has_no_plan()
@@ -186,11 +188,11 @@ class CycleStore:
     def begin_again(
         self, plan: JobPlan, target: str, owner: str, end: Callable[[JobPlan], Sequence[JobRecord]]
     ) -> None:
-        """Replace the submission on record by a new one. The old plan, settings and records are archived.
+        """Replace the recorded submission by a new one, and archive its plan, settings and records.
 
-        `end` is called under the lease. It returns the final records of the jobs, or raises to abort. A single write of
-        the claim replaces the submission, so a kill before it leaves the old one on record. Does nothing if there is no
-        submission to replace.
+        `end` is called while the lease is held. It must end the jobs and return their final records, or raise an error
+        to abort. The claim is replaced by a single write at the end, so if this process is killed before, the old
+        submission remains on record. Does nothing if there is no submission to replace.
         """
         etag, old, submissions = self._etag(), self.claim(), self.submissions()
         if old is None or not (submissions or self.belongs_to_other(plan, target)):
@@ -208,13 +210,13 @@ class CycleStore:
                 earlier = self.plan() or self._read(f"{folder}/plan.json", JobPlan.model_validate_json)
                 if earlier is None:
                     uri = self.storage.uri(self.key("plan.json"))
-                    raise DataError(f"{uri} does not exist", next_command="restore it, or use another --cycle")
+                    raise DataError(f"{uri} does not exist", next_command="restore it, or use a different --cycle")
                 self.archive_records(submissions[-1], end(earlier))
-                renew()  # ending jobs may take longer than the lease
+                renew()  # ending the jobs may have taken longer than the lease
                 for name in _REPLACED:
                     if (data := self._read(name, bytes)) is not None:
                         self.storage.write_if_absent(self.key(f"{folder}/{name}"), data)
-            # After a kill here, a new submission of the earlier plan writes the plan and its settings again.
+            # If this process is killed here, submitting the earlier plan again restores the plan and its settings.
             self.storage.delete([self.key(name) for name in ("closed.json", "plan.json", "settings.json")])
         except BaseException:
             self._free(old, etag)
@@ -228,12 +230,12 @@ class CycleStore:
         if claim.owner not in ("", owner) and claim.lease_until > now:
             raise TransientError(
                 f"cycle {self.cycle} is being submitted by {claim.owner}",
-                expected=f"one submission at a time; its lease expires in {claim.lease_until - now:.0f} s",
-                next_command="run the same command again then",
+                expected=f"one submission at a time (the lease expires in {claim.lease_until - now:.0f} s)",
+                next_command="run the same command again after that",
             )
 
     def _claim_for(self, plan: JobPlan, target: str, owner: str, script: str) -> tuple[Claim, str]:
-        """Write and return the claim of this process, with its etag."""
+        """Write the claim of this process, and return it with its ETag."""
         now, is_other = self.clock(), False
         claim = Claim(
             plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S, script=script
@@ -247,7 +249,7 @@ class CycleStore:
                 raise ConfigError(
                     f"cycle {self.cycle} was submitted to {existing.target} with other settings",
                     expected=f"the same settings, or a cycle that was not submitted (this is {target})",
-                    next_command="run the same command again: it lists the differences",
+                    next_command="run the same command again to see the differences",
                 )
             self._check_lease(existing, owner)
             kept = {"claimed_at": existing.claimed_at, "first_round": existing.first_round}
@@ -256,12 +258,12 @@ class CycleStore:
         write_plan = self.storage.write_bytes if is_other else self.storage.write_if_absent
         write_plan(self.key("plan.json"), _bytes(plan))
         etag = self._etag()
-        if self.claim() != claim:  # the lease expired in between
+        if self.claim() != claim:  # the lease has expired in the meantime
             raise self._lost()
         return claim, etag
 
     def _has_no_plan(self) -> bool:
-        """Return whether nothing was submitted. The order of writes is claim, plan, first job."""
+        """Return whether nothing was submitted. The claim is written first, then the plan, then the first job."""
         return self.storage.stat(self.key("plan.json")) is None and not self.submissions()
 
     def _replace(self, claim: Claim, etag: str) -> str:
@@ -270,12 +272,12 @@ class CycleStore:
         return self._etag()
 
     def _free(self, claim: Claim, etag: str) -> None:
-        """Release the lease, unless another process has taken it over."""
+        """Release the lease, unless a different process has taken it over."""
         free = claim.model_copy(update={"owner": "", "lease_until": 0.0})
         self.storage.write_if_match(self.key("claim.json"), _bytes(free), etag)
 
     def _lost(self) -> DataError | TransientError:
-        """Return the error for a claim that this process no longer owns."""
+        """Return the error to raise if this process no longer owns the claim."""
         uri = self.storage.uri(self.key("claim.json"))
         if not self._etag():
             return DataError(f"{uri} does not exist", next_command="trnjobs status")
@@ -307,20 +309,21 @@ def _bytes(record: Record) -> bytes:
 
 
 def claimed_cycles(store: CycleStore, *, runs: bool = False) -> list[str]:
-    """Return the sorted names of the claimed cycles. `runs`: include those of `trnjobs run`."""
+    """Return the sorted names of all claimed cycles. `runs`: whether to include those of `trnjobs run`."""
     return sorted(claims_by_age(store, runs=runs))
 
 
 def claims_by_age(store: CycleStore, *, runs: bool = False) -> dict[str, Claim | None]:
-    """Return the claims of the cycles in the workspace of `store` by name, the newest last.
+    """Return the claims of all cycles in the workspace of `store` by name, newest last.
 
-    `runs`: include those of `trnjobs run`, which are not cycles. An invalid claim is None, and comes first.
+    `runs` is whether to include those of `trnjobs run`, which are not cycles. A claim that cannot be read is returned
+    as None, before all others.
     """
 
     def read(name: str) -> Claim | DataError | None:
         try:
             return replace(store, cycle=name).claim()
-        except DataError as error:  # a damaged claim must not hide the other cycles
+        except DataError as error:  # ensure that a damaged claim does not hide the other cycles
             return error
 
     names = [name for name in store.storage.list_dirs("cycles") if runs or not name.startswith(RUN_PREFIX)]
@@ -330,7 +333,7 @@ def claims_by_age(store: CycleStore, *, runs: bool = False) -> dict[str, Claim |
 
 
 def unclosed_cycles(store: CycleStore, names: Sequence[str]) -> list[str]:
-    """Return those of the named cycles in the workspace of `store` that are not closed."""
+    """Return the cycles among `names` that are not closed. They are in the workspace of `store`."""
     ends = _read_each(store.storage, names, lambda name: replace(store, cycle=name).closed())
     return [name for name, closed in zip(names, ends, strict=True) if closed is None]
 

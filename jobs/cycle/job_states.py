@@ -1,9 +1,10 @@
-"""Records of the jobs of a cycle, on any target, and their state transitions, which are those of AWS Batch. Pure.
+"""Records of the jobs of a cycle, and their state transitions, which all targets share.
 
-A task is a job that runs, or one child of an array. The state of the parent of an array is derived: PENDING while
-children run, FAILED once all have ended and one has failed.
+The states and transitions are those of AWS Batch. A task is either a job that runs, or one child of an array. The state
+of the parent of an array is derived from its children: it is PENDING while they are running, and becomes FAILED once
+all of them have ended if at least one has failed.
 
-Source: the user guide of AWS Batch (job states, dependencies, array jobs, job retries).
+Source: AWS Batch user guide (job states, dependencies, array jobs, job retries).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,9 +20,9 @@ from pipeline.core.record import Record
 
 
 class JobState(StrEnum):
-    """States of AWS Batch, in the order of the transitions. A retry returns to RUNNABLE.
+    """The states of a job in AWS Batch, in the order in which a job passes through them. A retry returns to RUNNABLE.
 
-    CANCELLED is added by us. AWS Batch and SageMaker report such a job as failed or stopped.
+    CANCELLED is our own addition, because AWS Batch and SageMaker report a cancelled job as failed or stopped.
     """
 
     SUBMITTED = "SUBMITTED"
@@ -49,21 +50,21 @@ class JobState(StrEnum):
 
 
 class AttemptRecord(Record):
-    """One attempt of one task. Times are seconds since 1970, None until then."""
+    """One attempt of one task. Times are in seconds since 1970, and None until they are known."""
 
     started_at: float | None = None
     stopped_at: float | None = None
-    exit_code: int | None = Field(None, description="Of the container, or of that of the main node (none: never ran)")
+    exit_code: int | None = Field(None, description="Exit code of the container, or of the main node (none: never ran)")
     status_reason: str = ""
-    reason: str = Field("", description="Of the container, such as OutOfMemoryError")
-    log_streams: tuple[str, ...] = Field((), description="One per node, in the order of nodes")
-    error: str = Field("", description="Error in its log, a few lines (empty: not known)")
-    error_node: int = Field(0, description="Node that wrote this log")
-    billable_s: float | None = Field(None, description="Per machine, as the platform reports it (none: not reported)")
+    reason: str = Field("", description="Reason reported for the container, such as OutOfMemoryError")
+    log_streams: tuple[str, ...] = Field((), description="One log stream per node, in the order of nodes")
+    error: str = Field("", description="The error in the log of the attempt, a few lines (empty: unknown)")
+    error_node: int = Field(0, description="The node whose log contains the error")
+    billable_s: float | None = Field(None, description="Billed seconds per machine, if the platform reports them")
 
     @property
     def seconds(self) -> float | None:
-        """Return the duration, or None if it never ran or has not ended."""
+        """Return the duration, or None if the attempt never ran or has not ended."""
         return None if self.started_at is None or self.stopped_at is None else self.stopped_at - self.started_at
 
 
@@ -78,11 +79,11 @@ class JobRecord(Record):
     started_at: float | None = None
     stopped_at: float | None = None
     attempts: tuple[AttemptRecord, ...] = ()
-    children: tuple["JobRecord", ...] = Field((), description="Of an array, by index")
+    children: tuple["JobRecord", ...] = Field((), description="Children of an array, by index")
     num_nodes: int = Field(0, description="0: a single container")
 
     def tasks(self) -> tuple["JobRecord", ...]:
-        """Return the children of an array, else the job itself."""
+        """Return the children of an array, or the job itself if it is not an array."""
         return self.children or (self,)
 
     def all_attempts(self) -> list[AttemptRecord]:
@@ -91,11 +92,11 @@ class JobRecord(Record):
 
 
 Outcome = Literal["succeeded", "failed", "refused", "cancelled"]
-"""Outcome of a cycle. refused: the gate refused the candidate, and production is unchanged."""
+"""The outcome of a cycle. `refused` means that the gate refused the candidate, so that production is unchanged."""
 
 
 class SubmittedJob(Record):
-    """A submitted job. Written before the next job is submitted."""
+    """The record of a submitted job, which is written before the next job is submitted."""
 
     job: str
     id: str
@@ -104,7 +105,7 @@ class SubmittedJob(Record):
 
 
 class Cancel(Record):
-    """A request to end a job. `at`: seconds since 1970."""
+    """A request to end a job. `at` is in seconds since 1970."""
 
     reason: str
     at: float
@@ -139,22 +140,25 @@ TIMED_OUT = "Job attempt duration exceeded timeout"
 TASK_NOT_STARTED = "Task failed to start"
 HOST_TERMINATED = "Host EC2 (local) terminated."
 SERVICE_FAULT = "Internal error of the service that runs the job"
-"""Reported for SageMaker, which does not distinguish a lost machine from its own faults."""
+"""Used for SageMaker, which does not distinguish lost machines from internal errors."""
 INTERRUPTED = "Interrupted with the command that ran the jobs"
-"""Such an attempt does not count towards the retries, and the next submission continues the job."""
+"""An attempt that was interrupted does not count towards the retries. The next submission continues the job."""
 CANCELLED = "cancelled: "
-"""Prefix of the reasons of `trnjobs cancel`."""
+"""Prefix of the reason of a job that was cancelled by `trnjobs cancel`."""
 UNNEEDED = "no longer needed: "
-"""Prefix of the reason of a job that was ended because no job that waits for it can run any more."""
+"""Prefix of the reason of a job that was ended because none of the jobs that depend on it can run any more."""
 NOT_RUN = "not run: "
-"""Prefix of the reason of a job with a dependency that did not succeed."""
+"""Prefix of the reason of a job that did not run because a dependency did not succeed."""
 PAGE_ANYWAY = "not needed: the end of the cycle writes the page"
-"""Reason shown for the job `report` if the cycle ended before it."""
+"""The reason that is shown for the job `report` if the cycle ended before it could run."""
 
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """The end of an attempt. `exit_code`: None if no container ran. `status_reason`: see above, or from the user."""
+    """How an attempt ended.
+
+    `exit_code` is None if the container never ran. `status_reason` is one of the reasons above, or given by the user.
+    """
 
     exit_code: int | None
     status_reason: str
@@ -163,7 +167,7 @@ class AttemptEnd:
 
 @dataclass(frozen=True)
 class Task:
-    """A job, or one child of an array."""
+    """A job that runs, or one child of an array."""
 
     spec: JobSpec
     index: int | None = None
@@ -173,12 +177,12 @@ class Task:
         return self.spec.name if self.index is None else f"{self.spec.name}:{self.index}"
 
     def waits_for(self) -> Iterator[str]:
-        """Return the names of the jobs that must succeed first."""
+        """Yield the names of the jobs that must succeed before this task can start."""
         return (dependency.job for dependency in self.spec.depends_on)
 
 
 def tasks_of(job: JobSpec) -> list[Task]:
-    """Return the children of an array, else the job itself."""
+    """Return the children of an array, or the job itself if it is not an array."""
     return [Task(job, index) for index in range(job.array_size)] if job.array_size else [Task(job)]
 
 
@@ -188,9 +192,10 @@ def new_record(task: Task, job_id: str, at: float) -> JobRecord:
 
 
 def advance_waiting_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord], at: float) -> dict[str, JobRecord]:
-    """Move every task that waits for others one state forward, and return the changed records.
+    """Advance every task that waits for dependencies by one state, and return the changed records.
 
-    Call it again until nothing changes. A job that has no record has succeeded in an earlier submission.
+    This must be called repeatedly until nothing changes. Dependencies without a record are assumed to have succeeded in
+    an earlier submission.
     """
     now = {task.name: records[task.name] for task in tasks}
     children = dict[str, list[str]]()
@@ -218,7 +223,10 @@ def advance_waiting_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord]
 
 
 def cause_text(failed: Sequence[JobRecord]) -> str:
-    """Return the root cause why a job could not run, such as `prepare failed`. `failed`: its failed dependencies."""
+    """Return why a job could not run, such as `prepare failed`. `failed` are the dependencies that did not succeed.
+
+    If these could not run either, this is the reason why they could not.
+    """
     for record in failed:
         if not record.status_reason.startswith((NOT_RUN, UNNEEDED)):
             name = record.name.partition(":")[0]
@@ -229,9 +237,10 @@ def cause_text(failed: Sequence[JobRecord]) -> str:
 
 
 def unneeded_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord]) -> dict[str, str]:
-    """Return the tasks to end because no job that waits for them can run any more, with the reason, by name.
+    """Return the names of tasks that are no longer needed, with the reason for ending them.
 
-    A job that no other job waits for is always needed. `tasks`: each after those it depends on.
+    A job is no longer needed if none of the jobs that depend on it can run any more. A job on which no other job
+    depends is always needed. `tasks` must be in topological order.
     """
     failures = dict[str, list[JobRecord]]()
     for task in tasks:
@@ -239,7 +248,7 @@ def unneeded_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord]) -> di
         if record.state.is_failure and not record.status_reason.startswith(UNNEEDED):
             failures.setdefault(task.spec.name, []).append(record)
     specs = {task.spec.name: task.spec for task in tasks}
-    lost, unneeded = dict[str, str](), dict[str, str]()  # cause by job
+    lost, unneeded = dict[str, str](), dict[str, str]()  # causes by job name
     for name, spec in specs.items():
         causes = [lost[dependency.job] for dependency in spec.depends_on if dependency.job in lost]
         if name in failures or causes:
@@ -259,7 +268,10 @@ def unneeded_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord]) -> di
 def normalize_batch_records(
     plan: JobPlan, records: Sequence[JobRecord], cancelled: Mapping[str, Cancel]
 ) -> tuple[JobRecord, ...]:
-    """Set CANCELLED and the reasons of skipped jobs, which AWS Batch reports as FAILED. `cancelled`: by job id."""
+    """Set the state of cancelled jobs and the reasons of skipped jobs, because AWS Batch reports both as FAILED.
+
+    `cancelled` contains the recorded cancellations by job id.
+    """
     normalized = dict[str, JobRecord]()
 
     def with_reason(record: JobRecord, cancel: Cancel | None) -> JobRecord:
@@ -291,7 +303,7 @@ def starting_record(record: JobRecord, log_streams: Sequence[str]) -> JobRecord:
 
 
 def running_record(record: JobRecord, at: float) -> JobRecord:
-    """Return the record of a job after the container (of the main node) has started."""
+    """Return the record of a job after its container, or that of its main node, has started."""
     record = with_last_attempt(record, started_at=at)
     return _move(record, JobState.RUNNING, started_at=record.started_at or at)
 
@@ -299,7 +311,10 @@ def running_record(record: JobRecord, at: float) -> JobRecord:
 def record_after_attempt(
     record: JobRecord, retry: Retry, end: AttemptEnd, at: float, *, will_retry: bool | None = None
 ) -> JobRecord:
-    """Return the record after an attempt: SUCCEEDED, FAILED, or RUNNABLE if `will_retry` (None: by `retry`)."""
+    """Return the record after an attempt has ended, which is SUCCEEDED, FAILED, or RUNNABLE if it is retried.
+
+    If `will_retry` is None, the rules in `retry` decide whether to retry.
+    """
     record = with_last_attempt(
         record, stopped_at=at, exit_code=end.exit_code, status_reason=end.status_reason, reason=end.reason
     )
@@ -314,7 +329,7 @@ def record_after_attempt(
 
 
 def should_retry(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
-    """Return whether to retry after attempt number `attempt` (from 1) has failed. Time-outs are never retried."""
+    """Return whether to retry after attempt number `attempt` (from 1) has failed. Timeouts are never retried."""
     if attempt >= retry.attempts:
         return False
     if end.status_reason in (HOST_TERMINATED, TASK_NOT_STARTED, SERVICE_FAULT):
@@ -323,22 +338,22 @@ def should_retry(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
 
 
 def has_succeeded(end: AttemptEnd) -> bool:
-    """Return whether an attempt succeeded. A container that was stopped has failed even if its exit code is 0."""
+    """Return whether an attempt succeeded. If a container was stopped, it has failed even if its exit code is 0."""
     return end.exit_code == 0 and end.status_reason == EXITED
 
 
 def failed_record(record: JobRecord, reason: str, at: float) -> JobRecord:
-    """Return the record of a job that ends without success, for this reason."""
+    """Return the record of a job after it has ended without success, for the given reason."""
     return _move(record, failed_state(reason), reason=reason, stopped_at=at)
 
 
 def failed_state(reason: str) -> JobState:
-    """Return CANCELLED if a user ended the job or it was no longer needed, else FAILED."""
+    """Return CANCELLED if the job was cancelled by a user or is no longer needed, otherwise FAILED."""
     return JobState.CANCELLED if reason.startswith((CANCELLED, UNNEEDED)) else JobState.FAILED
 
 
 def queue(tasks: Iterable[Task], records: Mapping[str, JobRecord]) -> list[Task]:
-    """Return the RUNNABLE tasks, first in first out, with retries at the front."""
+    """Return the RUNNABLE tasks in the order in which they should start: retries first, then first in, first out."""
     runnable = [task for task in tasks if records[task.name].state is JobState.RUNNABLE]
     retries = [task for task in runnable if records[task.name].attempts]
     retries.sort(key=lambda task: -(records[task.name].attempts[-1].stopped_at or 0.0))
@@ -346,7 +361,10 @@ def queue(tasks: Iterable[Task], records: Mapping[str, JobRecord]) -> list[Task]
 
 
 def parent_state(children: Sequence[JobState]) -> JobState:
-    """Return the state of an array. Children continue after a failure, so the parent fails when the last one ends."""
+    """Return the state of the parent of an array.
+
+    If a child fails, the others continue, so the parent only fails when the last child has ended.
+    """
     if all(child.is_final for child in children):
         failures = [state for state in (JobState.FAILED, JobState.CANCELLED) if state in children]
         return failures[0] if failures else JobState.SUCCEEDED
@@ -354,7 +372,7 @@ def parent_state(children: Sequence[JobState]) -> JobState:
 
 
 def parent_record(job: JobSpec, job_id: str, children: Sequence[JobRecord]) -> JobRecord:
-    """Return the record of an array, derived from those of its children."""
+    """Return the record of the parent of an array, derived from the records of its children."""
     state = parent_state([child.state for child in children])
     failures = [child.status_reason for child in children if child.state is state and state.is_failure]
     stopped = [child.stopped_at for child in children if child.stopped_at is not None]
@@ -379,15 +397,18 @@ def _move(record: JobRecord, to: JobState, *, reason: str = "", **changes: objec
     return record.model_copy(update={"state": to, "status_reason": reason, **changes})
 
 
-# Messages about state changes. Pure.
+# Messages about state changes.
 
 
 class Change(str):
-    """A line about a state change of a job, which the live display omits because it shows all states."""
+    """A line about a state change of a job. The live display omits these lines, because it shows all states anyway."""
 
 
 def change_line(record: JobRecord, log: str = "") -> Change:
-    """Return a line such as `train  RUNNABLE  attempt 1 ended with exit code 75; retrying`. `log`: of a running job."""
+    """Return a line such as `train  RUNNABLE  attempt 1 ended with exit code 75; retrying`.
+
+    `log` is the path of the log of a running job.
+    """
     fields = [f"{record.name:<12} {record.state.value:<9}"]
     if not record.attempts:
         return Change("  ".join([*fields, record.status_reason]).rstrip())
@@ -407,16 +428,16 @@ def change_line(record: JobRecord, log: str = "") -> Change:
     return Change("  ".join(fields).rstrip())
 
 
-# The outcome of a cycle, from the records of its jobs. Pure.
+# The outcome of a cycle, determined from the records of its jobs.
 
 _MEANINGS = {rule.exit_code: rule.name for rule in EXIT_TABLE}
 
 
 def outcome_of(plan: JobPlan, records: Sequence[JobRecord], *, cancelled: Closed | None = None) -> Closed | None:
-    """Return the end of the cycle, or None while a job has not ended or was not submitted.
+    """Return how the cycle ended, or None if any job was not submitted or has not ended.
 
-    A partially submitted cycle ends if it is cancelled. Its records show this, or the caller passes `cancelled`, which
-    counts if all submitted jobs have succeeded.
+    A cycle that was only partially submitted ends when it is cancelled. This is visible in its records, unless all
+    submitted jobs had already succeeded. In that case, the caller must pass `cancelled`.
     """
     if not all(record.state.is_final for record in records):
         return None
@@ -433,7 +454,10 @@ def outcome_of(plan: JobPlan, records: Sequence[JobRecord], *, cancelled: Closed
 
 
 def exit_code_of_cycle(closed: Closed, records: Sequence[JobRecord]) -> int:
-    """Return the exit code of the job that failed first, 143 for a cancelled cycle, 75 for a job without a code."""
+    """Return the exit code of a command that waits for the cycle.
+
+    This is the exit code of the job that failed first (75 if it has none), or 143 if the cycle was cancelled.
+    """
     if closed.outcome == "succeeded":
         return EXIT_OK
     if closed.outcome == "refused":
@@ -445,10 +469,10 @@ def exit_code_of_cycle(closed: Closed, records: Sequence[JobRecord]) -> int:
 
 
 def first_failure(records: Sequence[JobRecord]) -> JobRecord | None:
-    """Return the job that caused the cycle to fail, not one that failed because of it. None if no job failed."""
+    """Return the job that caused the cycle to fail, or None if no job failed."""
 
     def order(record: JobRecord) -> tuple[int, float]:
-        """Sort jobs that ran first, then cancelled jobs, then jobs that were skipped because of another job."""
+        """Sort jobs that ran before cancelled jobs, and those before jobs that were skipped because of a dependency."""
         reason = record.status_reason
         has_run = record.all_attempts() and not reason.startswith(UNNEEDED)
         rank = 0 if has_run else 1 if reason.startswith(CANCELLED) else 2
@@ -458,13 +482,13 @@ def first_failure(records: Sequence[JobRecord]) -> JobRecord | None:
 
 
 def exit_code(record: JobRecord) -> int | None:
-    """Return the exit code of the last attempt, of an array that of the first failed child. None if nothing ran."""
+    """Return the exit code of the last attempt, or None if nothing ran. For an array, use the first failed child."""
     tasks = [task for task in record.tasks() if task.state.is_failure] or record.tasks()
     return next((task.attempts[-1].exit_code for task in tasks if task.attempts), None)
 
 
 def shown_state(record: JobRecord) -> str:
-    """Return the state to display: NOT RUN for a job that was skipped because of another job."""
+    """Return the state to display, which is NOT RUN if the job was skipped because of a dependency."""
     return "NOT RUN" if _is_skipped(record) else record.state.value
 
 
@@ -483,19 +507,22 @@ def reason_of(record: JobRecord) -> str:
         causes, error = [*causes, last.reason], headline(last.error.splitlines())
         if last.exit_code is not None:
             meaning = f" ({_MEANINGS[last.exit_code]})" if last.exit_code in _MEANINGS else ""
-            causes = [cause for cause in causes if cause != EXITED]  # less specific than the exit code
+            causes = [cause for cause in causes if cause != EXITED]  # the exit code is more specific
             causes.append(f"exit code {last.exit_code}{meaning}")
     reason = ", ".join(dict.fromkeys(cause for cause in causes if cause)) or "no reason given"
     return f"{reason}: {error}" if error and error not in reason else reason
 
 
 def without_error(reason: str, records: Iterable[JobRecord]) -> str:
-    """Return a reason without the first line of the error, for output that shows the full error."""
+    """Return the reason without the first line of the error, for output that includes the whole error anyway."""
     for task in filter(None, map(failed_task, records)):
         reason = reason.removesuffix(f": {headline(task.attempts[-1].error.splitlines())}")
     return reason
 
 
 def failed_task(record: JobRecord) -> JobRecord | None:
-    """Return the job, or the first child of an array, that ran and failed. None if the job has not failed by itself."""
+    """Return the job, or the first child of an array, that ran and failed.
+
+    Return None if the job has not failed, or has only failed because of a dependency.
+    """
     return next((task for task in record.tasks() if task.state is JobState.FAILED and task.attempts), None)

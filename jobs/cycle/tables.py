@@ -1,4 +1,4 @@
-"""Plans, records and ledgers as tables for a terminal. Pure."""
+"""Format plans, job records and ledgers as tables for the terminal."""
 
 import json
 import shlex
@@ -17,7 +17,7 @@ STATUS = ("job", "state", "attempts", "ran", "exit", "why")
 
 
 def plan_lines(plan: JobPlan, seconds: Mapping[str, float], prices: Prices, sla_s: int | None) -> list[str]:
-    """Return one row per job, and the expected duration and cost of the cycle, estimated from earlier cycles."""
+    """Return a table with one row per job, and the duration and cost that earlier cycles lead us to expect."""
     rows: list[tuple[str, ...]] = [("job", "after", "shape", "vCPU", "MiB", "attempts", "limit", "expected", "cost")]
     costs = [job_usd(job, seconds[job.name], prices) if job.name in seconds else None for job in plan.jobs]
     for job, job_cost in zip(plan.jobs, costs, strict=True):
@@ -41,7 +41,7 @@ def plan_lines(plan: JobPlan, seconds: Mapping[str, float], prices: Prices, sla_
 
 
 def shape_text(job: JobSpec) -> str:
-    """Return the shape of a job: `4 nodes x 32 ranks`, `array of 8`, `1 node`."""
+    """Return the shape of a job as text, such as `4 nodes x 32 ranks`, `array of 8` or `1 node`."""
     ranks = f" x {job.resources.processes_per_node} ranks" if job.resources.processes_per_node > 1 else ""
     if job.array_size:
         return f"array of {job.array_size}{ranks}"
@@ -49,13 +49,13 @@ def shape_text(job: JobSpec) -> str:
 
 
 def status_lines(records: Sequence[JobRecord]) -> list[str]:
-    """Return one row per job and per failed child of an array. The errors are in failure_lines."""
+    """Return a table with one row per job and per failed array child. Errors are formatted by `failure_lines`."""
     rows = [(*cells, without_error(why, records)) for *cells, why in status_rows(records)]
     return aligned([STATUS, *rows], left=(0, 1, 5))
 
 
 def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
-    """Return the cells in the order of STATUS."""
+    """Return the rows of the status table, with cells in the order of STATUS."""
     rows = list[tuple[str, ...]]()
     for job in records:
         for record in (job, *(child for child in job.children if child.state.is_failure)):
@@ -64,7 +64,7 @@ def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
                 done = sum(child.state is JobState.SUCCEEDED for child in record.children)
                 state += f" {done}/{len(record.children)}"
             if record.state.is_failure or (record.state is JobState.RUNNABLE and record.attempts and why):
-                why = reason_of(record)  # it failed or waits for a retry
+                why = reason_of(record)  # the job has failed, or is waiting for a retry
             attempts, ran = str(len(record.all_attempts())), format_duration(ran_seconds(record))
             has_succeeded = record.state is JobState.SUCCEEDED
             cells = (record.name, state, attempts, ran, "-" if code is None else str(code))
@@ -76,7 +76,7 @@ NO_LOG = "its log does not exist or cannot be read"
 
 
 def failure_lines(records: Sequence[JobRecord], workspace: str, cycle: str, program: str = "trnjobs") -> list[str]:
-    """Return the error of each job that failed by itself, and the command that shows its log."""
+    """Return the error of each job that ran and failed, and the command that shows its log."""
     lines = list[str]()
     for task in (task for record in records if (task := failed_task(record))):
         is_refusal = exit_code(task) == GateRefused.exit_code
@@ -87,14 +87,14 @@ def failure_lines(records: Sequence[JobRecord], workspace: str, cycle: str, prog
 
 
 def logs_command(task: JobRecord, workspace: str, cycle: str, program: str = "trnjobs") -> str:
-    """Return the command that shows the log with the error of a failed job. `workspace`: URI."""
+    """Return the command that shows the log with the error of a failed job. `workspace` is a URI."""
     command = [program, "logs", task.name, "--workspace", workspace.removeprefix("file://"), "--cycle", cycle]
     node = task.attempts[-1].error_node
     return shlex.join([*command, "--node", str(node)] if node else command)
 
 
 def ran_seconds(record: JobRecord) -> float | None:
-    """Return the seconds from the start of the first attempt to the end of the last, None until both exist."""
+    """Return the seconds from the start of the first attempt to the end of the last, or None if nothing has ended."""
     starts = [attempt.started_at for attempt in record.all_attempts() if attempt.started_at is not None]
     ends = [attempt.stopped_at for attempt in record.all_attempts() if attempt.stopped_at is not None]
     return max(ends) - min(starts) if starts and ends else None
@@ -105,20 +105,20 @@ def ran_seconds(record: JobRecord) -> float | None:
 HEAD = ("stage", "attempts", "waiting", *SPENT, "machine time", "goodput", "cost")
 DEADLINES = {"met": "deadline met", "missed": "deadline MISSED", "open": "deadline ahead", "none": ""}
 GOODPUT = (
-    "goodput: machine time of kept productive work (steps, rows, vectors) divided by all machine time,"
+    "goodput: machine time of productive work that was kept (steps, rows, vectors) divided by all machine time,"
     " without waiting in a queue"
 )
-LOCAL_COST = "local: no charge, costs above are estimates for another machine, by jobs.vcpu_usd_per_hour"
+LOCAL_COST = "local: no charge (costs above are estimates for a different machine, by jobs.vcpu_usd_per_hour)"
 
 
 def cost_lines(ledger: CycleLedger) -> list[str]:
-    """Return a summary line, one row per stage, and one for the cycle."""
+    """Return a summary line and a table with one row per stage, followed by a row for the whole cycle."""
     rows = [HEAD, *(total_row(stage) for stage in ledger.stages()), total_row(ledger.total)]
     return [summary(ledger), *aligned(rows)]
 
 
 def summary(ledger: CycleLedger, progress: str = "under way") -> str:
-    """Return one line: `cycle 2026-11-20: succeeded in 12m03s, deadline met | 8 of 8 jobs in 9 attempts | ...`."""
+    """Return a one-line summary: `cycle first: succeeded in 12m03s, deadline met | 8 of 8 jobs in 9 attempts | ...`."""
     state: str = progress if ledger.outcome == "open" else ledger.outcome
     state += "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
     fields = [
@@ -131,14 +131,17 @@ def summary(ledger: CycleLedger, progress: str = "under way") -> str:
 
 
 def money(total: Total) -> str:
-    """Return the cost, and the wasted part of it."""
+    """Return the cost as text, including how much of it was wasted."""
     if total.usd is None:
         return "cost unknown (jobs.prices, jobs.vcpu_usd_per_hour)"
     return f"{usd(total.usd)}, {usd(total.wasted_usd)} of it wasted"
 
 
 def success_line(ledgers: Sequence[CycleLedger]) -> str:
-    """Return the counts of successful cycles and jobs and of deadlines met. A refusal by the gate is a success."""
+    """Return how many cycles and jobs succeeded and how many deadlines were met.
+
+    A cycle in which the gate refused the model counts as successful.
+    """
     ended = [ledger for ledger in ledgers if ledger.outcome != "open"]
     due = [ledger for ledger in ended if ledger.deadline in ("met", "missed")]
     counts = {
@@ -153,13 +156,13 @@ def success_line(ledgers: Sequence[CycleLedger]) -> str:
 
 
 def total_lines(ledgers: Sequence[CycleLedger]) -> list[str]:
-    """Return a summary line and a row per cycle, and their success rates."""
+    """Return a summary line per cycle, a table with one row per cycle, and their success rates."""
     rows = [("cycle", *HEAD[1:]), *(total_row(ledger.total) for ledger in ledgers)]
     return [*map(summary, ledgers), *aligned(rows), success_line(ledgers)]
 
 
 def total_row(total: Total) -> tuple[str, ...]:
-    """Return the cells in the order of HEAD."""
+    """Return the row of a stage or cycle, with cells in the order of HEAD."""
     times = (format_duration(total.machine_ms[kind] / 1000) if total.machine_ms[kind] else "-" for kind in SPENT)
     waited, machine = format_duration(total.waiting_ms / 1000), format_duration(total.all_ms / 1000)
     return (total.name, str(total.tries), waited, *times, machine, format_percent(total.goodput), usd(total.usd))
@@ -169,7 +172,7 @@ def total_row(total: Total) -> tuple[str, ...]:
 
 
 def value_text(name: str, value: Any) -> str:
-    """Return the value of a setting as text to display, without secrets."""
+    """Return the value of a setting as text to display, with secrets hidden."""
     shown = without_secret(name, value)
     if isinstance(shown, list) and all(isinstance(item, str) for item in shown):
         return shlex.join(_without_secret_flags(shown))
@@ -177,7 +180,7 @@ def value_text(name: str, value: Any) -> str:
 
 
 def _without_secret_flags(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments of a command with the values of flags such as `--api-key` hidden."""
+    """Yield the arguments of a command, hiding the values of flags such as `--api-key`."""
     is_hidden = False
     for argument in arguments:
         name, equals, _ = argument.partition("=")

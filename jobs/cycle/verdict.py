@@ -1,4 +1,4 @@
-"""The verdict on a cycle in a few lines: outcome, quality of the model, reasons of a refusal. Pure."""
+"""Format the verdict on a cycle: its outcome, the quality of the model, and the reasons if the model was refused."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ from pipeline.evaluate.report import EvaluationReport
 
 SEARCH = "retrieval_ndcg@10"
 WITHOUT = " WITHOUT a comparison"
-"""Appended to `promoted` if the model was compared with nothing."""
+"""Appended to `promoted` if there was nothing to compare the model with."""
 _NAMES = {SEARCH: "search nDCG@10", "ndcg@10": "nDCG@10", "macro_f1": "macro F1", "bm25": "BM25"}
 _MAX_METRICS, _MAX_REASONS, _WIDTH = 4, 3, 80
 
 
 class Measure(NamedTuple):
-    """A metric of the candidate and of `others`: production and the baselines by display name.
+    """The value of a metric for the candidate, and for production and the baselines (`others`, by display name).
 
-    `low`, `high`: confidence interval of the difference to production.
+    `low` and `high` are the bounds of the confidence interval of the difference between candidate and production.
     """
 
     metric: str
@@ -34,7 +34,7 @@ class Measure(NamedTuple):
 
     @property
     def change(self) -> str:
-        """Return the difference to production with its interval, empty without a comparison."""
+        """Return the difference to production with its interval, or an empty string if they were not compared."""
         if self.low is None or self.high is None:
             return ""
         return _change(self.candidate - self.others["production"], self.low, self.high)
@@ -47,7 +47,10 @@ def verdict_lines(
     verified: VerifyDigest | None,
     target: str,
 ) -> list[str]:
-    """Return the verdict on an ended cycle, its metrics and any reasons of a refusal. `evaluate`: stage figures."""
+    """Return the verdict on a cycle that has ended, its metrics, and the reasons if the model was refused.
+
+    `evaluate` contains the figures of that stage.
+    """
     took = "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
     late = f", {DEADLINES['missed']}" if ledger.deadline == "missed" else ""
     verdict = f"{outcome_text(ledger.outcome, evaluate)}{took}{late}"
@@ -67,7 +70,10 @@ def verdict_lines(
 
 
 def outcome_text(outcome: str, evaluate: Mapping[str, Figure]) -> str:
-    """Return the outcome of a cycle. `evaluate`: figures of this stage, which show whether a model was promoted."""
+    """Return the outcome of a cycle as text to display.
+
+    `evaluate` contains the figures of that stage, which include whether a model was promoted.
+    """
     if outcome == "open":
         return "under way"
     if outcome == "succeeded" and evaluate.get("nothing_new"):
@@ -81,14 +87,14 @@ def outcome_text(outcome: str, evaluate: Mapping[str, Figure]) -> str:
 
 
 def cost_text(ledger: CycleLedger, target: str) -> str:
-    """Return the cost of a cycle. A local machine costs nothing."""
+    """Return the cost of a cycle as text to display. A local machine costs nothing."""
     if target == "local":
         return "local: no charge"
     return "cost unknown" if ledger.total.usd is None else usd(ledger.total.usd)
 
 
 def measures(evaluation: EvaluationReport) -> list[Measure]:
-    """Return the metrics of the gate, in its order, and the search metric."""
+    """Return the metrics that the gate checked, in its order, followed by the search metric."""
     production, candidate = evaluation.incumbent, evaluation.candidate.figures
     checks = evaluation.verdict.checks
     others = {"production": production.figures} if production else {}
@@ -106,7 +112,7 @@ def measures(evaluation: EvaluationReport) -> list[Measure]:
 
 
 def _quality(evaluation: EvaluationReport) -> list[str]:
-    """Return a table of the main metrics: candidate, production, baselines and the difference to production."""
+    """Return a table of the main metrics with the values of candidate, production and baselines."""
     shown = measures(evaluation)[:_MAX_METRICS]
     if not shown:
         return []
@@ -116,11 +122,11 @@ def _quality(evaluation: EvaluationReport) -> list[str]:
         values = (measure.candidate, *(measure.others.get(label) for label in labels))
         rows.append([metric_name(measure.metric), *map(_number, values)])
     lines = zip(aligned(rows), changes, strict=True)
-    return [f"{line} {change}".rstrip() for line, change in lines]  # fits 80 columns with two baselines
+    return [f"{line} {change}".rstrip() for line, change in lines]  # with two baselines, this still fits 80 columns
 
 
 def reasons(checks: Sequence[GateCheck]) -> list[str]:
-    """Return the first reasons why a model was refused, with numbers if the check has them."""
+    """Return the first reasons why a model was refused, with the values that were compared if there are any."""
     failed = [check for check in checks if check.outcome == "fail"]
     lines = list[str]()
     for check in failed[:_MAX_REASONS]:

@@ -141,7 +141,7 @@ class Command:
         return tuple(self._tail.decode(errors="replace").splitlines())
 
     def returncode(self) -> int | None:
-        """Return the return code, or None while the command is still running. It is negative for a signal.
+        """Return the exit code, or None while the command is still running. The code is negative after a signal.
 
         This also reaps orphaned processes that this process has adopted.
         """
@@ -364,7 +364,8 @@ class Attempt:
         start = self.group.start
         if start is None and STARTS in self.env and self.identity.is_in_cycle:
             raise TransientError(
-                "the main node did not send the number of this start", next_command="see the log of the main node"
+                "timed out waiting for the start number from the main node",
+                next_command="check the log of the main node",
             )
         if start is not None:
             self.env = {**self.env, **start.variables}

@@ -1,4 +1,4 @@
-"""Where jobs run: this machine, AWS Batch, or SageMaker. All use the same states and records."""
+"""The interface of targets (this machine, AWS Batch and SageMaker), which all use the same job states and records."""
 
 import os
 import re
@@ -32,14 +32,17 @@ from pipeline.core.secrets import secret_values, without_secrets
 from pipeline.io.storage import KeyNotFound
 
 PATIENCE_S = 900.0
-"""How long AWS or the workspace may be unreachable before a process that follows a cycle gives up."""
+"""Seconds that AWS or the workspace may be unreachable before a process that follows a cycle gives up."""
 
 
 More = Callable[[], bool]
 
 
 def until_ended(has_ended: Callable[[], bool], pause: Callable[[], object]) -> More:
-    """Return a `more` that calls `pause` before each new read until `has_ended()`, then allows one last read."""
+    """Return a callback that allows further reads of a log until `has_ended()`, and then one final read.
+
+    `pause` is called before each read, except for the final one.
+    """
 
     def reads() -> Iterator[bool]:
         while not has_ended():
@@ -58,59 +61,65 @@ class Target(Protocol):
     """`local`, `batch` or `sagemaker`."""
 
     def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
-        """Submit these jobs of a claimed plan in its order. Jobs already submitted in this submission are skipped.
+        """Submit these jobs of a claimed plan, in the order of the plan.
 
-        `local` and `sagemaker` also follow the jobs, and return when the last has ended. A dependency that is not
-        among `jobs` has succeeded in an earlier submission.
+        Jobs that this submission already contains are skipped. A dependency that is not among `jobs` is assumed to
+        have succeeded in an earlier submission. `local` and `sagemaker` also follow the jobs, and only return when the
+        last one has ended.
         """
 
     def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         """Return the current record of every submitted job, in the order of the plan."""
 
     def advance(self, plan: JobPlan) -> tuple[JobRecord, ...]:
-        """Start and end the jobs that are due and return the records. `local` does this by itself."""
+        """Start and end jobs as required, and return their records. The engine of `local` does this automatically."""
         return self.records(plan)
 
     def busy_reason(self, records: Sequence[JobRecord]) -> str:
-        """Return why a new submission cannot replace these jobs yet, empty if none of them runs."""
+        """Return why these jobs cannot be replaced by a new submission yet, or an empty string if they can."""
         unfinished = [record.name for record in records if not record.state.is_final]
         return f"{', '.join(unfinished)} {'has' if len(unfinished) == 1 else 'have'} not ended" if unfinished else ""
 
     def check(self, plan: JobPlan) -> None:
-        """Check that the plan can run on this platform, without changing anything. Raises ConfigError if not."""
+        """Check that the plan can run on this platform, without changing anything. Raises ConfigError if it cannot."""
 
     def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
-        """Return why jobs cannot start. Ends jobs that can never start, after a grace period."""
+        """Return a line for each job that cannot start. Jobs that can never start are ended after a grace period."""
         return ()
 
     def interrupted_at(self) -> float | None:
-        """Return when the process that runs the jobs was last alive (seconds since 1970) if it has died, else None."""
+        """Return when the process that ran the jobs was last alive (seconds since 1970), or None if it has not died."""
         return None
 
     def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
-        """Yield the lines of one attempt (from 1) on one node. Raises ConfigError if there is no such log.
+        """Yield the log lines of one attempt (from 1) on one node.
 
-        At the end of the log, `more()` returns whether to read newer lines. It may block.
+        At the end of the log, `more()` is called to decide whether to check for newer lines. It may block.
+
+        Raises ConfigError if there is no such log.
         """
 
     def newest_line(self, record: JobRecord) -> str:
-        """Return the last log line of a running task, empty if reading it would be slow."""
+        """Return the last log line of a running task, or an empty string if reading it would be slow."""
         return ""
 
     def cancel(self, plan: JobPlan, reason: str) -> None:
-        """End every unfinished job, the last in the plan first. Running jobs get SIGTERM, and SIGKILL 30 s later."""
+        """End every unfinished job, starting with the last one of the plan.
+
+        Running jobs receive SIGTERM, followed by SIGKILL after 30 s.
+        """
 
 
 @dataclass(frozen=True)
 class LatestRecords:
-    """The newest record of every task that was ever submitted, with its submission, in the order of the plan."""
+    """The newest record of every task that was submitted, with the number of its submission, in plan order."""
 
     tasks: Sequence[Task]
     records: dict[str, JobRecord]
     submissions: Mapping[str, int]
 
     def by_job(self, plan: JobPlan, records: Mapping[str, JobRecord]) -> tuple[JobRecord, ...]:
-        """Return one record per job, from the `records` of its tasks."""
+        """Merge the records of tasks into one record per job."""
         merged = []
         for job in plan.jobs:
             if parts := [records[task.name] for task in self.tasks if task.spec.name == job.name]:
@@ -119,7 +128,7 @@ class LatestRecords:
 
 
 def latest_records(plan: JobPlan, store: CycleStore, saved: Iterable[JobRecord]) -> LatestRecords:
-    """Return the newest record of each submitted task. `saved`: stored records of tasks, of any submission."""
+    """Return the newest record of each submitted task. `saved` may contain stored task records of any submission."""
     by_id = {record.id: record for record in saved}
     newest = dict[str, tuple[int, SubmittedJob]]()
     for submission in store.submissions():
@@ -134,12 +143,12 @@ def latest_records(plan: JobPlan, store: CycleStore, saved: Iterable[JobRecord])
 
 
 def job_id_of(record: JobRecord) -> str:
-    """Return the id of the job, also for a child of an array."""
+    """Return the id of a job, or that of the parent for a child of an array."""
     return record.id.partition(":")[0]
 
 
 def log_stream(record: JobRecord, attempt: int, node: int) -> str:
-    """Return the name of the log of one attempt (from 1) on one node, empty if it has none yet."""
+    """Return the name of the log of one attempt (from 1) on one node, or an empty string if it has no log yet."""
     streams = record.attempts[attempt - 1].log_streams if 1 <= attempt <= len(record.attempts) else ()
     return streams[node] if 0 <= node < len(streams) else ""
 
@@ -148,7 +157,7 @@ def no_log(record: JobRecord, attempt: int, node: int) -> ConfigError:
     attempts, nodes = len(record.attempts), max(1, record.num_nodes)
     return ConfigError(
         f"{record.name}: no log of attempt {attempt}, node {node} ({record.state})",
-        expected=f"a started attempt (it has {attempts}) on one of {nodes} nodes; for an array, a child such as name:0",
+        expected=f"one of its {attempts} attempts on one of {nodes} nodes (for an array, of a child such as name:0)",
         next_command="trnjobs status",
     )
 
@@ -158,7 +167,7 @@ _CANCELS = TypeAdapter(dict[str, Cancel])
 
 
 def read_cancels(store: CycleStore) -> dict[str, Cancel]:
-    """Return the cancellations on record, by job id."""
+    """Return the recorded cancellations by job id."""
     try:
         return _CANCELS.validate_json(store.storage.read_bytes(store.key(CANCELS)))
     except KeyNotFound:
@@ -166,31 +175,35 @@ def read_cancels(store: CycleStore) -> dict[str, Cancel]:
 
 
 def save_cancels(store: CycleStore, cancels: Mapping[str, Cancel]) -> None:
-    """Record cancellations by job id. The first reason of each job is kept."""
+    """Record cancellations by job id. If a job was already cancelled, its first reason is kept."""
     existing = read_cancels(store)
     if not cancels.keys() <= existing.keys():
         store.storage.write_bytes(store.key(CANCELS), _CANCELS.dump_json({**cancels, **existing}))
 
 
 def seconds_of(milliseconds: float | None) -> float | None:
-    """Convert a timestamp of AWS Batch to seconds."""
+    """Convert an AWS Batch timestamp from milliseconds to seconds."""
     return milliseconds / 1000 if milliseconds else None
 
 
-# The errors of failed jobs, read from the post-mortem of the failed node, which every target stores in the workspace.
-# Without one (the entry point was killed, or the gate refused the model) the error is read from the end of the log.
+# Errors of failed jobs. They are read from the post-mortem of the failed node, which every target stores in the
+# workspace. If there is none, because the entry point was killed or the gate refused the model, the error is taken from
+# the end of the log instead.
 
 TAIL_LINES = 400
 MAX_NODES = 32
 NO_OUTPUT = "(it printed nothing)"
 Logs = Callable[[JobRecord, int, int], Iterable[str]]
-"""Returns the lines of one attempt (from 1) on one node. Raises TrnpipeError if there are none."""
+"""A function that returns the log lines of one attempt (from 1) on one node. Raises TrnpipeError if there are none."""
 
 
 def with_errors(
     store: CycleStore, records: Sequence[JobRecord], logs: Logs, env: Mapping[str, str] = os.environ
 ) -> tuple[JobRecord, ...]:
-    """Add to each failed job the error in the log of its last attempt, if readable. Secrets of `env` are masked."""
+    """Add to each failed job the error from the log of its last attempt, if the log can be read.
+
+    Secrets that are set in `env` are masked.
+    """
     failed = [task for record in records if (task := failed_task(record)) and not task.attempts[-1].error]
     if not failed:
         return tuple(records)
@@ -213,7 +226,10 @@ def with_errors(
 
 
 def _from_post_mortem(store: CycleStore, task: JobRecord) -> tuple[list[str], int] | None:
-    """Return the error lines and the node, preferring the node whose own command ended the job."""
+    """Return the lines of the error and the node they are from.
+
+    If several nodes left a post-mortem, the node whose command ended the job is preferred.
+    """
     job, attempt, bundles = task.name.partition(":")[0], task.attempts[-1], list[PostMortem]()
     job_id = job_id_of(task)
     submissions = [
@@ -230,7 +246,7 @@ def _from_post_mortem(store: CycleStore, task: JobRecord) -> tuple[list[str], in
         return None
     first = min(bundles, key=lambda pm: (pm.own_exit_code != attempt.exit_code, bool(pm.reason and pm.log), pm.node))
     lines = list(error_in_log(first.log, first.own_exit_code))
-    if first.returncode is None:  # its command never ran
+    if first.returncode is None:  # the command never ran
         lines = list(error_in_log(f"trnjobs-entry: {first.reason}".splitlines()))
     elif first.returncode < 0:
         name = signal.Signals(-first.returncode).name
@@ -239,7 +255,7 @@ def _from_post_mortem(store: CycleStore, task: JobRecord) -> tuple[list[str], in
 
 
 def _from_log(logs: Logs, task: JobRecord) -> list[str]:
-    """Return the error in the log of the main node, empty if the log cannot be read."""
+    """Return the error from the log of the main node, or an empty list if the log cannot be read."""
     try:
         lines = deque(logs(task, len(task.attempts), 0), maxlen=TAIL_LINES)
     except Preempted:
@@ -249,27 +265,27 @@ def _from_log(logs: Logs, task: JobRecord) -> list[str]:
     return list(error_in_log(lines, task.attempts[-1].exit_code)) or [NO_OUTPUT]
 
 
-# Placement: queue, share, role and log of AWS Batch, network and capacity of SageMaker. A plan holds the placement of
-# every job for all targets, so that its id does not depend on the target. Pure.
+# A placement determines where a job runs: queue, share, role and log group on AWS Batch, network and capacity on
+# SageMaker. A plan contains the placements of every job for all targets, so that its id does not depend on the target.
 
 SAGEMAKER = "sagemaker"
-"""Key of the SageMaker placement within the placement of a job. Absent without `[jobs.sagemaker]`."""
+"""Key of the SageMaker placement in the placement of a job. It is absent if `[jobs.sagemaker]` is not set."""
 SPOT_WAIT_S = 6 * 3600
-"""Seconds that a job may wait for Spot capacity beyond its timeout."""
+"""Seconds that a job may wait for Spot capacity in addition to its timeout."""
 
 
 class BatchPlacement(Record):
-    """Arguments of SubmitJob and RegisterJobDefinition."""
+    """The placement of a job on AWS Batch, from which the requests are built."""
 
     queue: str = Field("", description="Name or ARN")
     share_identifier: str = ""
-    priority: int = Field(0, description="Among the jobs of the same share")
+    priority: int = Field(0, description="Priority among the jobs of the same share")
     job_role: str = Field("", description="ARN of the role that the job assumes (empty: none)")
     log_group: str = "/aws/batch/job"
 
 
 class SageMakerPlacement(Record):
-    """Arguments of CreateTrainingJob. The role is the one of BatchPlacement."""
+    """The placement of a job on SageMaker. Its role is the one in BatchPlacement."""
 
     retired: ClassVar[Mapping[str, Any]] = {"output": "", "infra_check": True}
     subnets: tuple[str, ...] = ()
@@ -277,7 +293,7 @@ class SageMakerPlacement(Record):
     volume_gib: int = 100
     spot_wait_s: int = Field(0, description="Seconds that a job may wait for Spot capacity (0: on demand)")
     keep_alive_s: int = 0
-    queue: str = Field("", description="Of service jobs of AWS Batch (empty: SageMaker's own calls)")
+    queue: str = Field("", description="AWS Batch queue for service jobs (empty: call SageMaker directly)")
 
 
 def with_placements(plan: JobPlan, jobs: JobsConfig) -> JobPlan:
@@ -290,8 +306,8 @@ def with_placements(plan: JobPlan, jobs: JobsConfig) -> JobPlan:
         needs = job.resources
         machine = (needs.instance_type,) if needs.instance_type else (needs.vcpus, needs.memory_mib)
         pools[job.name] = jobs.stage(job.name).role or jobs.role, machine, max(1, job.num_nodes), job.array_size
-    # A job can reuse the machines of the job before it if role, machine type and number of machines are equal. A warm
-    # pool without such a job costs money for nothing. Source: SageMaker developer guide, managed warm pools.
+    # Machines are only kept warm if a later job can reuse them, because an unused warm pool still costs money. Reuse
+    # requires the same role, machine type and number of machines (SageMaker developer guide, managed warm pools).
     is_followed = {edge.job for job in plan.jobs for edge in job.depends_on if pools[edge.job] == pools[job.name]}
     placements = {}
     for job in plan.jobs:
@@ -304,7 +320,7 @@ def with_placements(plan: JobPlan, jobs: JobsConfig) -> JobPlan:
             log_group=jobs.log_group,
         ).model_dump()
         placement = defaults.model_copy(
-            update={  # warm pools do not support Spot capacity
+            update={  # warm pools cannot be combined with Spot capacity
                 "spot_wait_s": SPOT_WAIT_S if sagemaker.spot else 0,
                 "keep_alive_s": sagemaker.keep_alive_s if not sagemaker.spot and job.name in is_followed else 0,
             }
@@ -319,5 +335,5 @@ def sagemaker_placement_of(plan: JobPlan, job: JobSpec) -> SageMakerPlacement:
 
 
 def placement_of(plan: JobPlan, job: JobSpec) -> BatchPlacement:
-    stored = plan.placements.get(job.name, {})  # may also hold the fields of another target
+    stored = plan.placements.get(job.name, {})  # may also contain the placement on SageMaker
     return BatchPlacement.model_validate({name: stored[name] for name in BatchPlacement.model_fields if name in stored})

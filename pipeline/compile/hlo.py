@@ -104,10 +104,10 @@ def describe(changes: Mapping[str, int], limit: int = 8) -> str:
     return ", ".join([f"{change:+d} {op}" for op, change in changes.items()][:limit]) + more
 
 
-# The lint detects operations that, according to the documentation, neuronx-cc rejects or computes incorrectly. The
-# rules are based on the error code pages in the AWS Neuron documentation and on traces from torch-xla 2.9 on XLA:CPU.
-# Codes such as EVRF001 are the ones that neuronx-cc prints (as NCC_EVRF001), whereas HLO0xx are codes of this lint for
-# operations that would return incorrect results.
+# The lint detects operations that are documented as rejected or miscompiled by neuronx-cc. The rules
+# are based on the error code pages in the AWS Neuron documentation and on traces from torch-xla 2.9 on XLA:CPU.
+# Codes such as EVRF001 are the ones that neuronx-cc prints (as NCC_EVRF001), whereas HLO0xx are our own, for
+# operations that compile but return incorrect results.
 
 Severity = Literal["error", "warning"]
 

@@ -251,7 +251,7 @@ _PROGRAM = re.compile(r"(?:[0-9A-Za-z_-][0-9A-Za-z_.+-]*/)*[0-9A-Za-z_-][0-9A-Za
 def shared_compile_cache(
     settings: Settings, stop: StopSignal, say: Say, env: Mapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """Prepare the compile cache for a stage, and share new programs while the stage is running.
+    """Prepare the compile cache for a stage, and upload newly compiled programs while it is running.
 
     This must be entered after calling `use_neuron_cache`, and does nothing in ranks, since it is only required once per
     node. PyTorch/XLA can use a cache on S3 directly, so for that we only delete stale locks. On the native device,

@@ -55,9 +55,7 @@ class ExportRecord(Record):
     checkpoint: Parent = Field(description="The exported checkpoint, which becomes the parent of an imported one")
     model: ModelConfig
     inputs: InputSpec
-    max_tokens: int = Field(
-        ge=3, description="Number of tokens to which texts are truncated, including [CLS] and [SEP]"
-    )
+    max_tokens: int = Field(ge=3, description="Maximum number of tokens of a text, including [CLS] and [SEP]")
     tokenizer_fingerprint: str
     watermark: str
     partitions: dict[str, str]
@@ -204,7 +202,7 @@ _ONLY: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class FolderSettings:
-    """The settings with which the other tool computes the vector of a text."""
+    """Settings that the other tool uses to compute the vector of a text."""
 
     format: Literal["sentence-transformers", "transformers"]
     pooling: Pooling

@@ -23,7 +23,7 @@ from pipeline.data.rows import RowChunk, product_text, quarantined, text_charact
 from pipeline.data.shards import Arrays
 from pipeline.data.token_sets import QUARANTINE_ROWS, SPLITS, QuarantinedRow, ShardInfo, Split
 from pipeline.data.tokenizer import TextTokenizer, Tokens, fit_pairs, id_dtype, pack
-from pipeline.data.validate import CleanRows, Names, RowRules, clean
+from pipeline.data.validate import CleanRows, Names, RowRules, validate_chunk
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.storage import os_errors
 
@@ -100,7 +100,7 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
     Returns the name of the partition, the index of the chunk, and the record.
     """
     config, tokenizer = task.rules.config, _tokenizer(tokenizer_json)
-    rows, bad, rows_read = clean(task.chunk, task.rules)
+    rows, bad, rows_read = validate_chunk(task.chunk, task.rules)
     encoded = encode_rows(rows, config, tokenizer)
     shards: dict[Split, ShardInfo] = {}
     sizes: dict[str, int] = {}

@@ -181,7 +181,7 @@ class _Rows:
             return texts
 
 
-def clean(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
+def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
     """Apply the filter to a chunk and validate the remaining rows.
 
     Returns the valid rows, the bad rows (starting with those that the reader could not parse), and the number of rows

@@ -24,7 +24,7 @@ _READ_THREADS = 16
 
 
 class EarlierCycle(Record):
-    """A cycle whose vectors were complete when the current cycle was planned."""
+    """A cycle that already had complete vectors when the current cycle was planned."""
 
     cycle: str
     digest: str = Field(description="Digest of the vectors' manifest")

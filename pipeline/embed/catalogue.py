@@ -329,11 +329,11 @@ class TextRules:
     id_type: IdType
     filter: tuple[tuple[str, str], ...] = ()
     index: str = ""
-    """Path of the row index of the earlier cycle from which to reuse vectors, if any."""
+    """Path of the row index for the earlier cycle to reuse vectors from, if any."""
     prefix: str = ""
     """Text to prepend to every text before it is tokenised."""
     chunks: int = 1
-    """Number of chunks into which a text of `max_tokens` is split."""
+    """Number of chunks for a text of `max_tokens`."""
 
 
 @dataclass(frozen=True)

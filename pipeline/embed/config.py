@@ -10,7 +10,7 @@ from pipeline.core.record import Record
 
 
 class CatalogueConfig(Record):
-    """Settings of the catalogue to embed, which is a table with one row per text."""
+    """Settings for the catalogue to embed, which is a table with one row per text."""
 
     retired: ClassVar[Mapping[str, Any]] = {"quarantine_rows": 1000, "window_rows": 16_384}
 
@@ -34,7 +34,7 @@ class CatalogueConfig(Record):
 
 
 class OutputConfig(Record):
-    """Settings of the files in which vectors are stored."""
+    """Settings for the output files."""
 
     format: Literal["parquet", "npy"] = Field(
         "parquet", description="parquet: ids and vectors in one file. npy: vectors as .npy, ids in a Parquet file"
@@ -84,8 +84,8 @@ class EmbedConfig(Record):
         1,
         ge=1,
         le=64,
-        description="Maximum number of chunks into which to split a text that is too long for the model. Its vector is"
-        " the token-weighted mean of the chunk vectors, and any remaining text is ignored",
+        description="Maximum number of chunks for a text that is too long for the model. The vector of the text is the"
+        " token-weighted mean of the chunk vectors, and any remaining text is ignored",
     )
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="Precision of the encoder (on cpu, bf16 is only used for matrix products)"
@@ -136,5 +136,5 @@ def max_text_tokens(chunk_tokens: int, chunks: int) -> int:
 
 
 def max_chunk_tokens(max_tokens: int, chunks: int) -> int:
-    """Return the length of the chunks into which a text of `max_tokens` is split, the inverse of `max_text_tokens`."""
+    """Return the chunk length for texts of `max_tokens`. This is the inverse of `max_text_tokens`."""
     return (max_tokens - FRAME) // chunks + FRAME

@@ -68,7 +68,7 @@ def embed_shards(
     """
     last, failed, lock = time.monotonic(), False, threading.Lock()
     # `in_flight` has the texts that were sent to the device and still wait for their vectors. Each part follows its
-    # last texts. Items are appended in the thread in which the embedder reads windows. The writer thread converts the
+    # last texts. Items are appended in the thread that reads windows. The writer thread converts the
     # vectors and writes the parts.
     in_flight, writes = deque[Texts | OpenPart](), deque[Future[None]]()
 
@@ -145,7 +145,7 @@ def _closed_after(items: Generator[object, None, None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts to embed, and the rows of the part in which to store their vectors."""
+    """Texts to embed, and the rows of the part that their vectors belong to."""
 
     tokens: Tokens
     rows: Int64s

@@ -313,7 +313,7 @@ def cycle_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkp
         if pinned.asked.get(name) != current.get(name):
             raise ConfigError(
                 f"{name} is {current.get(name)!r}, but cycle {ctx.cycle} was started with {pinned.asked.get(name)!r}",
-                expected="the settings with which the cycle was started",
+                expected="the same settings that the cycle was started with",
                 next_command=f"the same settings, a different --cycle, or {_start_over(ctx.workspace, ctx.cycle)}",
             )
     return pinned, checkpoint
@@ -382,7 +382,7 @@ def open_pinned(model: ModelRef, settings: Settings, ctx: StageContext) -> Check
     if checkpoint.digest != model.digest:
         raise CheckpointError(
             f"{checkpoint.uri} has digest {checkpoint.digest}",
-            expected=f"{model.digest}, with which cycle {ctx.cycle} was started",
+            expected=f"{model.digest}, the checkpoint that cycle {ctx.cycle} was started with",
             next_command="embed in a new cycle",
         )
     return checkpoint

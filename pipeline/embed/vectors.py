@@ -177,7 +177,7 @@ def vectors_prefix(cycle: str) -> str:
 
 
 class ModelRef(Record):
-    """A reference to the checkpoint with which vectors are computed."""
+    """Identifies the checkpoint that was used to compute vectors."""
 
     name: str = Field(description="Name of the model in the registry")
     place: str = Field(description="Prefix of the checkpoint in the workspace, or its URI if it is elsewhere")

@@ -304,8 +304,8 @@ def write_rank_report(folder: Path, report: NodeReport, *, is_finished: bool) ->
 def merge_rank_results(folder: Path, ranks: Iterable[int]) -> tuple[CheckResult, ...]:
     """Merge the reports that the ranks of a node wrote to `folder`.
 
-    If all ranks passed a check, they are merged into a single result. Otherwise, there is a separate result for each
-    rank that failed it. A rank that exited without a report is a result as well.
+    If all ranks passed a check, their results are merged into a single one. Otherwise, there is a separate result for
+    each rank that failed it. There is also a result for each rank that exited without a report.
     """
     by_name: dict[str, dict[int, CheckResult]] = {}
     merged: list[CheckResult] = []

@@ -77,7 +77,7 @@ class HostChecks:
     Args:
         after_stop: the workspace as a storage that ignores the stop signal. It is used to clean up.
         probes: prefix of the objects that this node writes to test the workspace.
-        folders: folders on local disks to which the run writes, by name.
+        folders: local folders that the run writes to, by name.
     """
 
     config: HealthConfig
@@ -252,7 +252,7 @@ def disk_bytes(folder: Path) -> tuple[int, int]:
 
 
 def local_folders(scratch: Path, cache_root: str, workspace: Storage) -> dict[str, Path]:
-    """Return the local folders to which a cycle writes. Checkpoints are staged in scratch before they are uploaded."""
+    """Return the local folders that a cycle writes to. Checkpoints are staged in scratch before they are uploaded."""
     folders = {"scratch": scratch}
     if "://" not in cache_root:
         folders["compile cache"] = Path(cache_root)
@@ -438,7 +438,7 @@ def check_kernel_log(
 ) -> CheckResult:
     """Search the kernel log for hardware errors since boot.
 
-    The verdict on Neuron is a warning if the log cannot be read, which is the case in most containers.
+    On Neuron, the verdict is a warning if the log cannot be read, which is the case in most containers.
     """
     run = run_tool(["dmesg"], timeout_s=timeout_s, stop=stop, env=env)
     for match in classify(run.stdout):

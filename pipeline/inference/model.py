@@ -24,7 +24,7 @@ from pipeline.data.loader import to_tensors
 from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, RawBatch, RowChunk, cut_chunks, plan_pairs, to_fields
 from pipeline.data.token_sets import TokenSetInfo, read_token_sets, token_set_prefixes
 from pipeline.data.tokenizer import TextTokenizer, token_windows
-from pipeline.data.validate import CleanRows, RowRules, clean
+from pipeline.data.validate import CleanRows, RowRules, validate_chunk
 from pipeline.embed.engine import Embedder, open_embedder
 from pipeline.embed.vectors import VectorSet, find_vectors, shorten_vectors, vectors_prefix
 from pipeline.evaluate.score import ScoreProgram, to_probabilities

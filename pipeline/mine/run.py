@@ -396,8 +396,8 @@ def mine_worker_slice(
 ) -> int:
     """Mine negatives for the queries that are assigned to a worker.
 
-    Returns the number of parts that have not been committed by any worker yet. `judged` contains the judged items of
-    all queries, and `rows_of` converts items to row numbers. Raises NumericError if a vector is not finite.
+    Returns the number of parts that no worker has committed yet. `judged` maps each query to its judged items, and
+    `rows_of` maps items to row numbers. Raises NumericError if a vector is not finite.
     """
     done = negatives.store.done()
     todo = [index for index in negatives.worker_slice(worker, workers) if index not in done]

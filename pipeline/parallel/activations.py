@@ -26,9 +26,9 @@ _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
 def recompute_units(units: Sequence[nn.Module], *, offload: bool = False, pin_memory: bool = False) -> None:
     """Wrap each unit in place so that only its inputs are saved for backward and the rest is recomputed.
 
-    With `offload`, the inputs are moved to host memory until backward, which is pinned if `pin_memory` is set. This
-    must be called before `fully_shard`. Parameter and module names are preserved. Note that only `forward` is
-    recomputed, not `__call__`, so that hooks on the unit, such as the ones that gather its parameters, run only once.
+    With `offload`, the inputs are moved to host memory (pinned if `pin_memory` is set) until backward. This must be
+    called before `fully_shard`. Parameter and module names are preserved. Note that only `forward` is recomputed, not
+    `__call__`, so that hooks on the unit, such as the ones that gather its parameters, run only once.
     """
     for unit in units:
         unit.forward = partial(

@@ -103,7 +103,7 @@ class Saver:
 
 @dataclass(frozen=True)
 class Position:
-    """The step from which to continue. The default is the start of a new run."""
+    """The position to continue from. The default is the start of a new run."""
 
     step: int = 0
     skipped: int = 0
@@ -114,7 +114,7 @@ class Position:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The settings sections that a training run reads."""
+    """The sections of the settings that are used by a training run."""
 
     backend: str
     model: ModelConfig
@@ -321,7 +321,7 @@ def metric_undefined_error(train: TrainConfig) -> DataError:
 
 
 def _load_start(saver: Saver, ctx: StageContext, inputs: RunInputs) -> Position:
-    """Load the starting weights and return the position from which to continue.
+    """Load the starting weights and return the position to continue from.
 
     The newest checkpoint of this cycle takes precedence over the parent. If there is neither, the initial weights stay
     as they are. Every checkpoint also records which published weights the model was originally initialised from.

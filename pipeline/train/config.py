@@ -19,7 +19,7 @@ Metric = Literal["accuracy", "macro_f1", "positive_f1", "ndcg", "retrieval_ndcg"
 
 
 class OptimizerConfig(Record):
-    """Settings of AdamW. Weight decay is decoupled and not applied to biases and layer norms."""
+    """AdamW settings. Decoupled weight decay is applied to all weights except biases and layer norms."""
 
     retired: ClassVar[Mapping[str, Any]] = {"layer_decay": 1.0, "final_fraction": 0.0}
     learning_rate: float = Field(5e-4, gt=0, le=1, description="Peak learning rate")

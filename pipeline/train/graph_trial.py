@@ -1,7 +1,7 @@
 """Trace every graph that a cycle needs by running the training loop on dummy rows of every shape.
 
-All results are discarded. During graph extraction on Neuron (neuron_parallel_compile), nothing is actually computed and
-all values are meaningless, so none of them is checked here.
+All results are discarded. During graph extraction on Neuron (neuron_parallel_compile), no actual values are computed,
+so this module does not check any.
 """
 
 from collections.abc import Callable, Iterable, Sequence

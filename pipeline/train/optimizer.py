@@ -1,4 +1,4 @@
-"""AdamW, and a guard that skips steps with a bad loss or gradient without waiting for the host.
+"""AdamW, and a guard that skips steps with a non-finite loss or a gradient spike.
 
 The update follows algorithm 2 of Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019).
 """
@@ -137,7 +137,7 @@ _DECAY = 0.98  # decay rate of the running mean and variance
 
 
 class SpikeGuard:
-    """Decides on the device whether to skip a step, because its loss or gradient norm is not finite or is a spike.
+    """Detects steps with a non-finite loss or a gradient spike, so that they are skipped without a host sync.
 
     The state is an fp32 tensor [5] with the running mean and variance of the gradient norm and counts of skipped steps.
     Like OLMo-core's SkipStepOptimizer, the guard skips a step if the norm is too many standard deviations above the

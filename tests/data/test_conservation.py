@@ -17,7 +17,7 @@ from pipeline.data.readers import NOT_AN_OBJECT, suffix_format
 from pipeline.data.rows import RawBatch, RowChunk, cut_chunks
 from pipeline.data.sources import file_reader
 from pipeline.data.token_sets import FileRows, TokenSetInfo
-from pipeline.data.validate import RowRules, clean
+from pipeline.data.validate import RowRules, validate_chunk
 from pipeline.embed.catalogue import CatalogueColumns, TextRules, read_footers, read_shard, validate_rows
 from pipeline.embed.plan import COLUMNS, gather_rows
 from pipeline.evaluate import retrieval
@@ -44,7 +44,7 @@ def check_prepared(storage: Storage, made: Made, chooser: random.Random) -> None
     ids, numbers, bad = list[str](), list[int](), 0
 
     for chunk in cut_chunks(file.key, batches, rows_per_chunk):
-        good, bad_rows, judged = clean(chunk, RULES)
+        good, bad_rows, judged = validate_chunk(chunk, RULES)
         assert judged == chunk.num_rows == len(good.query) + sum(row.count for row in bad_rows)
         assert {row.reason for row in bad_rows} <= {WRONG_FIELDS, UNCLOSED_QUOTE, NOT_AN_OBJECT}
         ids += ids_of(chunk.table(), "query_id")

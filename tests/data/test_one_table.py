@@ -20,7 +20,7 @@ from pipeline.data.input_files import FLAT
 from pipeline.data.readers import read_file
 from pipeline.data.rows import canonical_text, cut_chunks, plan_columns
 from pipeline.data.survey import _count_labels
-from pipeline.data.validate import RowRules, clean
+from pipeline.data.validate import RowRules, validate_chunk
 from pipeline.io.storage import open_storage
 
 FORMATS = ("csv", "jsonl", "parquet")
@@ -116,7 +116,7 @@ def outcome(folder: Path, format_name: str, wanted: dict[str, str], labels: tupl
     for batch in batches:
         _count_labels(counts, batch.columns, "label")
     for chunk in cut_chunks("table", batches, 100):
-        rows, bad, judged = clean(chunk, rules)
+        rows, bad, judged = validate_chunk(chunk, rules)
         arrays = (rows.label, rows.gain, rows.numeric, rows.categorical, rows.sample_id, rows.query_id, rows.split)
         values = [rows.query, rows.title, rows.text, *(array.tolist() for array in arrays)]
         found.append((judged, values, rows.slices.values.tolist(), [(row.row, row.reason, row.count) for row in bad]))

@@ -16,7 +16,7 @@ from pipeline.data.config import ColumnMapping, DataConfig
 from pipeline.data.csv_records import WRONG_FIELDS
 from pipeline.data.readers import KEY_TWICE, NOT_AN_OBJECT, read_file, suffix_format
 from pipeline.data.rows import RawBatch, batch_rows, cut_chunks, plan_columns
-from pipeline.data.validate import EMPTY_TITLE, RowRules, clean
+from pipeline.data.validate import EMPTY_TITLE, RowRules, validate_chunk
 from pipeline.io.storage import open_storage
 
 TABLE = pa.table(
@@ -134,7 +134,7 @@ def test_bad_rows_of_text_files_name_their_line(tmp_path: Path, name: str) -> No
     (tmp_path / name).write_text(text)
     (chunk,) = cut_chunks(name, read(tmp_path / name, DataConfig(), num_rows=2), 100)
     rules = RowRules(DataConfig(), "flat", ("x", "y"), (0.0, 1.0), carve_valid=False)
-    _, bad, _ = clean(chunk, rules)
+    _, bad, _ = validate_chunk(chunk, rules)
     torn = NOT_AN_OBJECT if name == "a.jsonl" else WRONG_FIELDS
     line = 4 if name == "a.jsonl" else 5
     assert [(row.row, row.line, row.reason) for row in bad] == [(1, line, torn), (2, line + 2, EMPTY_TITLE)]

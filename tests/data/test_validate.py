@@ -29,10 +29,10 @@ from pipeline.data.validate import (
     CleanRows,
     RowRules,
     category_id,
-    clean,
     merge_names,
     slice_rows,
     to_codes,
+    validate_chunk,
 )
 
 CONFIG = DataConfig(
@@ -64,7 +64,7 @@ def chunk_of(*rows: dict[str, Any]) -> RowChunk:
 
 
 def judged(*rows: dict[str, Any]) -> tuple[CleanRows, list[BadRow], int]:
-    return clean(chunk_of(*rows), RULES)
+    return validate_chunk(chunk_of(*rows), RULES)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_bad_row_is_shown_by_the_columns_of_its_file() -> None:
         "price": pa.array([float("nan")]),
     }
     fields = to_fields(table, plan_columns(config, [*table], "f"))
-    _, bad, _ = clean(next(cut_chunks("f", [RawBatch(fields, np.arange(1, dtype=np.int64))], 10)), PLAIN)
+    _, bad, _ = validate_chunk(next(cut_chunks("f", [RawBatch(fields, np.arange(1, dtype=np.int64))], 10)), PLAIN)
     shown = {"search_term": "shoe", "title": "x" * 500 + "...", "label": None, "price": "nan"}
     assert [row.content for row in bad] == [shown]
     (row,) = quarantined(bad)
@@ -126,7 +126,7 @@ def test_split_by_hash_keeps_queries_whole_and_shares() -> None:
         {"query": [f"query {i // 4}".encode() for i in range(4000)], "title": [b"t"] * 4000, "gain": [0.0] * 4000}
     )
     chunk = next(cut_chunks("f", [RawBatch(table.to_batches()[0], np.arange(4000, dtype=np.int64))], 9999))
-    rows, _, _ = clean(chunk, rules)
+    rows, _, _ = validate_chunk(chunk, rules)
     assert all(len(set(rows.split[i : i + 4])) == 1 for i in range(0, 4000, 4))
     shares = np.bincount(rows.split, minlength=3) / 4000
     assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.04)
@@ -145,7 +145,7 @@ HALVES = RowRules(DataConfig(valid_fraction=0.25, test_fraction=0.25), "flat", (
 
 
 def test_a_query_id_tells_queries_apart_and_rows_without_one_go_by_their_text() -> None:
-    rows, _, _ = clean(texts(query=[b"q", b"q", b"other", b"q"], query_id=[b"1", b"2", b"1", b" "]), HALVES)
+    rows, _, _ = validate_chunk(texts(query=[b"q", b"q", b"other", b"q"], query_id=[b"1", b"2", b"1", b" "]), HALVES)
     one, two, again, by_text = rows.query_id.tolist()
     assert one == again and len({one, two, by_text}) == 3
     assert rows.split[0] == rows.split[2]
@@ -155,7 +155,7 @@ def test_a_query_id_tells_queries_apart_and_rows_without_one_go_by_their_text() 
 def test_valid_rows_are_carved_out_of_train_alone(carve: bool) -> None:
     queries: list[bytes | None] = [b"q%d" % number for number in range(400)]
     split: list[bytes | None] = [b"train", b"test"] * 200
-    rows, _, _ = clean(texts(query=queries, split=split), replace(HALVES, carve_valid=carve))
+    rows, _, _ = validate_chunk(texts(query=queries, split=split), replace(HALVES, carve_valid=carve))
     assert set(rows.split[1::2].tolist()) == {2}
     assert np.bincount(rows.split[::2], minlength=3) / 200 == pytest.approx(
         [0.75, 0.25, 0] if carve else [1, 0, 0], abs=0.1
@@ -164,7 +164,7 @@ def test_valid_rows_are_carved_out_of_train_alone(carve: bool) -> None:
 
 def test_the_first_defect_of_a_row_is_its_reason_and_a_gain_may_be_absent() -> None:
     chunk = texts(query=[b"\xff", b"q", b"q"], title=[b"\xff", b"", b"t"], gain=[b"2", None, b""])
-    _, bad, _ = clean(chunk, HALVES)
+    _, bad, _ = validate_chunk(chunk, HALVES)
     assert [row.reason for row in bad] == ["query is not UTF-8", "empty title", "gain is not a number from 0 to 1"]
 
 

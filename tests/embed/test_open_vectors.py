@@ -139,7 +139,7 @@ def of_pgvector(out: Path) -> tuple[list[Any], Any]:
         (of_usearch, "usearch", {"ROWS": 40}),
         (of_faiss, "faiss", {"ROWS": 40}),
         (of_lance, "lance", {"ROWS": 40}),
-        (of_opensearch, "", {"MOST": 2000}),
+        (of_opensearch, "", {"MAX_BYTES": 2000}),
         (of_pgvector, "", {}),
     ],
 )

@@ -98,7 +98,7 @@ def test_settings_from_files_and_python(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="a value set in Python") as refused:
         Cycle(file, tmp_path / "w", settings={"train": {"epochz": 2.0}})
     assert "epochs" in str(refused.value)
-    with pytest.raises(ConfigError, match="no jobs of cycle") as nothing:
+    with pytest.raises(ConfigError, match="has no jobs") as nothing:
         Cycle(file, tmp_path / "w").wait()
     assert nothing.value.exit_code == 78
     with pytest.raises(ConfigError, match="has 0 models"):

@@ -427,7 +427,7 @@ def test_a_holdout_that_was_trained_on(case: Case, monkeypatch: pytest.MonkeyPat
     ("change", "flags", "code", "message"),
     [
         ({"tokenizer_fingerprint": "other"}, (), 78, "the data has a different tokenizer"),
-        ({}, ("--evaluate.candidate=checkpoints/none/step-1",), 74, "not a committed checkpoint"),
+        ({}, ("--evaluate.candidate=checkpoints/none/step-1",), 74, "is not a committed checkpoint"),
         ({}, ("--evaluate.retrieval.catalogue=/none.parquet",), 65, "does not exist"),
         ({}, ("--evaluate.max-rows=1",), 65, "evaluate.max_rows is 1, but the first query selected from split test"),
         ({}, ("--gate.drops=nonsense=0.1",), 78, "unknown metric 'nonsense'"),

@@ -123,7 +123,7 @@ def test_one_percent_of_bad_rows_is_put_aside(workspace: Path, tmp_path: Path) -
     [
         (("--data.tokenizer.vocab-size=300",), ("step-10",), 78, "tokenised with"),
         ((), ("step-10", "--model.hidden-size=64"), 78, "model.hidden_size 32"),
-        ((), ("step-9",), 74, "not a committed checkpoint"),
+        ((), ("step-9",), 74, "is not a committed checkpoint"),
     ],
 )
 def test_a_parent_that_does_not_fit(
@@ -144,7 +144,7 @@ def test_other_settings_for_a_cycle_that_is_done(refused: Refused) -> None:
     ("changes", "rows", "code", "seen"),
     [
         ({"config.json": b'{"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]}'}, 0, 78, "deberta-v2"),
-        ({"model.safetensors": None}, 0, 74, "model.safetensors"),
+        ({"model.safetensors": None}, 0, 74, "has no weights"),
         ({"model.safetensors": b"not a file of tensors"}, 0, 74, "model.safetensors"),
         ({"tokenizer.json": None}, 300, 74, "word_embeddings.weight has shape [300, 32], but the tokenizer has 400"),
         ({"tokenizer.json": b"train"}, 0, 78, "differs from the tokenizer of the data (400 tokens)"),

@@ -1,1 +1,1 @@
-"""The page of a cycle, its charts and its data."""
+"""The report page of a cycle, with its charts and data."""

@@ -1,7 +1,7 @@
-"""Charts as SVG, from numbers and records. Pure and deterministic: the same numbers give the same bytes.
+"""Draw charts as SVG. The output is deterministic, so the same numbers always result in the same bytes.
 
-Colours are classes of the style sheet of the page. Everything that a colour shows is also shown by a shape or a text.
-Every chart has a label for screen readers, and its elements have tooltips.
+Colours are classes in the style sheet of the page. Everything that is shown by a colour is also shown by a shape or a
+text. Each chart has a label for screen readers, and its elements have tooltips.
 """
 
 import math
@@ -19,22 +19,22 @@ from pipeline.evaluate.gate.compare import GateCheck
 
 Point = tuple[float, float]
 Series = tuple[str, Sequence[Point], str]
-"""Name, points, and a class of the style sheet."""
+"""A line in a chart: its name, its points, and its class in the style sheet."""
 WIDTH = 1000
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 8, 24
 KINDS = {category: f"s-{category.value.replace(' ', '-')}" for category in SPENT}
-"""Classes of the style sheet."""
+"""The class in the style sheet for each category of time."""
 MAX_POINTS = 600
-"""Limit for one curve, about one point per pixel."""
+"""Maximum number of points of one curve, which is about one per pixel."""
 MAX_DOTS = 20
-"""Longer lines are drawn without dots."""
+"""Maximum number of points of a line that is drawn with dots."""
 SHAPES = {"fail": "M-4-4L4 4M-4 4L4-4", "warn": "M0-5L5 4H-5Z", "skipped": "M-4 0H4", "pass": "M0-4A4 4 0 1 1-.1-4Z"}
-"""By outcome of a check."""
+"""SVG paths of the shapes for the outcomes of a check."""
 TIME_STEPS = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 28_800, 86_400)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Format a number to display, such as `12,345`, `0.812` or `-`, with three significant digits."""
+    """Format a number for display with three significant digits, such as `12,345`, `0.812` or `-`."""
     if value is None or not math.isfinite(value):
         return "-"
     if value == int(value) and abs(value) < 1e15:
@@ -43,7 +43,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of ten, at most `count` + 1 of them.
+    """Return at most `count` + 1 round numbers from `low` to `high`, in steps of 1, 2 or 5 times a power of ten.
 
     Source: Heckbert, "Nice Numbers for Graph Labels", Graphics Gems (1990).
     """
@@ -57,7 +57,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Return a map from values to pixels. A value outside of `low` to `high` is clipped to the edge."""
+    """Return a function that maps values to pixels. Values below `low` or above `high` are clipped."""
 
     def position(value: float) -> float:
         fraction = (value - low) / (high - low) if high > low else 0.5
@@ -67,7 +67,7 @@ def scale(low: float, high: float, start: float, end: float) -> Callable[[float]
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """Return at most `limit` points: the first, the last, and the lowest and highest of each section."""
+    """Reduce a curve to at most `limit` points: the first, the last, and the lowest and highest of each section."""
     if len(points) <= limit:
         return list(points)
     inner, sections = points[1:-1], max(1, (limit - 2) // 2)
@@ -90,10 +90,10 @@ def line_chart(
     names: Sequence[str] = (),
     hollow: Collection[float] = (),
 ) -> Markup:
-    """Draw lines with ticks and a grid. Several lines are named at their ends, and short ones have dots.
+    """Draw a line chart. If there are several lines, they are labelled at their ends. Short lines are drawn with dots.
 
-    `marks`: (x, text) of vertical marks. `span`: values that the axis always includes. `names`: labels of x = 0, 1, ...
-    instead of numbers. `hollow`: x of the dots that are not filled.
+    `marks` are vertical lines as (x, text), and `span` contains values that the vertical axis always includes. `names`
+    are labels for x = 0, 1, ... to show instead of numbers. Dots at the values of x in `hollow` are not filled.
     """
     shown = [(name, thin([p for p in points if math.isfinite(p[1])]), kind) for name, points, kind in series]
     every = [point for _, points, _ in shown for point in points]
@@ -117,7 +117,7 @@ def line_chart(
     for x, text in marks:
         if min(xs) <= x <= max(xs):
             body.append(_titled(_path("mark", f"M{_px(across(x))} {TOP}V{_px(bottom)}"), text))
-    for name, points, kind in reversed(shown):  # the first on top
+    for name, points, kind in reversed(shown):  # so that the first line is on top
         if points:
             drawn = _line(kind, [(across(x), up(y)) for x, y in points])
             for x, y in points if len(points) <= MAX_DOTS else ():
@@ -130,7 +130,7 @@ def line_chart(
 
 
 def _apart(ys: Sequence[float], bottom: float) -> list[float]:
-    """Return positions of labels that are at least a line apart, the last not below `bottom`."""
+    """Move the positions of labels apart so that they do not overlap, with the last one not below `bottom`."""
     order, placed = sorted(range(len(ys)), key=ys.__getitem__), list(ys)
     for above, below in pairwise(order):
         placed[below] = max(placed[below], placed[above] + 13)
@@ -141,7 +141,7 @@ def _apart(ys: Sequence[float], bottom: float) -> list[float]:
 def columns(
     groups: Sequence[tuple[str, Sequence[float]]], kinds: Sequence[str], label: str, size: tuple[float, float]
 ) -> Markup:
-    """Draw stacked columns. `groups`: (name, one value per kind)."""
+    """Draw a chart of stacked columns. Each group consists of a name and one value per kind."""
     if not groups:
         return Markup()
     (width, height), most = size, max(sum(values) for _, values in groups) or 1.0
@@ -161,7 +161,7 @@ def columns(
 
 
 def bars(rows: Sequence[tuple[str, float, str]], label: str, width: float) -> Markup:
-    """Draw horizontal bars from zero: (name, value, class)."""
+    """Draw a chart of horizontal bars. Each row consists of a name, a value and a class in the style sheet."""
     left, tall = 150.0, 24.0
     across, body = scale(0, max((value for _, value, _ in rows), default=1.0), 0, width - left - 50), list[Markup]()
     for i, (name, value, kind) in enumerate(rows):
@@ -182,7 +182,7 @@ def difference(value: float, low: float, high: float, reach: float) -> Markup:
 
 
 def bar(spent: Mapping[Category, int], full_ms: int) -> Markup:
-    """Draw one stacked bar for a table cell. `full_ms`: length of a full bar."""
+    """Draw a stacked bar for a table cell. `full_ms` is the time that fills the whole bar."""
     x, rects = 0.0, Markup()
     for kind, ms in spent.items():
         width = 100 * ms / full_ms if full_ms else 0.0
@@ -194,7 +194,10 @@ def bar(spent: Mapping[Category, int], full_ms: int) -> Markup:
 
 
 def gantt(lanes: Mapping[str, Sequence[AttemptCost]], began_ms: int, due_s: float | None) -> Markup:
-    """Draw the attempts of every job over time, with the final state. `due_s`: deadline, in seconds from the start."""
+    """Draw the attempts of every job over time, with the final state of the job.
+
+    `due_s` is the deadline, in seconds from the start.
+    """
     ends_ms = [attempt.start_ms + attempt.length_ms for attempts in lanes.values() for attempt in attempts]
     end_s = (max(ends_ms) - began_ms) / 1000
     left, row = 180.0, 18.0
@@ -230,7 +233,7 @@ def gantt(lanes: Mapping[str, Sequence[AttemptCost]], began_ms: int, due_s: floa
 
 
 def forest(checks: Sequence[GateCheck], label: str, width: float) -> Markup:
-    """Draw per check the difference with its interval, the outcome as a shape, and the allowed drop."""
+    """Draw the difference of each check with its confidence interval and allowed drop. A shape shows the outcome."""
     left, right, row = 0.38 * width, width - 56, 18.0
     ends = sorted(max(abs(check.low or 0.0), abs(check.high or 0.0)) for check in checks)
     reach = max(
@@ -267,16 +270,16 @@ def interval_text(check: GateCheck) -> str:
 
 
 def short_number(value: float) -> str:
-    """Format a number for an axis, such as `12.0k`, `3.40M` or `0.05`."""
+    """Format a number for the labels of an axis, such as `12.0k`, `3.40M` or `0.05`."""
     return format_count(value) if abs(value) >= 1e4 else f"{value:.6g}"
 
 
 def fit(text: str, width: float) -> str:
-    """Shorten a text to `width` pixels."""
+    """Shorten a text to fit into `width` pixels."""
     return shortened(text, max(3, int(width / 6.2)))
 
 
-# Elements. `Markup.format` escapes every text.
+# SVG elements. `Markup.format` escapes all text.
 
 
 def _svg(body: Iterable[Markup], height: float, label: str, width: float = WIDTH) -> Markup:
@@ -293,7 +296,7 @@ def _levels(up: Callable[[float], float], values: Iterable[float], right: float)
 
 
 def _line(kind: str, points: Sequence[Point]) -> Markup:
-    """Draw a line with relative moves in tenths of a pixel, which needs few bytes."""
+    """Draw a line. It is encoded as relative moves in tenths of a pixel, which takes few bytes."""
     tenths = [(round(10 * x), round(10 * y)) for x, y in points]
     moves = [f"M{tenths[0][0]} {tenths[0][1]}"]
     for (x0, y0), (x1, y1) in pairwise(tenths):

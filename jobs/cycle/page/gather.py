@@ -1,4 +1,4 @@
-"""The data of a cycle's page, which are also written to `reports/<cycle>.json` for other tools."""
+"""Gather the data for the report page of a cycle, which are also written to `reports/<cycle>.json` for other tools."""
 
 import json
 import re
@@ -33,7 +33,7 @@ from pipeline.telemetry.events import EventName
 
 STAGES = ("prepare", "health", "compile", "mine", "train", "evaluate", "embed", "verify")
 MAIN_METRICS = (SEARCH, "ndcg@10")
-"""Stored in the index, for charts over all cycles."""
+"""Metrics that are stored in the index, so that they can be drawn over all cycles."""
 MAX_ANCESTORS = 12
 MAX_NOTICES = 200
 NOTICES = frozenset(
@@ -63,39 +63,41 @@ T = TypeVar("T")
 
 
 class Job(Record):
-    """One job of the plan, with the totals of its attempts."""
+    """One job of the plan, with totals over its attempts."""
 
     name: str
     after: tuple[str, ...]
-    state: str = Field(description="State on record, or not submitted")
+    state: str = Field(description="Recorded state, or `not submitted`")
     nodes: int
-    children: int = Field(description="Of an array (0: none)")
+    children: int = Field(description="Number of array children (0: not an array)")
     tries: int
     ran_s: float | None
     exit_code: int | None
     why: str
-    error: str = Field("", description="Error in the log, a few lines (empty: it did not fail by itself)")
-    logs: str = Field("", description="Command that shows this log (empty: it did not fail by itself)")
+    error: str = Field("", description="The error in the log, a few lines (empty: the job did not run and fail)")
+    logs: str = Field("", description="Command that shows this log (empty: the job did not run and fail)")
 
     @property
     def ending(self) -> str:
-        """Return the state in lower case, where a failed job is `refused`, `failed`, or `not run` if it was skipped."""
+        """Return the state in lower case. A job in state FAILED is shown as `failed`, `refused` or `not run`."""
         if self.state == "FAILED":
             return "not run" if not self.tries else "refused" if self.exit_code == GateRefused.exit_code else "failed"
         return self.state.lower()
 
 
 class ChartSeries(Record):
-    """A training metric over steps, thinned for drawing. Repeated steps count once."""
+    """A training metric over steps, reduced to the points to draw. Steps that were repeated appear only once."""
 
     name: str
     now: tuple[Point, ...]
-    smooth: tuple[Point, ...] = Field((), description="Running mean of a loss, thinned")
-    before: tuple[Point, ...] = Field((), description="Of the cycle that trained the production model, losses smoothed")
+    smooth: tuple[Point, ...] = Field((), description="Running mean, for a loss only")
+    before: tuple[Point, ...] = Field(
+        (), description="The same metric in the cycle that trained the production model (a loss is smoothed)"
+    )
 
 
 class Notice(Record):
-    """An event of interest, such as a failure."""
+    """A notable event, such as a failure."""
 
     at: float = Field(description="Seconds since 1970")
     event: str
@@ -104,24 +106,28 @@ class Notice(Record):
 
 
 class Training(Record):
-    """The course of training."""
+    """The training metrics and notable steps of the cycle."""
 
     curves: tuple[ChartSeries, ...]
-    compared: str = Field("", description="Cycle of the `before` curves (empty: none)")
+    compared: str = Field("", description="Cycle that the `before` curves are from (empty: none)")
     resumed: tuple[int, ...] = Field((), description="Steps at which an attempt resumed")
-    skipped: tuple[int, ...] = Field((), description="Steps with unused gradients")
+    skipped: tuple[int, ...] = Field((), description="Steps whose gradients were discarded")
 
 
 class Lineage(Record):
-    """The origin of the model: checkpoints, settings and code."""
+    """How the model was created: from which checkpoints, with which settings and code."""
 
-    checkpoint: str = Field("", description="Prefix of the model of this cycle")
-    ancestors: tuple[str, ...] = Field((), description="Checkpoints from which it was trained, the nearest first")
-    began_from: str = Field("", description="Published weights at the root (empty: trained from scratch, or not known)")
+    checkpoint: str = Field("", description="Storage prefix of the model of this cycle")
+    ancestors: tuple[str, ...] = Field((), description="Checkpoints that the model was trained from, nearest first")
+    began_from: str = Field(
+        "", description="Published weights that training began from (empty: from scratch, or unknown)"
+    )
     settings_hash: str = ""
     code_version: str = ""
-    compared: str = Field("", description="Cycle with which the settings are compared")
-    changed: tuple[tuple[str, str, str], ...] = Field((), description="(setting, other, this), values as JSON")
+    compared: str = Field("", description="Cycle that the settings are compared with")
+    changed: tuple[tuple[str, str, str], ...] = Field(
+        (), description="Settings that differ: (name, value in the other cycle, value in this cycle) as JSON"
+    )
 
 
 class PostMortemLink(Record):
@@ -132,22 +138,22 @@ class PostMortemLink(Record):
 
 
 class CycleRow(Record):
-    """A cycle in the index, and in the trends of later cycles."""
+    """The row of a cycle in the index, which is also used for the trends of later cycles."""
 
     cycle: str
     claimed_at: float = Field(description="Seconds since 1970")
-    closed_at: float | None = Field(description="None: it was running when this was written")
+    closed_at: float | None = Field(description="None: the cycle was running when this was written")
     target: str = Field("", description="Target of the jobs (empty: not on record)")
     outcome: Outcome | Literal["open"]
     promoted: bool
-    without_comparison: bool = Field(False, description="Promoted without a comparison")
+    without_comparison: bool = Field(False, description="Promoted without a comparison to a production model")
     reason: str
     metric: str = Field("", description="First metric of the gate")
-    value: float | None = Field(None, description="Of the candidate")
-    production: float | None = Field(None, description="Of the model in production at that time")
+    value: float | None = Field(None, description="Its value for the candidate")
+    production: float | None = Field(None, description="Its value for the model in production at that time")
     bm25: float | None = Field(None, description="Value of BM25 for the metric SEARCH")
-    metrics: Mapping[str, float] = Field({}, description="Measured MAIN_METRICS of the candidate")
-    low: float | None = Field(None, description="Bound of the confidence interval around the value")
+    metrics: Mapping[str, float] = Field({}, description="Values of MAIN_METRICS for the candidate")
+    low: float | None = Field(None, description="Lower bound of the confidence interval of the value")
     high: float | None = None
     took_s: float | None
     machine_s: float
@@ -157,30 +163,30 @@ class CycleRow(Record):
     stage_s: Mapping[str, float] = Field(description="Machine seconds by stage")
     stage_usd: Mapping[str, float | None]
     rows: int | None
-    drift: float | None = Field(None, description="Of cycles of earlier versions")
+    drift: float | None = Field(None, description="Only set by earlier versions")
 
     @property
     def paid_usd(self) -> float | None:
-        """Return the cost, None if it is unknown or the jobs ran on a local machine."""
+        """Return the cost, or None if it is unknown or the jobs ran on a local machine."""
         return None if self.target == "local" else self.usd
 
     def value_of(self, metric: str) -> float | None:
-        """Return the value of a metric for the candidate, None if it is not stored."""
+        """Return the value of a metric for the candidate, or None if it is not stored."""
         return self.metrics.get(metric, self.value if metric == self.metric else None)
 
 
 class PageData(Record):
-    """Everything on the page of a cycle. Parts of stages that have not finished are None or empty."""
+    """All data on the page of a cycle. The results of stages that have not finished are None or empty."""
 
     schema_version: Literal[1] = 1
     cycle: str
     model: str
     workspace: str
     target: str = Field("", description="Target of the jobs (empty: not on record)")
-    reason: str = Field(description="Reason of the outcome")
+    reason: str = Field(description="Reason for the outcome")
     ledger: CycleLedger
     jobs: tuple[Job, ...]
-    figures: Mapping[str, Mapping[str, Figure]] = Field(description="Of the finished stages")
+    figures: Mapping[str, Mapping[str, Figure]] = Field(description="Figures of the stages that have finished")
     evaluation: EvaluationReport | None
     scores: ScoreDigest | None
     training: Training
@@ -188,7 +194,7 @@ class PageData(Record):
     vectors: VerifyDigest | None
     machines: tuple[NodeReport, ...]
     lineage: Lineage
-    notices: tuple[Notice, ...] = Field(description=f"The last {MAX_NOTICES}")
+    notices: tuple[Notice, ...] = Field(description=f"The last {MAX_NOTICES} notable events")
     post_mortems: tuple[PostMortemLink, ...]
     unread: tuple[str, ...] = Field(description="Errors of files that could not be read")
     history: tuple[CycleRow, ...] = Field((), description="Earlier cycles, oldest first")
@@ -203,7 +209,7 @@ class PageData(Record):
 
     @property
     def why(self) -> str:
-        """Return the reasons of the gate, the error of the first failed job, or the reason on record."""
+        """Return why the gate refused the model, the error of the first failed job, or the recorded reason."""
         if self.outcome == "refused" and self.evaluation and (lines := reasons(self.evaluation.verdict.checks)):
             return "; ".join(lines)
         errors = (job.error for job in self.jobs if job.error) if self.outcome == "failed" else ()
@@ -218,7 +224,7 @@ class PageData(Record):
 def gather(
     store: CycleStore, plan: JobPlan, ledger: CycleLedger, records: Sequence[JobRecord], closed: Closed | None
 ) -> PageData:
-    """Read the results of the stages. A damaged result is reported, and does not hide the others."""
+    """Read the results of all stages. A damaged result is reported in `unread`, and the others are still read."""
     storage, cycle, unread = store.storage, store.cycle, list[str]()
 
     def read(default: T, load: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -233,7 +239,7 @@ def gather(
     evaluation = read(None, load_report, storage, cycle)
     scores = read(None, load_scores, storage, cycle)
     if scores and evaluation and scores.candidate.digest != evaluation.candidate.digest:
-        scores = None  # of an earlier candidate
+        scores = None  # these are from an earlier candidate
     events = read_cycle_events(storage, cycle)
     ancestors = read((), _ancestors, storage, cycle)
     compared = evaluation.incumbent.cycle if evaluation and evaluation.incumbent else _cycle_of(ancestors[:1])
@@ -300,7 +306,7 @@ def gather(
 
 
 def jobs_of(plan: JobPlan, records: Iterable[JobRecord]) -> Iterator[Job]:
-    """Yield the jobs of a plan, including those that were not submitted."""
+    """Yield all jobs of a plan, including those that were not submitted."""
     by_name = {record.name: record for record in records}
     for spec in plan.jobs:
         record = by_name.get(spec.name)
@@ -321,7 +327,7 @@ def jobs_of(plan: JobPlan, records: Iterable[JobRecord]) -> Iterator[Job]:
 
 
 def _ancestors(storage: Storage, cycle: str) -> tuple[str, ...]:
-    """Return the chain of checkpoints from which the model was trained, the nearest first."""
+    """Return the chain of checkpoints that the model was trained from, nearest first."""
     checkpoints: list[str] = []
     while cycle and len(checkpoints) < MAX_ANCESTORS:
         parent = _json(storage, f"cycles/{cycle}/train/parent.json").get("checkpoint")
@@ -333,13 +339,16 @@ def _ancestors(storage: Storage, cycle: str) -> tuple[str, ...]:
 
 
 def _cycle_of(checkpoints: Sequence[str]) -> str:
-    """Return the cycle in checkpoints/<cycle>/step-<n>, empty for another path or an empty sequence."""
+    """Return the cycle of the first checkpoint, whose path is `checkpoints/<cycle>/step-<n>`.
+
+    Return an empty string if the path has a different form or there is no checkpoint.
+    """
     parts = checkpoints[0].split("/") if checkpoints else []
     return parts[1] if len(parts) == 3 and parts[0] == "checkpoints" else ""
 
 
 def _json(storage: Storage, key: str) -> dict[str, Any]:
-    """Return a JSON object, empty if the file does not exist. Raises DataError if it is not JSON."""
+    """Read a JSON object. Return an empty dict if the file does not exist. Raises DataError if it is not JSON."""
     try:
         tree = json.loads(storage.read_bytes(key))
     except KeyNotFound:
@@ -358,11 +367,11 @@ def _notices(events: Sequence[CycleEvent]) -> Iterator[Notice]:
 
 
 def curves_of(events: Sequence[CycleEvent]) -> dict[str, list[Point]]:
-    """Return points (step, value) by the name of the metric. Repeated steps replace earlier ones."""
+    """Return the training curves by metric, as (step, value) points. Repeated steps replace earlier ones."""
     curves: dict[str, list[Point]] = {name: [] for name in (*_AT_STEPS, HOLDOUT, *_AT_REPORTS)}
 
     def add(name: str, step: int, values: Any) -> None:
-        """Add one value per step, up to `step`. Values that are not numbers, such as "nan", are skipped."""
+        """Add one value per step, the last one at `step`. Skip values that are not numbers, such as "nan"."""
         values = values if isinstance(values, list) else [values]
         steps = range(step - len(values) + 1, step + 1)
         curves[name] += [(at, float(v)) for at, v in zip(steps, values, strict=True) if isinstance(v, int | float)]
@@ -381,14 +390,14 @@ def curves_of(events: Sequence[CycleEvent]) -> dict[str, list[Point]]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Return the running mean over a fortieth of the points, over fewer at both ends."""
+    """Return the running mean over 1/40 of the points. The window is smaller at both ends."""
     sums, half, last = [0.0, *accumulate(value for _, value in points)], len(points) // 80, len(points)
     spans = ((max(0, i - half), min(last, i + half + 1)) for i in range(last))
     return [(x, (sums[end] - sums[start]) / (end - start)) for (x, _), (start, end) in zip(points, spans, strict=True)]
 
 
 def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow:
-    """Return the row of the index for a cycle."""
+    """Return the row of a cycle for the index."""
     claim, ledger, total = store.claim(), data.ledger, data.ledger.total
     metrics = measures(data.evaluation) if data.evaluation else []
     main, production = (metrics[0], metrics[0].others.get("production")) if metrics else (None, None)

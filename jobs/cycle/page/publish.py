@@ -1,9 +1,9 @@
-"""Write the page of a cycle, its data and the index of all cycles: `reports/`.
+"""Write the report page and data of a cycle, and the index of all cycles, to `reports/` in the workspace.
 
-<cycle>.html, <cycle>.json   of one cycle, the same bytes each time they are written once it has ended
-index.json, index.html       one row per cycle, in the order of submission
+<cycle>.html, <cycle>.json   the page and data of one cycle. Once it has ended, writing them again does not change them.
+index.json, index.html       one row per cycle, in order of submission
 
-The page is one file that loads nothing and runs no script. The templates escape every text.
+Each page is a single file that loads no other resources and runs no scripts. The templates escape all text.
 """
 
 from collections import defaultdict
@@ -40,9 +40,9 @@ from pipeline.io.storage import Storage, read_record
 INDEX = "reports/index.json"
 INDEX_PAGE = "reports/index.html"
 MAX_CYCLES = 2000
-"""Size of the index, from which the oldest cycles are dropped."""
+"""Maximum number of cycles in the index. If there are more, the oldest are dropped."""
 TREND = 20
-"""Cycles in the trend, including the current one."""
+"""Number of cycles in the trend, including the current one."""
 MAX_LANES = 60
 _MAX_WRITES = 20
 _UNITS: dict[str, tuple[str, float, tuple[float, ...]]] = {
@@ -50,7 +50,7 @@ _UNITS: dict[str, tuple[str, float, tuple[float, ...]]] = {
     "memory, bytes": ("memory, GiB", 2**-30, (0,)),
     "learning rate": ("learning rate, highest", 1, ()),
 }
-"""How to draw a training metric: title, factor, and values that the axis always includes."""
+"""How to draw a training metric: its title, a factor, and values that the vertical axis always includes."""
 _HIDDEN = dict.fromkeys(
     [
         *(code for code in range(0xA0) if (code < 0x20 or code >= 0x7F) and code not in (0x09, 0x0A)),
@@ -62,7 +62,7 @@ _HIDDEN = dict.fromkeys(
 
 
 class Index(Record):
-    """The rows of all cycles."""
+    """The index of cycles, with one row per cycle."""
 
     schema_version: Literal[1] = 1
     cycles: tuple[CycleRow, ...]
@@ -79,17 +79,20 @@ def data_key(cycle: str) -> str:
 def write_page(
     store: CycleStore, plan: JobPlan, records: Sequence[JobRecord], config: JobsConfig, closed: Closed | None
 ) -> PageData:
-    """Write or overwrite the page of a cycle and return its data. `closed`: the end, even if not on record yet."""
+    """Write or overwrite the page of a cycle and return its data.
+
+    `closed` is the end of the cycle, even if it is not on record yet.
+    """
     ledger = read_ledger(store, plan, records, config, closed=closed, without_report=True)
     data = gather(store, plan, ledger, records, closed)
     current = row_of(store, data, closed)
-    if not store.cycle.startswith(RUN_PREFIX):  # runs are not part of the trend
+    if not store.cycle.startswith(RUN_PREFIX):  # `trnjobs run` is not part of the trend
         try:
             cycles = add_to_index(store.storage, current)
         except DataError as error:
             data = data.model_copy(update={"unread": (*data.unread, error.seen)})
         else:
-            # Only cycles that were submitted before this one and ended before it did, so that the page does not change.
+            # Only include cycles that were submitted and ended before this one, so that the page does not change later.
             earlier = [row for row in cycles if (row.claimed_at, row.cycle) < (current.claimed_at, current.cycle)]
             until = inf if current.closed_at is None else current.closed_at
             ended = [row for row in earlier if row.closed_at is not None and row.closed_at <= until]
@@ -101,7 +104,10 @@ def write_page(
 
 
 def add_to_index(storage: Storage, row: CycleRow) -> tuple[CycleRow, ...]:
-    """Insert or replace a row of the index and return all rows, oldest first. Raises DataError if it is unreadable."""
+    """Add or replace the row of a cycle in the index, and return all rows, oldest first.
+
+    Raises DataError if the index cannot be read, or TransientError if other processes keep changing it.
+    """
     for _ in range(_MAX_WRITES):
         stat = storage.stat(INDEX)
         existing = read_index(storage)
@@ -120,11 +126,11 @@ def add_to_index(storage: Storage, row: CycleRow) -> tuple[CycleRow, ...]:
 
 def read_index(storage: Storage) -> Index | None:
     """Return the index, or None if it does not exist. Raises DataError if it cannot be read."""
-    command = "delete it; trnjobs report --cycle adds each cycle again"
+    command = "delete it, then run trnjobs report --cycle for each cycle to add it again"
     return read_record(storage, INDEX, Index, "the index of cycles", "trnjobs report", next_command=command)
 
 
-# From data to HTML.
+# Conversion of the data to HTML.
 
 
 @cache
@@ -145,7 +151,7 @@ def _templates() -> Environment:
 
 
 def page(data: PageData, own: CycleRow) -> str:
-    """Return the page of a cycle. `own`: its row of the index."""
+    """Return the HTML page of a cycle. `own` is its row in the index."""
     usual = [row for row in data.history[-10:] if row.outcome != "cancelled"]
     text = (
         _templates()
@@ -175,7 +181,7 @@ def page(data: PageData, own: CycleRow) -> str:
 
 
 def index(rows: Sequence[CycleRow]) -> str:
-    """Return the page of all cycles, newest first. `rows`: oldest first."""
+    """Return the HTML page that lists all cycles, newest first. `rows` are sorted oldest first."""
     ends = [(row.production, end) for row in rows for end in (row.low, row.high)]
     reach = max((abs(end - other) for other, end in ends if other is not None and end is not None), default=1.0)
     chart = _history_chart(rows[-TREND:])
@@ -185,7 +191,10 @@ def index(rows: Sequence[CycleRow]) -> str:
 
 
 def _history_chart(rows: Sequence[CycleRow]) -> tuple[Markup, str]:
-    """Return a chart of the search metric and BM25 over cycles, or of the newest gate metric, and its title."""
+    """Return a chart of the quality over cycles, and its title.
+
+    The chart shows the search metric and BM25. If no cycle has the search metric, it shows the newest gate metric.
+    """
     has_search = any(row.value_of(SEARCH) is not None for row in rows)
     metric = SEARCH if has_search else next((row.metric for row in reversed(rows) if row.metric), "")
     values = [(float(i), value) for i, row in enumerate(rows) if (value := row.value_of(metric)) is not None]
@@ -200,14 +209,14 @@ def _history_chart(rows: Sequence[CycleRow]) -> tuple[Markup, str]:
 
 
 def ending(row: CycleRow) -> tuple[str, str]:
-    """Return how a cycle ended: a class of the style sheet, and the text to show."""
+    """Return how a cycle ended, as a class in the style sheet and a text to display."""
     if row.promoted and row.outcome == "succeeded":
         return ("without", f"promoted{WITHOUT}") if row.without_comparison else ("promoted", "promoted")
     return row.outcome, "under way" if row.outcome == "open" else row.outcome
 
 
 def _tiles(data: PageData, usual: Sequence[CycleRow]) -> list[tuple[str, str, str]]:
-    """Return the tiles of a page: name, value and a comparison."""
+    """Return the tiles at the top of a page. Each consists of a name, a value and a comparison."""
     metrics, vectors = measures(data.evaluation) if data.evaluation else [], data.vectors
     tiles = []
     for index, measure in enumerate(metrics):
@@ -230,7 +239,7 @@ def _tiles(data: PageData, usual: Sequence[CycleRow]) -> list[tuple[str, str, st
 def shown_columns(
     head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int] = ()
 ) -> tuple[list[str], list[list[str]], list[int]]:
-    """Return a table without its empty columns, and the remaining number columns."""
+    """Remove empty columns from a table. Return its head, its rows and the indices of the remaining number columns."""
     kept = [i for i in range(len(rows[0]) if rows else len(head)) if any(row[i] not in ("", "-") for row in rows)]
     return (
         [head[i] for i in kept] if head else [],
@@ -240,12 +249,12 @@ def shown_columns(
 
 
 def visible(text: str) -> str:
-    """Replace characters that control a terminal or the direction of text by a visible one."""
+    """Replace characters that control a terminal or the direction of text by a visible character."""
     return text.translate(_HIDDEN)
 
 
 def outcome_sentence(data: PageData) -> str:
-    """Return how the cycle ended, in one line."""
+    """Return a sentence about how the cycle ended."""
     outcome, evaluated = data.outcome, data.figures.get("evaluate", {})
     if outcome == "open":
         running = ", ".join(job.name for job in data.jobs if job.state in ("STARTING", "RUNNING"))
@@ -256,7 +265,7 @@ def outcome_sentence(data: PageData) -> str:
         return f"Refused: {why}. Production is unchanged."
     if outcome == "failed":
         failed_jobs = ", ".join(job.name for job in data.jobs if job.ending == "failed")
-        return f"Failed{f' in {failed_jobs}' if failed_jobs else ''}: {data.why or 'no reason is on record'}."
+        return f"Failed{f' in {failed_jobs}' if failed_jobs else ''}: {data.why or 'no reason was recorded'}."
     if outcome == "cancelled":
         return f"Cancelled: {data.reason or 'no reason was given'}."
     if data.promoted:
@@ -266,15 +275,15 @@ def outcome_sentence(data: PageData) -> str:
             name, value = metric_name(metrics[0].metric), number(metrics[0].candidate)
             change = f"the first model, {name} {value}"
             if (before := metrics[0].others.get("production")) is not None:
-                change = f"{name} {value}, in production before {number(before)}"
+                change = f"{name} {value}, previously {number(before)}"
         return f"Promoted{how}: {change}."
     if evaluated.get("nothing_new"):
         return "Nothing new to train on. Production is unchanged."
-    return "Passed, and not promoted." if "promoted" in evaluated else "Succeeded."
+    return "Passed, but not promoted." if "promoted" in evaluated else "Succeeded."
 
 
 def _attempts_chart(data: PageData) -> Markup:
-    """Draw attempts over time: a lane for each job, for the first child of an array, and for each failed child."""
+    """Draw the attempts over time, in one lane per job. Of an array, only draw the first child and failed children."""
     ledger = data.ledger
     if not ledger.entries or ledger.began_at is None:
         return Markup()
@@ -292,7 +301,7 @@ def _attempts_chart(data: PageData) -> Markup:
 
 
 def _gate_groups(data: PageData) -> list[tuple[str, list[GateCheck]]]:
-    """Return the comparisons of the gate by title, with the slices in the order of the loss."""
+    """Return the comparisons of the gate, grouped under titles. Slices are sorted so that the worst is first."""
 
     def severity(check: GateCheck) -> tuple[int, float]:
         change = (check.candidate or 0.0) - (check.incumbent or 0.0)
@@ -312,7 +321,10 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:
-    """Return each categorical column with its missing rows, and their fraction in the newest partition and before."""
+    """Return a table row per categorical column about the rows in which it is missing.
+
+    A row contains the number of such rows, and their fraction in the newest partition and in earlier ones.
+    """
 
     def fraction(partitions: Sequence[PartitionDigest], column: str) -> str:
         rows = sum(sum(partition.rows.values()) for partition in partitions)
@@ -330,7 +342,7 @@ def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:
 
 
 def _ramp(index: int, count: int) -> str:
-    """Return the style class of an ordered label, from light to dark."""
+    """Return the style class of the label with this index. Labels are coloured from light to dark."""
     return f"l{round(7 * index / (count - 1)) if count > 1 else 7}"
 
 

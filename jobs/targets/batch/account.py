@@ -1,6 +1,7 @@
-"""Checks that an account can run a plan, before anything is sent, and the job definitions of the account.
+"""Check that an AWS account can run a plan before anything is submitted, and manage its job definitions.
 
-The account is the current one at AWS, or the one that Terraform would create (`terraform show -json PLAN`).
+The checks apply to the resources that exist in AWS now, or to those that Terraform would create (as printed by
+`terraform show -json PLAN`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from pipeline.core.machines import NODES
 
 @dataclass(frozen=True)
 class Queue:
-    """A queue, its compute environments in order, and the shares of its scheduling policy (None: no policy)."""
+    """A job queue, with its compute environments in order and the shares in its scheduling policy (None: no policy)."""
 
     detail: Detail
     environments: Sequence[Detail]
@@ -33,7 +34,10 @@ Account = Mapping[str, Queue]
 
 
 def preflight(client: BatchClient, plan: JobPlan) -> tuple[str, ...]:
-    """Return warnings. Raises ConfigError with every problem, TransientError while a queue is being changed."""
+    """Check that the account can run the plan, and return warnings.
+
+    Raises a ConfigError that lists every problem, or TransientError while a queue is being changed.
+    """
     check_plan(plan)
     account = describe_queues(client, [placement_of(plan, job).queue for job in plan.jobs])
     refuse_account(account_problems(plan, account), "an enabled fair-share queue that can hold every job")
@@ -45,7 +49,7 @@ def preflight(client: BatchClient, plan: JobPlan) -> tuple[str, ...]:
 
 
 def refuse_account(problems: Iterable[str], expected: str) -> None:
-    """Raise ConfigError that lists all problems, if any."""
+    """Raise a ConfigError that lists all problems. Do nothing if there are none."""
     if lines := list(dict.fromkeys(problems)):
         raise ConfigError(
             "\n  ".join(["AWS Batch in this account cannot run this plan:", *lines]),
@@ -55,7 +59,7 @@ def refuse_account(problems: Iterable[str], expected: str) -> None:
 
 
 def describe_queues(client: BatchClient, names: Iterable[str]) -> Account:
-    """Describe these queues, their compute environments and scheduling policies."""
+    """Return the queues with these names, including their compute environments and scheduling policies."""
     described, queues = client.described("queues", list(dict.fromkeys(names))), dict[str, Queue]()
     orders = [[entry["computeEnvironment"] for entry in q.get("computeEnvironmentOrder", ())] for q in described]
     arns = sorted({arn for order in orders for arn in order})
@@ -73,7 +77,7 @@ def describe_queues(client: BatchClient, names: Iterable[str]) -> Account:
 
 
 def account_problems(plan: JobPlan, account: Account) -> Iterator[str]:
-    """Yield one line for each reason why this account would refuse the jobs or never start them."""
+    """Yield a line for each reason why this account would refuse the jobs of the plan, or never start them."""
     for job in plan.jobs:
         placement = placement_of(plan, job)
         yield from queue_problems(placement.queue, account, is_shared=bool(placement.share_identifier))
@@ -82,13 +86,13 @@ def account_problems(plan: JobPlan, account: Account) -> Iterator[str]:
 
 
 def queue_problems(name: str, account: Account, *, is_shared: bool) -> Iterator[str]:
-    """Yield the problems of a queue. `is_shared`: jobs use a share identifier on it."""
+    """Yield a line for each problem of a queue. `is_shared`: whether its jobs have a share identifier."""
     if name not in account:
         yield f"queue {name}: does not exist in this account and region"
         return
     queue = account[name].detail
     if queue["state"] != "ENABLED":
-        yield f"queue {name}: {queue['state']}, it accepts no jobs"
+        yield f"queue {name}: {queue['state']}, so it does not accept jobs"
     if queue["status"] not in ("VALID", "CREATING", "UPDATING"):
         yield f"queue {name}: {queue['status']} ({queue.get('statusReason', 'no reason given')})"
     if is_shared and account[name].shares is None:
@@ -99,25 +103,30 @@ def queue_problems(name: str, account: Account, *, is_shared: bool) -> Iterator[
 
 
 def account_warnings(plan: JobPlan, account: Account) -> tuple[str, ...]:
-    """Return warnings about placements that are allowed but probably a mistake."""
+    """Return warnings about placements that are valid, but probably a mistake."""
     placements = (placement_of(plan, job) for job in plan.jobs)
     return share_warnings(((placement.queue, placement.share_identifier) for placement in placements), account)
 
 
 def share_warnings(uses: Iterable[tuple[str, str]], account: Account) -> tuple[str, ...]:
-    """Return a line for each (queue, share) whose policy does not name the share."""
+    """Return a warning for each (queue, share) where the scheduling policy of the queue does not list the share."""
     lines = []
     for queue, share in dict.fromkeys(uses):
         shares = account[queue].shares
         prefixes = tuple(name[:-1] for name in shares or () if name.endswith("*"))
         if shares is not None and share not in shares and not share.startswith(prefixes):
             listed = ", ".join(sorted(shares)) or "none"
-            lines.append(f"share identifier {share} is not in the policy of queue {queue} ({listed}): it gets weight 1")
+            lines.append(
+                f"share identifier {share} is not in the policy of queue {queue} ({listed}), so it gets weight 1"
+            )
     return tuple(lines)
 
 
 def _capacity_problems(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[str]:
-    """Check that one child of an array, or a node group with a machine per node, fits one compute environment."""
+    """Check that a task fits into a single compute environment.
+
+    Each node of a multi-node job takes a whole machine, whereas the children of an array are scheduled one by one.
+    """
     needs, machine = job.resources, NODES.get(job.resources.instance_type)
     vcpus = max(1, job.num_nodes) * (machine.vcpus if machine and job.num_nodes else needs.vcpus)
     usable = [env for env in environments if env["state"] == "ENABLED" and env["status"] != "INVALID"]
@@ -128,14 +137,14 @@ def _capacity_problems(job: JobSpec, queue: str, environments: Sequence[Detail])
     elif job.num_nodes and not fitting:
         yield f"{job.name}: {job.num_nodes} nodes need a managed on-demand EC2 compute environment"
     if fitting and (most := max(resources.get("maxvCpus", 0) for resources in fitting)) < vcpus:
-        yield f"{job.name}: needs {vcpus:,} vCPU at once, the compute environments of {queue} have at most {most:,}"
+        yield f"{job.name}: needs {vcpus:,} vCPU at once, but the compute environments of {queue} have at most {most:,}"
     offered, requested = {kind for r in fitting for kind in r.get("instanceTypes", ())}, needs.instance_type
     if requested and offered and not offered & {requested, requested.split(".")[0], "optimal"}:
-        yield f"{job.name}: needs {requested}, the compute environments offer {', '.join(sorted(offered))}"
+        yield f"{job.name}: needs {requested}, but the compute environments only offer {', '.join(sorted(offered))}"
 
 
 class Fleet(BaseModel):
-    """A queue that Terraform creates, with its one compute environment."""
+    """A queue that Terraform would create, with its single compute environment."""
 
     queue: str
     type: str = Field(description="EC2 or SPOT")
@@ -145,20 +154,21 @@ class Fleet(BaseModel):
 
 
 class PlannedOutputs(BaseModel):
-    """Planned outputs of infra/. `settings` lacks the ARNs, which are unknown before apply."""
+    """The planned outputs of infra/. `settings` does not contain ARNs, because these are only known after apply."""
 
     fleet: tuple[Fleet, ...] = Field(validation_alias=AliasPath("output_changes", "fleet", "after"))
     settings: dict[str, Any] = Field(
-        validation_alias=AliasPath("output_changes", "settings", "after"), description="A part of the tree of settings"
+        validation_alias=AliasPath("output_changes", "settings", "after"),
+        description="Nested settings, without those that are not known yet",
     )
     files: tuple[Path, ...] = Field(
         validation_alias=AliasPath("output_changes", "settings_files", "after"),
-        description="Settings files in the image of the driver, which `settings` override",
+        description="Settings files in the image of the driver, which `settings` overrides",
     )
 
     @property
     def account(self) -> Account:
-        """Return the account as AWS Batch would describe it after apply."""
+        """Return the queues as AWS Batch would describe them after apply."""
         usable, account = {"state": "ENABLED", "status": "VALID"}, dict[str, Queue]()
         for fleet in self.fleet:
             machines = {"type": fleet.type, "maxvCpus": fleet.max_vcpus, "instanceTypes": fleet.instance_types}
@@ -168,7 +178,7 @@ class PlannedOutputs(BaseModel):
 
 
 def read_planned(path: Path) -> PlannedOutputs:
-    """Read `terraform show -json PLAN`. Raises ConfigError for any other file."""
+    """Read the output of `terraform show -json PLAN`. Raises ConfigError if the file contains anything else."""
     try:
         outputs = PlannedOutputs.model_validate_json(path.read_bytes())
         return outputs.model_copy(update={"settings": _known_values(outputs.settings)})
@@ -185,36 +195,39 @@ def read_planned(path: Path) -> PlannedOutputs:
 
 
 def _known_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop nulls and lists that contain one: Terraform knows these values only after apply."""
+    """Drop nulls, and lists that contain a null. Terraform does not know these values before apply."""
     pruned = {key: _known_values(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
     return {key: value for key, value in pruned.items() if None not in (value if isinstance(value, list) else [value])}
 
 
-# Job definitions: one revision per content, and how those of a plan differ from the registered ones.
+# Job definitions. A revision is only registered if its content differs from that of all active revisions.
 
 _REQUEST_FIELDS = {"type", "schedulingPriority", "retryStrategy", "timeout", "propagateTags", "tags"}
 _REQUEST_FIELDS |= {"containerProperties", "nodeProperties", "platformCapabilities"}
-"""Fields that we pass to RegisterJobDefinition. AWS Batch describes more."""
+"""Fields that we pass to RegisterJobDefinition. AWS Batch returns additional fields when it describes a definition."""
 _NAMES = ("name", "type", "hostPath", "targetNodes")
-"""Keys that identify an entry of an unordered list (variables, resources, limits, devices, nodes)."""
+"""Keys that identify the entries of unordered lists (variables, resources, limits, devices and nodes)."""
 
 
 def registered_definition(client: BatchClient, request: Request) -> Detail | None:
-    """Return the newest active revision with the content of this request, or None."""
+    """Return the newest active revision with the same content as this request, or None if there is none."""
     content = request["tags"]["content"]
     revisions = client.active_definitions(request["jobDefinitionName"])
     return _newest(revision for revision in revisions if revision.get("tags", {}).get("content") == content)
 
 
 def ensure_definition(client: BatchClient, request: Request) -> str:
-    """Return `name:revision` for this content. Registers it if needed, perhaps twice if two processes do so."""
+    """Return the `name:revision` of a definition with this content, and register it if it does not exist.
+
+    If two processes do this at the same time, the content may be registered twice, which does no harm.
+    """
     definition = registered_definition(client, request)
     definition = definition or client.call("registering a job definition", "register_job_definition", **request)
     return f"{definition['jobDefinitionName']}:{definition['revision']}"
 
 
 def change_lines(client: BatchClient, plan: JobPlan) -> Iterator[str]:
-    """Yield how a submission would change each job definition of the plan, field by field."""
+    """Yield lines that show, field by field, how a submission would change each job definition of the plan."""
     users: dict[str, list[str]] = {}
     requests = {job.name: definition_request(plan, job) for job in plan.jobs}
     for name, request in requests.items():
@@ -239,14 +252,15 @@ def _newest(revisions: Iterable[Detail]) -> Detail | None:
 
 def _request_fields(definition: Detail) -> Detail:
     own = {key: value for key, value in definition.items() if key in _REQUEST_FIELDS}
-    # The content tag is the hash of all other fields.
+    # The content tag is only a hash of all other fields.
     return own | {"tags": {key: value for key, value in own["tags"].items() if key != "content"}}
 
 
 def _tree(value: Any) -> Any:
-    """Return the non-empty values, with named list entries keyed by name.
+    """Normalize a definition for comparison: drop empty values, and key the entries of named lists by name.
 
-    AWS Batch fills in or omits empty lists and strings, zero and False, and lowercases the action of a retry rule.
+    This is necessary because AWS Batch may add or omit empty lists, empty strings, zero and False, and because it
+    converts the action of retry rules to lower case.
     """
     if isinstance(value, list | tuple):
         names = [next((key for key in _NAMES if isinstance(entry, Mapping) and key in entry), "") for entry in value]

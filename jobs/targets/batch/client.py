@@ -1,6 +1,6 @@
-"""Clients of AWS Batch and CloudWatch Logs: pagination, chunks, retries and the translation of errors.
+"""Clients for AWS Batch and CloudWatch Logs that handle pagination, request limits, retries and errors.
 
-The permissions they need are in infra/modules/roles/policies.
+The permissions that they require are listed in infra/modules/roles/policies.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +22,16 @@ READ_TIMEOUT_S = 20
 
 
 def connect(service: str) -> Any:
-    """Return a client from the AWS environment, without retries. Raises ConfigError without a region."""
+    """Return a boto3 client that is configured by the environment and does not retry.
+
+    Raises ConfigError if the region, profile or endpoint is missing or invalid.
+    """
     retries, limits = {"total_max_attempts": 1}, {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
     config = Config(retries=retries, user_agent_extra="trnpipe", **limits)
     try:
         return s3_client.new_client(service, config)
     except (boto.NoRegionError, boto.InvalidRegionError, boto.ProfileNotFound, ValueError) as error:
-        raise ConfigError(  # the text of the error is left out, because it may quote an endpoint with a password
+        raise ConfigError(  # omits the text of the error, because it may contain an endpoint with a password
             f"cannot create a client for AWS {service}: {type(error).__name__}",
             expected="an existing region and profile, and AWS_ENDPOINT_URL unset or a URL",
             next_command="export AWS_DEFAULT_REGION=us-west-2",
@@ -36,7 +39,7 @@ def connect(service: str) -> Any:
 
 
 def secret_text(name: str) -> str:
-    """Return a secret of AWS Secrets Manager, by name or ARN. Raises ConfigError if it cannot be read."""
+    """Return the value of a secret in AWS Secrets Manager by name or ARN. Raises ConfigError if it cannot be read."""
     try:
         return str(connect("secretsmanager").get_secret_value(SecretId=name).get("SecretString", ""))
     except (boto.BotoCoreError, boto.ClientError) as error:
@@ -54,7 +57,7 @@ _THROTTLED = frozenset({"TooManyRequests", "Throttling", "RequestLimitExceeded",
 
 
 class UnknownOutcome(TransientError):
-    """A request that is not idempotent may or may not have been carried out."""
+    """Raised if a request that is not idempotent may or may not have been executed."""
 
 
 def is_unknown(error: BaseException) -> bool:
@@ -62,7 +65,7 @@ def is_unknown(error: BaseException) -> bool:
 
 
 def name_of(error: BaseException) -> str:
-    """Return the error code without its suffix, empty if the service did not answer."""
+    """Return the error code without the suffix `Exception`, or an empty string if the service did not respond."""
     return error_code(error).removesuffix("Exception")
 
 
@@ -71,26 +74,29 @@ def message_of(error: BaseException) -> str:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Return whether the error says that a resource does not exist. The texts are from reports of users."""
+    """Return whether the error means that a resource does not exist. The message texts are taken from user reports."""
     message = message_of(error).casefold()
     texts = ("not found", "could not find", "does not exist")
     return name_of(error) == "ResourceNotFound" or any(text in message for text in texts)
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return True for throttling, server faults, time-outs and broken connections."""
+    """Return whether the error is due to throttling, a server error, a timeout or a broken connection."""
     return s3_client.is_retryable(error) or name_of(error) in RETRYABLE_CODES | _THROTTLED | {"Server"}
 
 
 def was_not_done(error: BaseException) -> bool:
-    """Return whether a request was certainly not carried out: throttled, or never connected."""
+    """Return whether a request was definitely not executed, because it was throttled or there was no connection."""
     if isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError):
         return True
     return name_of(error) in _THROTTLED or http_status(error) == 429
 
 
 def translate(error: Exception, doing: str) -> TrnpipeError:
-    """Translate an AWS error after the last retry. `doing`: such as `submitting a job`."""
+    """Translate an AWS error that remains after the last retry.
+
+    `doing` describes the request in the message, for example `submitting a job`.
+    """
     status = http_status(error)
     name = f"{error_code(error) or type(error).__name__}" + (f", HTTP {status}" if status else "")
     if is_retryable(error):
@@ -98,7 +104,7 @@ def translate(error: Exception, doing: str) -> TrnpipeError:
             f"AWS: {name} while {doing}, retries exhausted",
             next_command="run the same command again; check AWS_ENDPOINT_URL and the network if it repeats",
         )
-    # The message of the service. The text of boto3 is left out, because it may quote an endpoint with a password.
+    # Only include the message of the service. The text of boto3 may contain an endpoint with a password.
     message = str(error) if isinstance(error, boto.ParamValidationError) else message_of(error) or "no answer"
     has_no_credentials = (
         isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError) or name_of(error) in _BAD_CREDENTIALS
@@ -117,15 +123,18 @@ def translate(error: Exception, doing: str) -> TrnpipeError:
     )
 
 
-MAX_DESCRIBED = 100  # ids or names in one Describe call
+MAX_DESCRIBED = 100  # maximum number of ids or names in one Describe call
 MAX_REASON_CHARACTERS = 1024
 Detail = Mapping[str, Any]
-"""A job, definition, queue ... as AWS describes it."""
+"""The description of a job, definition, queue or other resource, as returned by AWS."""
 T = TypeVar("T")
 
 
 class AwsClient:
-    """Wrapper of a boto3 client with retries and translated errors. `raw`: the boto3 client, or a fake of it."""
+    """A wrapper around a boto3 client that retries requests and translates errors.
+
+    `raw` is the boto3 client, or a fake in tests.
+    """
 
     def __init__(self, raw: Any, *, policy: RetryPolicy | None = None, stop: StopSignal | None = None) -> None:
         self._raw, self._policy, self._stop = raw, policy or RetryPolicy(), stop or StopSignal()
@@ -136,7 +145,10 @@ class AwsClient:
     def call(
         self, doing: str, operation: str, *, accepted: Callable[[BaseException], bool] | None = None, **request: Any
     ) -> Detail:
-        """Send a request that may be repeated and return the answer, empty after an error that is `accepted`."""
+        """Send a request that is safe to repeat and return the response.
+
+        If the request fails with an error for which `accepted` returns True, the response is empty.
+        """
         try:
             send = getattr(self._raw, operation)
             answer: Detail = self.repeat(doing, lambda: send(**request), is_retryable)
@@ -147,7 +159,7 @@ class AwsClient:
             raise translate(error, doing) from error
 
 
-_DESCRIBED = {  # operation, key of the items in the answer, argument with the names
+_DESCRIBED = {  # operation, key of the items in the response, argument that takes the names
     "queues": ("describe_job_queues", "jobQueues", "jobQueues"),
     "compute environments": ("describe_compute_environments", "computeEnvironments", "computeEnvironments"),
     "scheduling policies": ("describe_scheduling_policies", "schedulingPolicies", "arns"),
@@ -155,7 +167,7 @@ _DESCRIBED = {  # operation, key of the items in the answer, argument with the n
 
 
 class BatchClient(AwsClient):
-    """AWS Batch."""
+    """A client for AWS Batch."""
 
     def active_definitions(self, name: str) -> list[Detail]:
         request = {"jobDefinitionName": name, "status": "ACTIVE"}
@@ -164,8 +176,8 @@ class BatchClient(AwsClient):
     def submit_job(self, request: Request) -> str:
         """Submit a job and return its id.
 
-        SubmitJob has no client token, so it is only repeated if it was certainly not carried out. Raises
-        UnknownOutcome if it may have been carried out. The caller then looks for the job by its name.
+        SubmitJob does not support a client token, so the request is only repeated if it was definitely not executed.
+        Raises UnknownOutcome if it may have been executed, in which case the caller should look up the job by name.
         """
         doing = f"submitting {request['jobName']}"
         try:
@@ -177,7 +189,7 @@ class BatchClient(AwsClient):
         return str(answer["jobId"])
 
     def describe_jobs(self, ids: Sequence[str]) -> dict[str, Detail]:
-        """Return jobs by id, without those that AWS Batch does not know yet or has forgotten."""
+        """Return the descriptions of jobs by id. Jobs that AWS Batch does not know yet or has forgotten are omitted."""
         jobs: dict[str, Detail] = {}
         for chunk in _chunks(ids):
             answer = self.call("describing jobs", "describe_jobs", jobs=chunk)
@@ -185,18 +197,24 @@ class BatchClient(AwsClient):
         return jobs
 
     def jobs_named(self, queue: str, name: str, kind: Literal["job", "service_job"] = "job") -> list[Detail]:
-        """Return the jobs of exactly this name, without children and nodes. The filter of AWS ignores case."""
+        """Return the jobs with exactly this name, excluding array children and nodes.
+
+        The names are compared again here, because the filter of AWS Batch ignores case.
+        """
         request = {"jobQueue": queue, "filters": [{"name": "JOB_NAME", "values": [name]}]}
         jobs = self._pages(f"listing {kind.replace('_', ' ')}s", f"list_{kind}s", "jobSummaryList", request)
         return [job for job in jobs if job["jobName"] == name and not {":", "#"} & {*job["jobId"]}]
 
     def terminate_job(self, job_id: str, reason: str, kind: Literal["job", "service_job"] = "job") -> None:
-        """End a job in any state. Does nothing if it has already ended."""
+        """End a job, regardless of its state. Does nothing if it has already ended."""
         text = quotable(reason)[:MAX_REASON_CHARACTERS]
         self.call(f"ending {kind.replace('_', ' ')} {job_id}", f"terminate_{kind}", jobId=job_id, reason=text)
 
     def described(self, what: str, names: Sequence[str]) -> list[Detail]:
-        """Return the existing resources by name or ARN. `what`: a key of _DESCRIBED, such as `queues`."""
+        """Return descriptions of the resources that exist, by name or ARN.
+
+        `what` is the type of resource, which is a key of _DESCRIBED such as `queues`.
+        """
         operation, members, argument = _DESCRIBED[what]
         pages = (self._pages(f"describing {what}", operation, members, {argument: chunk}) for chunk in _chunks(names))
         return [detail for page in pages for detail in page]
@@ -217,18 +235,19 @@ def _chunks(names: Sequence[str]) -> Iterator[list[str]]:
 
 
 class LogsClient(AwsClient):
-    """CloudWatch Logs."""
+    """A client for CloudWatch Logs."""
 
     def streams(self, group: str, prefix: str) -> list[str]:
-        """Return the sorted names of the streams with this prefix, empty if the group does not exist."""
+        """Return the sorted names of all streams with this prefix, or an empty list if the group does not exist."""
         request: Request = {"logGroupName": group, "logStreamNamePrefix": prefix}
         answer = self.call(f"listing logs {group} {prefix}", "describe_log_streams", accepted=is_missing, **request)
         return sorted(str(stream["logStreamName"]) for stream in answer.get("logStreams", ()))
 
     def lines(self, group: str, stream: str, more: Callable[[], bool]) -> Iterator[str]:
-        """Yield all lines of a stream, oldest first. At its end, `more()` returns whether to read newer lines.
+        """Yield all lines of a stream, oldest first.
 
-        Raises ConfigError if the stream does not exist.
+        At the end of the stream, `more()` is called to decide whether to check for newer lines. Raises ConfigError if
+        the stream does not exist.
         """
         request: Request = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
         while True:
@@ -240,7 +259,7 @@ class LogsClient(AwsClient):
                     next_command="trnjobs status",
                 )
             yield from (str(event["message"]) for event in answer["events"])
-            # At the end of the stream the token repeats. Pages may be empty before that.
+            # The end of the stream is reached when the token repeats. Note that earlier pages may be empty too.
             if answer["nextForwardToken"] == request.get("nextToken") and not more():
                 return
             request["nextToken"] = answer["nextForwardToken"]

@@ -1,6 +1,6 @@
-"""The requests of AWS Batch for a job, RegisterJobDefinition and SubmitJob, and the limits they must respect.
+"""Build the AWS Batch requests for a job (RegisterJobDefinition and SubmitJob), and check them against the limits.
 
-A multi-node definition has one open range of nodes (`0:`), so that one definition serves any number of nodes.
+The definition of a multi-node job uses the open node range `0:`, so that it can be used with any number of nodes.
 """
 
 import json
@@ -18,7 +18,7 @@ Request = dict[str, Any]
 
 
 def definition_request(plan: JobPlan, job: JobSpec) -> Request:
-    """Return the request of RegisterJobDefinition. The tag `content` is a hash of all other fields."""
+    """Return the RegisterJobDefinition request. Its tag `content` is a hash of all other fields."""
     needs, placement = job.resources, placement_of(plan, job)
     container: Request = {
         "image": job.image,
@@ -71,7 +71,10 @@ def definition_request(plan: JobPlan, job: JobSpec) -> Request:
 def submit_request(
     plan: JobPlan, job: JobSpec, *, definition: str, ids: Mapping[str, str], submission: int = 1
 ) -> Request:
-    """Return the request of SubmitJob. `definition`: name:revision. `ids`: job ids of the dependencies, by name."""
+    """Return the SubmitJob request.
+
+    `definition` is the `name:revision` of the job definition. `ids` maps names of dependencies to job ids.
+    """
     placement = placement_of(plan, job)
     request: Request = {
         "jobName": job_name(plan, job, submission),
@@ -83,7 +86,7 @@ def submit_request(
         "tags": {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": job.name},
         "propagateTags": True,
     }
-    # Values that differ between cycles are not part of the definition.
+    # Values that differ between cycles are passed here, so that cycles can share a job definition.
     variables = job_variables(plan, job, submission)
     environment = [{"name": name, "value": value} for name, value in sorted(variables.items())]
     override: Request = {"command": [*job.command], "environment": environment}
@@ -100,24 +103,27 @@ def submit_request(
 
 
 def job_name(plan: JobPlan, job: JobSpec, submission: int) -> str:
-    """Return the name of a job in a submission. It is deterministic, so that a restarted driver finds its jobs."""
+    """Return the name of a job in a submission.
+
+    The name is deterministic, which allows a restarted driver to find the jobs it has already submitted.
+    """
     return f"{plan.pipeline}-{plan.cycle}-{job.name}" + (f"-round-{submission}" if submission > 1 else "")
 
 
-# Limits of AWS Batch, checked before anything is sent. A request that exceeds one fails late, half way through a DAG,
-# or waits for ever. Sources: the model of AWS Batch in botocore (bounds and patterns), its user guide (quotas,
-# multi-node parallel jobs, array jobs, job retries).
+# Limits of AWS Batch. They are checked before anything is sent, because a request that exceeds a limit would otherwise
+# fail after a part of the plan was submitted, or would leave a job waiting forever. Sources: botocore's model of AWS
+# Batch (bounds and patterns), and the user guide (quotas, multi-node parallel jobs, array jobs, job retries).
 
 MAX_DEFINITION_BYTES, MAX_OVERRIDE_CHARACTERS = 24 * 1024, 8192
 MAX_IMAGE_CHARACTERS = 255
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,127}$")
 MAX_SUBMISSION = 999
-"""The submission number is part of the job name, which must fit for every number up to this one."""
+"""The largest submission number for which the job name, which contains it, is checked against the limit."""
 SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
 
 
 def check_plan(plan: JobPlan) -> None:
-    """Raise ConfigError with every problem of every job, if any."""
+    """Check the plan against the limits of AWS Batch. Raises ConfigError that lists the problems of all jobs."""
     problems = (f"{job.name}: {problem}" for job in plan.jobs for problem in _problems(plan, job))
     refuse(plan, problems, platform="AWS Batch", next_command="trnjobs plan")
 
@@ -140,8 +146,8 @@ def _problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
     needs, node = job.resources, NODES.get(job.resources.instance_type)
     if node and (needs.vcpus > node.vcpus or needs.memory_mib > node.memory_mib):
         yield (
-            f"needs {needs.vcpus} vCPU and {needs.memory_mib:,} MiB per node, {needs.instance_type} has {node.vcpus} "
-            f"and {node.memory_mib:,}: it would never start"
+            f"needs {needs.vcpus} vCPU and {needs.memory_mib:,} MiB per node, but {needs.instance_type} only has "
+            f"{node.vcpus} and {node.memory_mib:,}, so it would never start"
         )
     definition = len(json.dumps(definition_request(plan, job)))
     if definition > MAX_DEFINITION_BYTES:

@@ -1,4 +1,4 @@
-"""AWS Batch as a target of cycles."""
+"""The target that runs the jobs of a cycle on AWS Batch."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +27,15 @@ from pipeline.core.format import format_duration
 PLAN_TAG = "plan"
 CLOCK_SKEW_S, DWELL_S = 300.0, 900.0
 RETENTION_S = 7 * 86_400.0
-"""AWS Batch describes a job for at least this long after its end."""
+"""Minimum time in seconds for which AWS Batch can describe a job after it has ended."""
 
 
 @dataclass(frozen=True)
 class BatchTarget(Target):
-    """The jobs of one cycle on AWS Batch. `renew` renews the lease of the submitter, `warn` prints one line."""
+    """A target that runs the jobs of one cycle on AWS Batch.
+
+    `renew` extends the lease of the submitter. `warn` prints a line for the user.
+    """
 
     name = "batch"
     client: BatchClient
@@ -42,10 +45,11 @@ class BatchTarget(Target):
     warn: Callable[[str], object] = lambda line: None
 
     def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
-        """Submit the jobs in the order of the plan, and record each before the next.
+        """Submit the jobs in plan order, and record each of them before submitting the next.
 
-        Safe to repeat after a kill at any point: an unrecorded job is looked up by its name before it is submitted.
-        Raises ConfigError before anything is sent if the account cannot run the plan.
+        It is safe to call this again after the process was killed at any point, because a job that is not on record is
+        looked up by name before it is submitted. Raises ConfigError if the account cannot run the plan, before anything
+        is submitted.
         """
         ids = {name: job.id for name, job in self.store.submitted(submission).items()}
         missing = [job for job in plan.jobs if job.name in jobs and job.name not in ids]
@@ -53,19 +57,22 @@ class BatchTarget(Target):
             self.check(plan)
         self._end_unrecorded(plan, range(1, submission), {job.name for job in missing})
         for job in missing:
-            # Jobs of earlier submissions have succeeded, and AWS Batch may have forgotten them.
+            # Drop dependencies on earlier submissions. They have succeeded, and AWS Batch may no longer know them.
             dependencies = tuple(dependency for dependency in job.depends_on if dependency.job in jobs)
             spec = job.model_copy(update={"depends_on": dependencies})
             ids[job.name] = self._submit_job(plan, submission, spec, ids)
         self._end_unrecorded(plan, [submission, submission + 1], ids)  # a retry may have died at its first job
 
     def check(self, plan: JobPlan) -> None:
-        """Check the account. Raises ConfigError, or TransientError while a queue is being changed."""
+        """Check that the account can run the plan.
+
+        Raises ConfigError if it cannot, or TransientError while a queue is being changed.
+        """
         for warning in preflight(self.client, plan):
             self.warn(warning)
 
     def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
-        """Return the newest record of each job, the stored one if AWS Batch has forgotten the job."""
+        """Return the newest record of each job, falling back to the stored one if AWS Batch no longer knows the job."""
         current = self.store.current()
         stored = {record.id: record for record in self.store.records()}
         described = self.client.describe_jobs([job.id for job in current.values()])
@@ -74,7 +81,7 @@ class BatchTarget(Target):
         return normalize_batch_records(plan, records, read_cancels(self.store))
 
     def advance(self, plan: JobPlan) -> tuple[JobRecord, ...]:
-        """End the jobs that are no longer needed, and return the records."""
+        """End jobs that are no longer needed, and return the records."""
         records = {record.name: record for record in self.records(plan)}
         for name, reason in unneeded_jobs([Task(plan.job(name)) for name in records], records).items():
             save_cancels(self.store, {records[name].id: Cancel(reason=reason, at=self.store.clock())})
@@ -82,7 +89,7 @@ class BatchTarget(Target):
         return tuple(records.values())
 
     def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
-        """Yield the lines from CloudWatch Logs. Raises ConfigError if there is no such log."""
+        """Yield the log lines from CloudWatch Logs. Raises ConfigError if there is no such log."""
         stream, plan = log_stream(record, attempt, node), self.store.plan()
         if not stream or plan is None:
             raise no_log(record, attempt, node)
@@ -90,8 +97,11 @@ class BatchTarget(Target):
         return self.logs_client.lines(placement.log_group, stream, more)
 
     def cancel(self, plan: JobPlan, reason: str) -> None:
-        """End every unfinished job, the last in the plan first, by TerminateJob: SIGTERM, and SIGKILL after 30 s."""
-        # One more than recorded: a retry may have died between its first job and the record of it.
+        """End every unfinished job, starting with the last one of the plan.
+
+        TerminateJob sends SIGTERM to running jobs, followed by SIGKILL after 30 s.
+        """
+        # Include one more than recorded, because a retry may have died before it recorded its first job.
         submissions = range(1, max(self.store.submissions(), default=0) + 2)
         running = {record.name: record.id for record in self.records(plan) if not record.state.is_final}
         save_cancels(self.store, dict.fromkeys(running.values(), Cancel(reason=reason, at=self.store.clock())))
@@ -101,9 +111,9 @@ class BatchTarget(Target):
                 self.client.terminate_job(job_id, reason)
 
     def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
-        """Return why jobs cannot start. Ends those that can never start after a quarter of an hour."""
+        """Return a line for each job that cannot start. Jobs that can never start are ended after 15 minutes."""
         now, since = self.store.clock(), {(job.id, job.reason): job.since for job in self.store.blocked_jobs()}
-        blocked_jobs = tuple(  # keeps the first time while the same job has the same reason
+        blocked_jobs = tuple(  # keep the first time as long as a job is blocked for the same reason
             BlockedJob(job=task.name, id=task.id, reason=reason, since=since.get((task.id, reason), now))
             for record in records
             for task in record.tasks()
@@ -125,10 +135,10 @@ class BatchTarget(Target):
         definition = ensure_definition(self.client, definition_request(plan, job))
         request = submit_request(plan, job, definition=definition, ids=ids, submission=submission)
         request["tags"] |= {PLAN_TAG: plan.plan_id, "round": str(submission)}
-        self.renew()  # the lease must still be ours when the job is created
+        self.renew()  # ensure that we still hold the lease when the job is created
 
         def find_or_submit() -> str:
-            """Look for the job before every SubmitJob, because AWS Batch accepts several jobs of one name."""
+            """Look up the job before every SubmitJob, because AWS Batch accepts multiple jobs with the same name."""
             jobs = self._live_jobs(plan, request["jobQueue"], request["jobName"])
             return str(jobs[0]["jobId"]) if jobs else self.client.submit_job(request)
 
@@ -146,8 +156,8 @@ class BatchTarget(Target):
     def _end_unrecorded(self, plan: JobPlan, submissions: Iterable[int], jobs: Collection[str]) -> None:
         """End jobs of these submissions that are not on record.
 
-        A driver may have died before it recorded them. A duplicate of a recorded job appears if AWS Batch lists a new
-        job late, or if two drivers submit at the same time.
+        Such jobs exist if a driver died before it recorded them. A job may also have been submitted twice, if AWS Batch
+        listed the first one too late or if two drivers submitted at the same time.
         """
         recorded = {job.id for number in self.store.submissions() for job in self.store.submitted(number).values()}
         for submission, job in product(submissions, [job for job in plan.jobs if job.name in jobs]):
@@ -163,11 +173,13 @@ class BatchTarget(Target):
         return [str(job["jobId"]) for job in jobs if not JobState(job["status"]).is_final]
 
     def _live_jobs(self, plan: JobPlan, queue: str, name: str) -> list[Detail]:
-        """Return the jobs of this name that have not failed and are not being ended, the oldest first.
+        """Return the jobs with this name that have not failed and are not being ended, oldest first.
 
-        Jobs created before the claim are ignored: the workspace was emptied and the same plan submitted again. Jobs of
-        another workspace with the same names in the same queue have another plan in their tag. Raises UnknownOutcome
-        while AWS Batch lists a job that it does not describe yet.
+        Jobs that were created before the claim are ignored, because they belong to an earlier submission of the same
+        plan in a workspace that was emptied since. A different workspace may use the same names in the same queue, but
+        the tags of its jobs contain a different plan id.
+
+        Raises UnknownOutcome if AWS Batch lists a job that it cannot describe yet.
         """
         claim = self.store.claim()
         since_ms = 1000 * ((claim.claimed_at if claim else 0.0) - CLOCK_SKEW_S)
@@ -180,9 +192,8 @@ class BatchTarget(Target):
                 next_command="trnjobs submit, in a minute",
             )
         jobs = [job for job in described.values() if job.get("tags", {}).get(PLAN_TAG) == plan.plan_id]
-        jobs = [
-            job for job in jobs if not (job.get("isTerminated") or job.get("isCancelled"))
-        ]  # they run for 30 s more
+        # Jobs that are being ended keep running for up to 30 s.
+        jobs = [job for job in jobs if not (job.get("isTerminated") or job.get("isCancelled"))]
         return sorted(jobs, key=lambda job: (job["createdAt"], job["jobId"]))
 
     def _record(self, job: SubmittedJob, described: Mapping[str, Detail], stored: Mapping[str, JobRecord]) -> JobRecord:
@@ -191,14 +202,14 @@ class BatchTarget(Target):
         record = stored.get(job.id) or JobRecord(
             name=job.job, id=job.id, state=JobState.SUBMITTED, created_at=job.submitted_at
         )
-        # A new job is described some seconds after SubmitJob.
+        # It may take a few seconds after SubmitJob until a new job can be described.
         if record.state.is_final or self.store.clock() - job.submitted_at <= RETENTION_S:
             return record
         reason = "AWS Batch no longer knows this job, and its end was never recorded"
         return record.model_copy(update={"state": JobState.FAILED, "status_reason": reason})
 
 
-# From DescribeJobs to records. Times of AWS are in milliseconds.
+# Conversion of DescribeJobs responses to records. Timestamps of AWS Batch are in milliseconds.
 
 
 def _part_ids(detail: Detail) -> list[str]:
@@ -209,17 +220,20 @@ def _part_ids(detail: Detail) -> list[str]:
 
 
 def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> JobRecord:
-    """Return the record of one job. `described`: details by id, which also hold its children or nodes if available."""
+    """Convert the description of a job to a record.
+
+    `described` maps ids to descriptions, including those of its array children or nodes if they are available.
+    """
     ids = _part_ids(detail)
     nodes = [described.get(part, {}) for part in ids if "#" in part]
     child_ids = [part for part in ids if ":" in part and part in described]
     children = [_job_record(f"{name}{part[len(detail['jobId']) :]}", described[part], {}) for part in child_ids]
     attempts = []
-    if not detail.get("arrayProperties", {}).get("size"):  # the parent of an array does not run itself
+    if not detail.get("arrayProperties", {}).get("size"):  # the parent of an array has no attempts
         ended = list(detail.get("attempts") or ())
         attempts = [_attempt(attempt, nodes or [detail], index) for index, attempt in enumerate(ended)]
         is_running = JobState(detail["status"]).is_active and all(attempt.get("stoppedAt") for attempt in ended)
-        if is_running or (not ended and detail.get("startedAt")):  # the current attempt is not in the list
+        if is_running or (not ended and detail.get("startedAt")):  # AWS Batch does not list the current attempt
             attempts.append(_attempt(detail, nodes or [detail], len(ended)))
     return JobRecord(
         name=name,
@@ -236,7 +250,7 @@ def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> J
 
 
 def _attempt(detail: Detail, nodes: Sequence[Detail], index: int) -> AttemptRecord:
-    """Return the record of one attempt (`index` from 0). The stream of a node without a log is empty."""
+    """Return the record of one attempt (`index` from 0). For a node without a log, the name of the stream is empty."""
     container = detail.get("container") or {}
     code, streams = container.get("exitCode"), []
     for node in nodes:
@@ -253,22 +267,22 @@ def _attempt(detail: Detail, nodes: Sequence[Detail], index: int) -> AttemptReco
     )
 
 
-# Jobs at the head of a queue that cannot start. AWS Batch writes the reason into statusReason of a RUNNABLE job (API
-# reference, JobDetail.statusReason). While a compute environment scales up from zero, it may report for minutes that no
-# instance fits although one is booting. So a job is not ended at the first report.
+# Jobs at the head of a queue that cannot start. AWS Batch reports the reason in the statusReason of a RUNNABLE job (API
+# reference, JobDetail.statusReason). While a compute environment scales up from zero, it may claim for several minutes
+# that no instance fits although one is already booting. For this reason, a job is not ended at the first report.
 
 NEVER_STARTS = "MISCONFIGURATION:"
-"""Prefix of the reasons that do not resolve by waiting. Missing capacity does."""
+"""Prefix of the reasons that waiting does not resolve, in contrast to missing capacity."""
 _QUEUES = "aws batch describe-job-queues"
 _REASONS = {  # explanation and next command
     "CAPACITY:": ("no capacity is available", "wait; or add a zone, a reservation or a capacity block"),
     "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE": (
-        "it needs more vCPU than maxvCpus of every compute environment of the queue",
+        "it needs more vCPU than the maxvCpus of any compute environment of the queue",
         "aws batch update-compute-environment --compute-resources maxvCpus=N, or fewer nodes in [jobs]",
     ),
     "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT": (
         "no instance type of the compute environments has the vCPU and memory that it requests",
-        "request less in [jobs] (the agent keeps 4 % of the memory), then trnjobs submit",
+        "request less in [jobs] (the agent reserves 4 % of the memory), then trnjobs submit",
     ),
     NEVER_STARTS: ("the queue, its compute environments or their limits are misconfigured for it", _QUEUES),
     "UNDETERMINED": ("AWS Batch does not know why it cannot start", _QUEUES),
@@ -276,7 +290,7 @@ _REASONS = {  # explanation and next command
 
 
 def reason_in(status_reason: str) -> str:
-    """Return the key of _REASONS that a status reason contains, empty if the job is not blocked."""
+    """Return the key of _REASONS that a status reason contains, or an empty string if the job is not blocked."""
     return next((reason for reason in _REASONS if reason in status_reason), "")
 
 

@@ -1,15 +1,17 @@
-"""The keeper of one node: starts the command once, enforces its time-out, and records how it ended.
+"""The keeper of one node, which starts the command once, enforces its timeout and records how it ended.
 
     python -I -S node_keeper.py FOLDER TIMEOUT_S GRACE_S COMMAND...
 
-There is one keeper per node and attempt, so that the engine may die at any time. A keeper claims the node by creating
-FOLDER/started.json, which it keeps locked while it runs. So only one of two keepers runs the command, and a free lock
-without FOLDER/ended.json means that the keeper died. SIGTERM, SIGINT and the time-out end the command with SIGTERM,
-and all remaining processes with SIGKILL GRACE_S later. When the command ends, every process that it started is ended
-too (a container ends with its first process). They are found by TRNJOBS_ATTEMPT_ID in their environment, also in other
-sessions. (This needs Linux. Elsewhere only the command itself is found.)
+There is one keeper per node and attempt, so that the command keeps running even if the engine dies. A keeper claims the
+node by creating FOLDER/started.json, and holds a lock on this file as long as it runs. As a result, the command is only
+run once even if two keepers are started. If the lock is free but FOLDER/ended.json does not exist, the keeper has died.
 
-The keeper is run by its path and imports little more than the standard library, so that it starts in 50 ms.
+On SIGTERM, SIGINT or a timeout, the keeper sends SIGTERM to the command, followed by SIGKILL to all remaining processes
+after GRACE_S. When the command ends, all processes that it started are killed as well, just as a container ends with
+its first process. They are identified by TRNJOBS_ATTEMPT_ID in their environment, which also finds processes in other
+sessions. (This requires Linux. On other systems, only the command itself is found.)
+
+The keeper is executed by path and imports little more than the standard library, so that it starts within 50 ms.
 """
 # ruff: noqa: PTH105, PTH108, PTH118, PTH120
 
@@ -22,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 
-if __name__ == "__main__":  # -I: this package is not on the path
+if __name__ == "__main__":  # because of -I, this package is not on the path
     sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), "../../..")))  # noqa: PTH100
 from pipeline.proc.children import MACHINE_OOM_FILES, end_marked, kill_marked, oom_kill_count
 
@@ -32,7 +34,7 @@ POLL_S, AGAIN_S = 0.05, 0.5
 
 
 def main(argv: list[str]) -> int:
-    """Run the keeper. Return 0, also if another keeper has claimed the node."""
+    """Run the keeper and return 0, even if a different keeper has already claimed the node."""
     folder, timeout_s, grace_s, command = argv[1], float(argv[2]), float(argv[3]), argv[4:]
     stop_signals = list[str]()
     for stop in (signal.SIGTERM, signal.SIGINT):
@@ -46,11 +48,11 @@ def main(argv: list[str]) -> int:
 
 
 def keep(command: list[str], timeout_s: float, grace_s: float, stop_signals: list[str]) -> dict[str, object]:
-    """Run the command, kill the processes that it leaves, and return the content of ended.json (nodes.NodeEnd)."""
+    """Run the command, kill its remaining processes, and return the content of ended.json (nodes.NodeEnd)."""
     deadline, kill_at, stopped_by = time.monotonic() + timeout_s, float("inf"), ""
     is_own, kills = os.environ[MARK].__eq__, oom_kill_count(MACHINE_OOM_FILES) or 0
     try:
-        ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # Python ignores these, and a child would inherit that
+        ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # Python ignores these signals, which the child would inherit
         pid = os.posix_spawnp(command[0], command, os.environ, setsid=True, setsigdef=ignored)
     except OSError as error:
         return {"at": time.time(), "error": f"{command[0]}: {os.strerror(error.errno or 0)}"}
@@ -76,7 +78,7 @@ def keep(command: list[str], timeout_s: float, grace_s: float, stop_signals: lis
 
 
 def claim(folder: str, pid: int) -> int | None:
-    """Create a locked started.json. Return the descriptor of the lock, or None if the file exists."""
+    """Create started.json and lock it. Return the file descriptor of the lock, or None if the file already exists."""
     descriptor, temp = _written(folder, {"pid": pid, "at": time.time()})
     try:
         os.link(temp, os.path.join(folder, STARTED))
@@ -99,7 +101,7 @@ def publish_end(folder: str, end: dict[str, object]) -> bool:
 
 
 def _written(folder: str, content: dict[str, object]) -> tuple[int, str]:
-    """Write a new temporary file into the folder, locked and flushed. Return its descriptor and path."""
+    """Write the content to a temporary file in the folder, locked and fsynced. Return its file descriptor and path."""
     temp = os.path.join(folder, f".trnpipe-tmp-{os.getpid()}")
     descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
@@ -120,7 +122,7 @@ def _flush(folder: str) -> None:
 
 
 def _retry_while_full(write: Callable[[], int | None], stop_signals: list[str]) -> int | None:
-    """Retry while the disk is full. Return None if a stop signal arrives first."""
+    """Call `write`, and retry as long as the disk is full. Return None if a stop signal arrives first."""
     while not stop_signals:
         try:
             return write()

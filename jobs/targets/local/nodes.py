@@ -1,13 +1,13 @@
-"""Nodes as local processes: starting, observing and stopping keepers, and the files of the engine.
+"""Run nodes as local processes: start, observe and stop their keepers, and manage the files of the engine.
 
-In one folder of the cycle:
+These files are in one folder of the cycle:
 
-engine.lock                         locked and regularly touched by the one engine of the cycle
-round-<n>/state.json                the tasks of a submission
+engine.lock                         locked by the engine of the cycle, which also updates its modification time
+round-<n>/state.json                the records of the tasks of a submission
 cancel.json                         reasons of user cancellations, by job id
-attempts/<id>/<n>/node-<i>/         started.json, ended.json and log.txt of one node (see node_keeper.py), and
-                                    killed.json with the reason if the engine killed the node or was interrupted,
-                                    in case the keeper cannot record it
+attempts/<id>/<n>/node-<i>/         started.json, ended.json and log.txt of one node (see node_keeper.py). If the
+                                    engine killed the node or was interrupted, killed.json contains the reason, in
+                                    case the keeper cannot record it anymore
 """
 
 import fcntl
@@ -44,20 +44,21 @@ Signal = Literal["SIGTERM", "SIGINT"]
 
 class Phase(StrEnum):
     ABSENT = "absent"
-    STARTING = "starting"  # its command has not begun
+    STARTING = "starting"  # the command has not started yet
     RUNNING = "running"
     ENDED = "ended"
 
 
 StoppedBy = Literal["", "timeout", "SIGTERM", "SIGINT"]
-"""Why a keeper ended its command. SIGINT: the user interrupted the engine."""
+"""Why a keeper ended its command. SIGINT means that the user interrupted the engine."""
 
 
 @dataclass(frozen=True)
 class NodeEnd:
-    """The end of the command of one node. `at`: seconds since 1970, None if unknown. `lost`: its keeper died.
+    """How the command of one node ended.
 
-    `error`: why the command could not be started.
+    `at`: seconds since 1970, or None if unknown. `lost`: whether the keeper died. `error`: why the command could not be
+    started.
     """
 
     at: float | None = None
@@ -85,7 +86,7 @@ _STARTED, _END = TypeAdapter(_Started), TypeAdapter(NodeEnd)
 _KILLED_BY: TypeAdapter[StoppedBy] = TypeAdapter(StoppedBy)
 _STATE, _REASONS = TypeAdapter(tuple[JobRecord, ...]), TypeAdapter(dict[str, str])
 KILLED = "killed.json"
-_NEVER = 0  # the process id of a node that was excluded
+_NEVER = 0  # the process id in started.json of a node that was excluded
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Processes:
     _own: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, folder: Path, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
-        """Start a keeper. `timeout_s`: limit for the command, from its start."""
+        """Start a keeper. `timeout_s` limits the time from the start of the command."""
         make_dirs(folder)
         with (folder / "log.txt").open("ab") as log:
             self._own[folder] = subprocess.Popen(  # noqa: S603 - a list, no shell
@@ -105,11 +106,11 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C must only reach the engine
+                start_new_session=True,  # so that Ctrl-C only reaches the engine
             )
 
     def observe(self, folder: Path) -> NodeView:
-        """Return the state of a node, from the files and the lock of its keeper."""
+        """Determine the state of a node from the files and the lock of its keeper."""
         own = self._own.get(folder)
         own_ended = own is not None and own.poll() is not None  # checked before reading: all its files are written
         started = _read(folder / node_keeper.STARTED, _STARTED)
@@ -119,15 +120,17 @@ class Processes:
             if not own_ended:
                 return NodeView(Phase.STARTING)
             lines = (folder / "log.txt").read_text(errors="replace").splitlines()
-            return NodeView(Phase.ENDED, end=NodeEnd(error=lines[-1] if lines else "its keeper ended before it began"))
+            return NodeView(
+                Phase.ENDED, end=NodeEnd(error=lines[-1] if lines else "the keeper ended before it started the command")
+            )
         if started.pid == _NEVER:
             return NodeView(Phase.ENDED, end=NodeEnd(error="stopped before it began"))
-        is_alive = is_locked(folder / node_keeper.STARTED)  # read before ended.json, which is written before unlocking
+        is_alive = is_locked(folder / node_keeper.STARTED)  # check before ended.json, which is written before unlocking
         end = _read(folder / node_keeper.ENDED, _END)
         if end is not None:
             if own is not None:
                 with suppress(subprocess.TimeoutExpired):
-                    self._own.pop(folder).wait(timeout=1.0)  # it has written its last file
+                    self._own.pop(folder).wait(timeout=1.0)  # reap the keeper, which has written its last file
             return NodeView(Phase.ENDED, None if end.error else started.at, end)
         if is_alive or end_marked(node_keeper.MARK, _mark(folder).__eq__):
             return NodeView(Phase.RUNNING, started.at)
@@ -137,12 +140,12 @@ class Processes:
     def stop(self, folder: Path, by: Signal) -> None:
         """Signal the keeper to end its command.
 
-        The reason is written first, because a second Ctrl-C kills the engine and the keepers at once, and the next
-        engine then sees the node as lost.
+        The reason is written first, because a second Ctrl-C kills the engine and the keepers immediately, in which case
+        the next engine considers the node as lost.
         """
         started = _read(folder / node_keeper.STARTED, _STARTED)
         own = self._own.get(folder)
-        with suppress(ProcessLookupError):  # it has just ended
+        with suppress(ProcessLookupError):  # it may have ended in the meantime
             if started is not None and is_locked(folder / node_keeper.STARTED):
                 if by == "SIGINT":
                     with suppress(OSError):  # a full disk must not prevent the signal
@@ -152,11 +155,11 @@ class Processes:
                 own.send_signal(signal.Signals[by])
 
     def kill(self, folder: Path, by: StoppedBy) -> None:
-        _note_reason(folder, by)  # written first, for an engine that takes over
+        _note_reason(folder, by)  # write this first, for the next engine in case this one dies
         kill_marked(node_keeper.MARK, _mark(folder).__eq__)
 
     def exclude(self, folder: Path) -> None:
-        """Prevent a node that has not started from starting."""
+        """Prevent a node from starting by claiming it instead of a keeper."""
         make_dirs(folder)
         lock = node_keeper.claim(str(folder), _NEVER)
         if lock is not None:
@@ -164,7 +167,10 @@ class Processes:
 
 
 def end_leftovers(attempts: Mapping[str, int]) -> int:
-    """Kill leftover processes of attempts and return their number. `attempts`: last ended attempt, by task id."""
+    """Kill leftover processes of earlier attempts and return how many there were.
+
+    `attempts` maps task ids to the number of the last attempt that has ended.
+    """
     over = {task_id.replace(":", "_"): number for task_id, number in attempts.items()}
 
     def is_over(mark: str) -> bool:
@@ -175,13 +181,13 @@ def end_leftovers(attempts: Mapping[str, int]) -> int:
 
 
 def _note_reason(folder: Path, by: StoppedBy) -> None:
-    """Record why a node is ended. The first reason is kept."""
+    """Record the reason why a node is ended, unless a reason is already recorded."""
     if not (folder / KILLED).exists():
         write_bytes_atomic(folder / KILLED, _KILLED_BY.dump_json(by))
 
 
 def _mark(folder: Path) -> str:
-    """Return `<job id>/<attempt>/node-<i>`, which does not depend on the path of the workspace."""
+    """Return the mark `<job id>/<attempt>/node-<i>`, which is independent of the path of the workspace."""
     return "/".join(folder.parts[-3:])
 
 
@@ -200,8 +206,8 @@ def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
 
 
 LOOPBACK = "127.0.0.1"
-FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below the ephemeral ports of the kernel
-# Variables of an enclosing job and of torchrun, which a node must not inherit.
+FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below the range of ephemeral ports
+# Nodes must not inherit the variables that an enclosing job or torchrun has set.
 DROPPED_PREFIXES = ("TRNPIPE_", "TRNJOBS_", "AWS_BATCH_", "TORCHELASTIC_")
 DROPPED_NAMES = frozenset(
     [f"{scope}{name}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")]
@@ -221,10 +227,10 @@ def node_environment(
     *,
     submission: int = 1,
 ) -> dict[str, str]:
-    """Return the environment of a node.
+    """Return the environment variables of a node.
 
-    `base`: environment of this process. `task_id`: job id, or `id:index` of a child of an array. `address`: address of
-    the main node.
+    `base` is the environment of this process, `task_id` is the job id (or `id:index` for a child of an array), and
+    `address` is the address of the main node.
     """
     spec = task.spec
     environment = {
@@ -232,7 +238,7 @@ def node_environment(
         for name, value in base.items()
         if not name.startswith(DROPPED_PREFIXES) and name not in DROPPED_NAMES
     }
-    # The commands are on the path, as in an image.
+    # Ensure that `trnpipe` and `trnjobs` are on the PATH, as they are in a container image.
     environment["PATH"] = f"{Path(sys.executable).parent}:{base.get('PATH', '/usr/bin:/bin')}"
     environment |= spec.environment
     environment |= {**job_variables(plan, spec, submission), JOB_ID: task_id, ATTEMPT: str(attempt)}
@@ -241,7 +247,7 @@ def node_environment(
     if spec.num_nodes:
         port = str(group_port(task_id, attempt))
         environment |= {NUM_NODES: str(spec.num_nodes), NODE: str(node), "MASTER_PORT": port}
-        if address == LOOPBACK:  # without a network the main node cannot find its own address
+        if address == LOOPBACK:  # without a network, the main node cannot determine its address
             environment["MASTER_ADDR"] = address
         if node:
             environment[MAIN_ADDRESS] = address
@@ -249,20 +255,23 @@ def node_environment(
 
 
 def group_port(task_id: str, attempt: int) -> int:
-    """Return the even port for the rendezvous of one attempt. The node group also uses the next port."""
+    """Return the port for the rendezvous of one attempt. It is even, because the node group also uses the next port."""
     digest = hashlib.sha256(f"{task_id}/{attempt}".encode()).digest()
     return FIRST_PORT + int.from_bytes(digest[:4], "big") % (NUM_PORTS // 2) * 2
 
 
 def local_command(command: Sequence[str]) -> list[str]:
-    """Return the command, with this interpreter in place of the `trnpipe` and `trnjobs` on the path."""
+    """Return the command, where `trnpipe` and `trnjobs` are replaced by calls of this interpreter."""
     module = _MODULES.get(command[0])
     return [*OWN_MODULE, module, *command[1:]] if module else list(command)
 
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """The files of the engine. `workspace`: folder to which the names of log streams are relative, if it is local."""
+    """The files of the engine.
+
+    If the workspace is local, `workspace` is its folder, and the names of log streams are relative to it.
+    """
 
     folder: Path
     workspace: Path | None = None
@@ -273,7 +282,7 @@ class LocalFiles:
 
     def touch(self) -> None:
         """Update the modification time of the lock, to show that the engine is alive."""
-        with suppress(OSError):  # the jobs go on with a full disk
+        with suppress(OSError):  # jobs keep running even if the disk is full
             os.utime(self.engine_lock)
 
     def state(self, submission: int) -> tuple[JobRecord, ...]:
@@ -286,7 +295,7 @@ class LocalFiles:
         return _read(self.folder / "cancel.json", _REASONS) or {}
 
     def cancel(self, ids: list[str], reason: str) -> None:
-        """Request that the engine ends these jobs. The first reason of each job is kept."""
+        """Request that the engine ends these jobs. If a job was already cancelled, its first reason is kept."""
         reasons = dict.fromkeys(ids, reason) | self.cancelled()
         write_bytes_atomic(self.folder / "cancel.json", _REASONS.dump_json(reasons))
 
@@ -303,7 +312,7 @@ class LocalFiles:
 
 
 def local_files(storage: Storage, scratch: Path, cycle: str) -> LocalFiles:
-    """Return the files of a cycle: in a local workspace next to its jobs, else in the shared scratch folder."""
+    """Return the files of the engine, which are in the workspace if that is local, and else in the scratch folder."""
     workspace = storage.local_path("")
     if workspace is not None:
         return LocalFiles(workspace / "cycles" / cycle / "jobs" / "local", workspace)
@@ -311,7 +320,7 @@ def local_files(storage: Storage, scratch: Path, cycle: str) -> LocalFiles:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a running process holds the lock of a file. False if the file does not exist."""
+    """Return whether a running process holds a lock on the file. Return False if the file does not exist."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,8 +1,9 @@
-"""This machine as a target: an engine runs the jobs of a cycle, one tick after another.
+"""The target that runs the jobs of a cycle on this machine, by an engine that repeatedly advances all tasks.
 
-Every decision is written before it is carried out, and running nodes are rediscovered from their files. So an engine
-may die at any point, and the next one continues with the same attempts. The changes of a tick are saved at its end, or
-after an error at the start of the next tick. An attempt is only started in a later tick.
+Each decision is written to disk before it is carried out, and running nodes can be found again from their files. This
+allows the engine to die at any point, because the next engine continues with the same attempts. Changes are saved at
+the end of a tick, or at the start of the next tick if there was an error. An attempt is therefore never started in the
+tick that decided to start it.
 """
 
 import math
@@ -47,24 +48,24 @@ from pipeline.io.storage import os_errors, translate_os_error
 from pipeline.parallel.world import own_address
 from pipeline.proc.children import MARGIN_S, PLATFORM_S
 
-MAX_ARGUMENT_BYTES = 128 * 1024  # of one argument of execve(2) on Linux
+MAX_ARGUMENT_BYTES = 128 * 1024  # limit of Linux for a single argument of execve(2)
 DISK_PATIENCE_S = 300.0
 TOUCH_S = 5.0
-START_PATIENCE_S = 300.0  # for a keeper to start, which also waits while the disk is full
+START_PATIENCE_S = 300.0  # how long a keeper may take to start, which includes waiting while the disk is full
 NEWEST_BYTES = 4096
-"""Bytes read from the end of a log to find its last line."""
-SIGKILL_CODE = 137  # 128 + 9, as a container reports it
+"""Number of bytes to read from the end of a log to find its last line."""
+SIGKILL_CODE = 137  # 128 + 9, the exit code that a container reports
 
 
 class Slots(Record):
-    """Resources of a machine, or of the jobs that run on it."""
+    """The resources of a machine, or those that the jobs on it use."""
 
     vcpus: int = 0
     memory_mib: int = 0
-    groups: int = Field(0, description="Multi-node jobs at once")
+    groups: int = Field(0, description="Number of multi-node jobs at the same time")
 
     def plus(self, job: JobSpec) -> "Slots":
-        """Add one task of a job: all its nodes, or one child of an array."""
+        """Return the sum of these resources and those of one task: all nodes of a job, or one child of an array."""
         nodes, needs = max(1, job.num_nodes), job.resources
         return Slots(
             vcpus=self.vcpus + needs.vcpus * nodes,
@@ -81,7 +82,7 @@ class Slots(Record):
 
 
 def startable_jobs(queue: Sequence[Task], active: Iterable[Task], machine: Slots) -> list[Task]:
-    """Return the tasks that may start now. A task that does not fit blocks those after it, as in AWS Batch."""
+    """Return the tasks that may start now. As in AWS Batch, a task that does not fit blocks all tasks after it."""
     used = Slots()
     for task in active:
         used = used.plus(task.spec)
@@ -95,7 +96,7 @@ def startable_jobs(queue: Sequence[Task], active: Iterable[Task], machine: Slots
 
 
 def check_fits(jobs: Iterable[JobSpec], machine: Slots) -> None:
-    """Check that every job fits on this machine. Raises ConfigError that names those that do not."""
+    """Check that every job fits on this machine. Raises a ConfigError that lists the jobs that do not fit."""
     needs = {job.name: Slots().plus(job) for job in jobs}
     too_large = [f"{name}: {slots}" for name, slots in needs.items() if not slots.fits_in(machine)]
     if too_large:
@@ -107,10 +108,11 @@ def check_fits(jobs: Iterable[JobSpec], machine: Slots) -> None:
 
 
 def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False) -> AttemptEnd:
-    """Return the end of an attempt with the reasons of AWS Batch.
+    """Determine how an attempt ended from the end of its main node, with the same reasons as AWS Batch.
 
-    `cancelled`: reason of a cancellation. `interrupted`: whether the engine is being stopped. A SIGKILL that was sent
-    neither by us nor for lack of memory was not caused by the code, so it counts as a lost machine.
+    `cancelled` is the reason if the job was cancelled. `interrupted` is whether the engine is being stopped. If a node
+    was killed by SIGKILL, but neither by the engine nor because it ran out of memory, the cause is not in its code, so
+    the attempt is treated as if the machine was lost.
     """
     code = main.exit_code
     if cancelled and (main.stopped_by or code != 0):
@@ -134,9 +136,10 @@ def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False
 class LocalEngine:
     """The scheduler of the jobs on this machine.
 
-    `latest`: records of all tasks. `say` prints one line per change of state. `grace_s`: seconds from SIGTERM to
-    SIGKILL, enforced by the keepers, and by the engine if a keeper hangs or is suspended. `clock`: seconds since 1970,
-    for recorded times. Durations use `monotonic`, which a clock correction or a suspended machine does not change.
+    `latest` contains the records of all tasks. `say` is called with a line for each state change. `grace_s` is the time
+    from SIGTERM to SIGKILL. It is enforced by the keepers, or by the engine if a keeper hangs or is suspended. `clock`
+    returns the seconds since 1970 for recorded times. Durations are measured by `monotonic` instead, because it is not
+    affected by clock corrections or while the machine is suspended.
     """
 
     plan: JobPlan
@@ -154,13 +157,14 @@ class LocalEngine:
     _touched_at: float = -math.inf
     _unsaved: set[int] = field(default_factory=set)
     _since: dict[Path, float] = field(default_factory=dict)
-    """When each node was first observed to start, to run, or to be stopped, by `monotonic`."""
+    """The time (by `monotonic`) at which a node was first observed to be starting, running or being stopped."""
 
     def run(self) -> None:
         """Run until the last job has ended.
 
-        Raises Preempted when stopped, after it has ended the running attempts, which do not count. Raises
-        TransientError if its files cannot be written for five minutes. The jobs then continue without the engine.
+        If the engine is stopped, it ends the running attempts, which do not count towards the retries, and raises
+        Preempted. If its files cannot be written for five minutes, it raises TransientError. In that case, the running
+        jobs continue without the engine.
         """
         trouble_since: float | None = None
         while not self.is_done():
@@ -174,7 +178,7 @@ class LocalEngine:
                 changed, now = False, self.monotonic()
                 if trouble_since is None:
                     trouble_since = now
-                    self.say(f"cannot write to {self.files.folder}: {error}; no job is started until this works")
+                    self.say(f"cannot write to {self.files.folder}: {error} (no job is started until this is resolved)")
                 elif now - trouble_since > DISK_PATIENCE_S:
                     raise translate_os_error(error, "writing", str(self.files.folder)) from error
             if not changed:
@@ -183,20 +187,23 @@ class LocalEngine:
         self.stop.raise_if_set("running the jobs of the cycle")
 
     def is_done(self) -> bool:
-        """Return whether nothing is left to run or to save."""
+        """Return whether there is nothing left to run or to save."""
         is_stopping, records = self.stop.is_set(), self.latest.records.values()
         open_tasks = (record.state.is_active if is_stopping else not record.state.is_final for record in records)
         return not self._unsaved and not any(open_tasks)
 
     def tick(self) -> bool:
-        """Advance every task once and return whether anything changed. After an OSError the next tick continues."""
+        """Advance every task once and return whether anything changed.
+
+        If this raises an OSError, the next tick continues from there.
+        """
         self._save()
         tasks, records = self.latest.tasks, self.latest.records
-        cancelled = self.files.cancelled()  # by job id, for a child of an array <job id>:<index>
+        cancelled = self.files.cancelled()  # by job id, without the index of an array child
         reasons = {name: cancelled.get(record.id.partition(":")[0], "") for name, record in records.items()}
         for name, why in job_states.unneeded_jobs(tasks, records).items():
             reasons[name] = reasons[name] or why
-        # This comes first, so that no job fails because of a dependency that is cancelled together with it.
+        # Do this first, so that a job does not fail because of a dependency that was cancelled together with it.
         for task in tasks:
             record = records[task.name]
             if reasons[task.name] and not record.state.is_final and not record.state.is_active:
@@ -216,22 +223,23 @@ class LocalEngine:
         return changed_any
 
     def _drive(self, task: Task, cancelled: str) -> None:
-        """Start, stop and observe the nodes of an attempt as AWS Batch does. A single container is a main node alone.
+        """Start, stop and observe the nodes of an attempt in the same way as AWS Batch.
 
-        The main node starts first, the others once it runs. Its end is the end of the attempt, and stops the others.
-        The end of another node has no effect. Source: user guide, multi-node parallel jobs.
+        The main node is started first, and the other nodes once it is running. When the main node ends, the attempt
+        ends, and the other nodes are stopped. If a different node ends, this has no effect. A job with a single
+        container is handled as a main node without other nodes. Source: user guide, multi-node parallel jobs.
         """
         record = self.latest.records[task.name]
         task_id, attempt, submission = record.id, len(record.attempts), self.latest.submissions[task.name]
         folders = [self.files.node(task_id, attempt, node) for node in range(max(1, task.spec.num_nodes))]
         views = [self.nodes.observe(folder) for folder in folders]
         main = views[0]
-        ran_s = 0.0  # the time-out of the attempt counts from the start of the main node
+        ran_s = 0.0  # the timeout of the attempt is measured from the start of the main node
         if main.started_at is not None:
             if record.state is JobState.STARTING:
                 record = job_states.running_record(record, main.started_at)
                 self._update({task.name: record})
-            # The wall clock gives the time that it ran before this engine first observed it.
+            # If the node was started before this engine, use the wall clock for the time until now.
             ran_s = self._waited_s(folders[0] / "run", max(0.0, self.clock() - main.started_at))
         is_stopping = main.phase is Phase.ENDED or bool(cancelled) or self.stop.is_set()
         by: Signal = "SIGINT" if self.stop.is_set() and not cancelled else "SIGTERM"
@@ -261,7 +269,7 @@ class LocalEngine:
             self._update({task.name: job_states.record_after_attempt(record, task.spec.retry, end, at)})
 
     def _waited_s(self, key: Path, before_s: float = 0.0) -> float:
-        """Return the seconds since the first call with this key, plus the `before_s` of that call."""
+        """Return the seconds since the first call with this key, plus the value of `before_s` in that call."""
         now = self.monotonic()
         return now - self._since.setdefault(key, now - before_s)
 
@@ -286,24 +294,25 @@ class LocalEngine:
 
 @cache
 def _address() -> str:
-    """Return the address of this machine, on which all nodes run."""
+    """Return the address of this machine, which all nodes share."""
     try:
         return own_address()
-    except ConfigError:  # only the loopback network
+    except ConfigError:  # there is only the loopback interface
         return LOOPBACK
 
 
 def this_machine() -> Slots:
-    """Return all resources of this machine, for one node group at a time."""
+    """Return the resources of this machine, which runs at most one node group at a time."""
     return Slots(vcpus=psutil.cpu_count() or 1, memory_mib=psutil.virtual_memory().total // 2**20, groups=1)
 
 
 @dataclass(frozen=True)
 class LocalTarget(Target):
-    """The jobs of one cycle on this machine.
+    """A target that runs the jobs of one cycle on this machine.
 
-    `machine`: resources that the jobs may use at once. `scratch`: folder for the files of a remote workspace. When
-    `stop` is set, running jobs are ended, so this process must live a moment longer than `grace_s`.
+    `machine` contains the resources that the jobs may use in total. `scratch` is the folder for files of the engine if
+    the workspace is remote. When `stop` is set, running jobs are ended, so this process must be able to run for a
+    little longer than `grace_s` after that.
     """
 
     name = "local"
@@ -320,14 +329,18 @@ class LocalTarget(Target):
         return local_files(self.store.storage, self.scratch, self.store.cycle)
 
     def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
-        """Run the jobs. Raises ConfigError before the first start if a job cannot fit or still runs, or Preempted."""
+        """Run the jobs until the last one has ended.
+
+        Raises ConfigError before any job is started if a job does not fit on this machine or is still running, and
+        Preempted if the engine is stopped.
+        """
         with self._only_engine():
             latest = latest_records(plan, self.store, self._saved())
             unfinished = [task.spec for task in latest.tasks if not latest.records[task.name].state.is_final]
             check_fits([*map(plan.job, jobs), *unfinished], self.machine)
             done = self.store.submitted(submission)
             new = [job.name for job in plan.jobs if job.name in jobs and job.name not in done]
-            for name, record in latest.records.items():  # a job that may still run must not run twice
+            for name, record in latest.records.items():  # a job must not run twice
                 if name.partition(":")[0] in new and not record.state.is_final:
                     raise ConfigError(
                         f"{name} is {record.state} in submission {latest.submissions[name]}",
@@ -344,14 +357,14 @@ class LocalTarget(Target):
         return latest.by_job(plan, latest.records)
 
     def busy_reason(self, records: Sequence[JobRecord]) -> str:
-        """Return why the jobs cannot be replaced. Those of an interrupted submission can, because no process runs."""
+        """Return why the jobs cannot be replaced yet. Interrupted jobs can be, since no process runs them."""
         if is_locked(self.files.engine_lock):
-            return "another process runs its jobs"
+            return "another process is running its jobs"
         is_remote = self.files.workspace is None and self.store.submissions() and not self._saved()
         return "its jobs may run on another machine" if is_remote and super().busy_reason(records) else ""
 
     def check(self, plan: JobPlan) -> None:
-        """Check that jobs fit, scripts exist and arguments are short enough. Raises ConfigError if not."""
+        """Check that jobs fit, that scripts exist and that arguments are short enough. Raises ConfigError if not."""
         check_fits(plan.jobs, self.machine)
         for job in plan.jobs:
             if (script := script_of(job)) and not Path(script).is_file():
@@ -368,12 +381,12 @@ class LocalTarget(Target):
                 )
 
     def interrupted_at(self) -> float | None:
-        """Return the last touch of the engine's lock if the lock is free, which means that the engine has died."""
+        """Return when the engine was last alive if it has died, that is if its lock exists but is free."""
         lock = self.files.engine_lock
         return lock.stat().st_mtime if lock.exists() and not is_locked(lock) else None
 
     def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
-        """Yield the lines of the log file. Raises ConfigError if there is no such log."""
+        """Yield the lines of a log file. Raises ConfigError if there is no such log."""
         stream = log_stream(record, attempt, node)
         path = self.files.log_path(stream)
         if not stream or not path.is_file():
@@ -402,7 +415,10 @@ class LocalTarget(Target):
         return next((line for line in reversed(re.split("[\r\n]", text)) if line.strip()), "")
 
     def cancel(self, plan: JobPlan, reason: str) -> None:
-        """End the jobs and wait until all have ended: by the running engine, or by this process if there is none."""
+        """End all unfinished jobs and wait for them to end.
+
+        If an engine is running, it ends the jobs. Otherwise, this process does.
+        """
         if ids := [record.id for record in self.records(plan) if not record.state.is_final]:
             make_dirs(self.files.folder)
             with os_errors("writing", str(self.files.folder)):
@@ -411,7 +427,7 @@ class LocalTarget(Target):
                 self._run(plan)
 
     def _run(self, plan: JobPlan) -> None:
-        # Processes of ended attempts may survive their keeper and engine. They must not run next to new attempts.
+        # Processes of earlier attempts may outlive their keeper and engine. Ensure that none run next to new attempts.
         saved = self._saved()
         if number := end_leftovers({task.id: len(task.attempts) - task.state.is_active for task in saved}):
             self.say(f"ended {number} processes left over from earlier attempts")
@@ -433,10 +449,10 @@ class LocalTarget(Target):
 
     @contextmanager
     def _only_engine(self) -> Iterator[None]:
-        """Wait for any other engine of the cycle to end, then hold its lock."""
+        """Hold the engine lock of the cycle, after waiting for any other engine to end."""
         lock = self.files.engine_lock
         make_dirs(lock.parent)
         if is_locked(lock):
-            self.say("another process runs the jobs of this cycle, waiting for it")
+            self.say("waiting for another process that is running the jobs of this cycle")
         with exclusive(lock, self.stop):
             yield

@@ -1,13 +1,15 @@
-"""Names and requests of training jobs, by CreateTrainingJob or as a service job of AWS Batch, and their checks.
+"""Build and check the requests for training jobs, either by CreateTrainingJob or as an AWS Batch service job.
 
-CreateTrainingJob refuses an existing name. So it is enough that every process derives the same name for an attempt.
+CreateTrainingJob refuses a name that already exists. Because every process derives the same name for an attempt, no
+attempt can be started twice.
 
-A service job contains all attempts of one task in one submission. Batch starts a training job for each of them. It does
-not see exit codes: its retry rules match the beginning of the reason, where `trnjobs-entry` puts the code.
+A service job covers all attempts of one task in one submission, and Batch starts a training job for each of them. Batch
+does not know the exit codes. Its retry rules match the beginning of the failure reason instead, which is where
+`trnjobs-entry` writes the exit code.
 
-Sources: API reference of AWS Batch (SubmitServiceJob), its user guide (service jobs: payload, retries, and the names of
-training jobs: `AWSBatch`, the name in the payload, 32 characters), and botocore's model of SageMaker, which validates
-requests.
+Sources: the API reference of AWS Batch (SubmitServiceJob), its user guide (service jobs: payload, retries and the names
+of training jobs, which consist of `AWSBatch`, the name in the payload and 32 characters), and botocore's model of
+SageMaker, which validates requests.
 """
 
 import json
@@ -29,10 +31,10 @@ from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT
 
 Request = dict[str, Any]
 PLAN = "TRNJOBS_PLAN"
-"""Environment variable of every job with the id of its plan."""
+"""Environment variable of every job that contains the id of its plan."""
 SERVICE_JOB_TYPE = "SAGEMAKER_TRAINING"
 RECEIVED = "Received status from SageMaker: "
-"""Prefix of the reasons that SageMaker reports for a service job. Other reasons are from Batch."""
+"""Prefix of the reasons of a service job that SageMaker has reported. Reasons without it were set by Batch."""
 MAX_NAME, MAX_PAYLOAD_NAME = 63, 23
 HASH_CHARACTERS, MAX_FIRST = 8, 31
 MAX_PAYLOAD_BYTES = 10 * 1024
@@ -41,17 +43,17 @@ MAX_VALUE, MAX_ARGUMENTS, MAX_ARGUMENT = 512, 100, 256
 
 @dataclass(frozen=True)
 class CycleRun:
-    """A claimed plan. `claimed_at` distinguishes it from an earlier claim in a workspace that was emptied."""
+    """A claimed plan. `claimed_at` distinguishes it from an earlier claim, in case the workspace was emptied since."""
 
     plan: JobPlan
     claimed_at: float
 
     def task_id(self, task: Task, submission: int) -> str:
-        """Return the name of all attempts of a task in a submission: of its service job, its starts and its record."""
+        """Return the name for a task in a submission, which its record, service job and count of starts all use."""
         return self._name(task, f"r{submission}", submission)
 
     def training_job(self, task: Task, submission: int, attempt: int) -> str:
-        """Return the name of one attempt, the same on every machine and unique among all attempts of all cycles."""
+        """Return the name of one attempt, which is unique over all cycles and the same on every machine."""
         return self._name(task, f"r{submission}a{attempt}", submission, attempt)
 
     def _name(self, task: Task, last: str, *numbers: int) -> str:
@@ -61,9 +63,10 @@ class CycleRun:
 
 
 def _hashed_name(parts: list[str], content: list[str | int], limit: int) -> str:
-    """Join the parts and a hash of the content, in letters, digits and single hyphens.
+    """Join the parts and a hash of the content to a name of letters, digits and single hyphens.
 
-    A name that is too long keeps its first part, to which policies refer, and its end with the attempt.
+    If the name is too long, the middle is dropped. The first part is kept because IAM policies refer to it, and the end
+    because it contains the number of the attempt.
     """
     text, max_length = _dashed("-".join(parts)), limit - HASH_CHARACTERS - 1
     if len(text) > max_length:
@@ -79,7 +82,10 @@ def _dashed(text: str) -> str:
 def training_job_request(
     cycle: CycleRun, task: Task, *, name: str, attempt: int | None, starts: str = "", submission: int = 1
 ) -> Request:
-    """Return the request of CreateTrainingJob. `attempt`: None if the nodes count starts under the name `starts`."""
+    """Return the CreateTrainingJob request.
+
+    If `attempt` is None, the nodes determine the attempt by counting starts under the name `starts`.
+    """
     plan, job, placement = cycle.plan, task.spec, sagemaker_placement_of(cycle.plan, task.spec)
     entry = len(ENTRY) if job.command[: len(ENTRY)] == ENTRY else 1
     nodes = max(1, job.num_nodes)
@@ -109,7 +115,7 @@ def training_job_request(
         request["AlgorithmSpecification"]["ContainerArguments"] = [*job.command[entry:]]
     if placement.keep_alive_s:
         request["ResourceConfig"]["KeepAlivePeriodInSeconds"] = placement.keep_alive_s
-    if placement.subnets or placement.security_groups:  # botocore's model requires both
+    if placement.subnets or placement.security_groups:  # both are required by botocore's model
         request["VpcConfig"] = {"Subnets": [*placement.subnets], "SecurityGroupIds": [*placement.security_groups]}
     if placement.spot_wait_s:
         request["EnableManagedSpotTraining"] = True
@@ -120,14 +126,14 @@ def training_job_request(
 
 
 def direct_request(cycle: CycleRun, task: Task, submission: int, attempt: int) -> Request:
-    """Return the request of CreateTrainingJob for one attempt. On Spot capacity SageMaker restarts it by itself."""
+    """Return the CreateTrainingJob request for one attempt. On Spot capacity, SageMaker restarts it automatically."""
     starts = cycle.task_id(task, submission) if sagemaker_placement_of(cycle.plan, task.spec).spot_wait_s else ""
     name = cycle.training_job(task, submission, attempt)
     return training_job_request(cycle, task, name=name, attempt=attempt, starts=starts, submission=submission)
 
 
 def service_job_request(cycle: CycleRun, task: Task, submission: int) -> Request:
-    """Return the request of SubmitServiceJob. The client token makes it idempotent."""
+    """Return the SubmitServiceJob request, which is idempotent because of its client token."""
     plan, job, name = cycle.plan, task.spec, cycle.task_id(task, submission)
     batch_placement = placement_of(plan, job)
     payload_name = _hashed_name([job.name], [name], MAX_PAYLOAD_NAME)  # Batch adds 40 characters per training job
@@ -146,7 +152,7 @@ def service_job_request(cycle: CycleRun, task: Task, submission: int) -> Request
 
 
 def sagemaker_requests(plan: JobPlan) -> list[Request]:
-    """Return the first request of every task, with a claim at the epoch."""
+    """Return the first request of every task, for display. The time of the claim is set to 0."""
     cycle, requests = CycleRun(plan, 0.0), list[Request]()
     for task in (task for job in plan.jobs for task in tasks_of(job)):
         if sagemaker_placement_of(plan, task.spec).queue:
@@ -157,7 +163,7 @@ def sagemaker_requests(plan: JobPlan) -> list[Request]:
 
 
 def retry_rules(retry: Retry) -> list[Request]:
-    """Return the retry rules. Without a match Batch would retry, so the last rule matches everything."""
+    """Return the retry rules. The last rule matches everything, because Batch retries if no rule matches."""
     causes = [*(f"AlgorithmError: exit {code} " for code in retry.exit_codes), "InternalServerError", "CapacityError"]
     retries = [{"action": "RETRY", "onStatusReason": f"{RECEIVED}{cause}*"} for cause in causes]
     return [*retries, {"action": "EXIT", "onStatusReason": "*"}]
@@ -168,20 +174,20 @@ def tags(plan: JobPlan, task: Task) -> dict[str, str]:
 
 
 def check_plan(plan: JobPlan) -> None:
-    """Check the plan. Raises ConfigError with everything that would be refused, or accepted and never run."""
+    """Check that SageMaker would accept and run all jobs of the plan. Raises a ConfigError that lists all problems."""
     by_job = ((job, [*_job_problems(plan, job)] or _request_problems(plan, job)) for job in plan.jobs)
     problems = (f"{job.name}: {problem}" for job, job_problems in by_job for problem in job_problems)
     refuse(plan, problems, platform="SageMaker", next_command="trnjobs plan --target sagemaker")
 
 
 def _job_problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
-    """Check machine, workspace, role, shape, command and environment."""
+    """Yield a line for each problem with the machine, workspace, role, command or environment of a job."""
     machine = ml_machine(job.resources)
     if not machine:
         needs = job.resources
-        yield f"{needs.vcpus} vCPU and {needs.memory_mib:,} MiB per node fit no m7i instance, expected jobs.*.instance"
+        yield f"no m7i instance has {needs.vcpus} vCPU and {needs.memory_mib:,} MiB, expected jobs.*.instance to be set"
     elif machine not in _model("sagemaker").shape_for("TrainingInstanceType").enum:
-        yield f"instance type {machine} does not exist on SageMaker, expected one of its training instances"
+        yield f"instance type {machine} does not exist on SageMaker, expected an instance type for training"
     if not plan.workspace.startswith("s3://"):
         yield f"workspace {plan.workspace} is not on S3, expected s3://..., which training jobs share"
     if not placement_of(plan, job).job_role or not job.image:
@@ -204,7 +210,7 @@ def _request_problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
     service_job = service_job_request(cycle, task, 1)
     share, payload = service_job["shareIdentifier"], service_job["serviceRequestPayload"]
     yield from request_problems("batch", "SubmitServiceJob", service_job)
-    # Batch does not check the payload, and the model of botocore has no upper bounds.
+    # These are checked here because Batch does not check the payload, and botocore's model has no upper bounds.
     if not SHARE.match(share):
         yield f"share identifier {share!r}, expected 1 to 255 letters and digits (jobs.share_identifier)"
     if (size := len(payload.encode())) > MAX_PAYLOAD_BYTES:
@@ -213,13 +219,13 @@ def _request_problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
 
 @cache
 def _model(service: str) -> Any:
-    from botocore.session import Session  # takes a while to import
+    from botocore.session import Session  # imported lazily, because importing it is slow
 
     return Session().get_service_model(service)
 
 
 def request_problems(service: str, operation: str, request: Request) -> Iterator[str]:
-    """Yield the errors of botocore's validation of a request: types, required fields and lower bounds."""
+    """Yield the errors that botocore finds in a request. It checks types, required fields and lower bounds."""
     from botocore.validate import ParamValidator
 
     report = ParamValidator().validate(request, _model(service).operation_model(operation).input_shape)

@@ -1,12 +1,12 @@
-"""The two routes to a training job: the calls of SageMaker, or a queue of AWS Batch that teams share.
+"""The two ways to start a training job: call SageMaker directly, or submit to an AWS Batch queue that teams share.
 
-The first part translates the states of both services to our records. A secondary status that SageMaker may add later
-counts as running. The second part makes the calls, which a name or a token makes safe to repeat. The permissions they
-need are in infra/modules/sagemaker/policies.
+The first part translates the states of both services to records. An unknown secondary status, which SageMaker may add
+in the future, is treated as running. The second part sends the requests. These are safe to repeat because of the name
+or the client token that they contain. The permissions that they require are listed in infra/modules/sagemaker/policies.
 
-Sources: API reference of SageMaker, DescribeTrainingJob (status, secondary status, failure reason), public reports
-for the form of a failure reason (`AlgorithmError: <failure file>, exit code: 1`), API reference of AWS Batch,
-DescribeServiceJob (milliseconds).
+Sources: the API reference of SageMaker for DescribeTrainingJob (status, secondary status, failure reason), public
+reports for the format of failure reasons (`AlgorithmError: <failure file>, exit code: 1`), and the API reference of AWS
+Batch for DescribeServiceJob (timestamps in milliseconds).
 """
 
 import re
@@ -38,9 +38,9 @@ _ENTRY_CODE = re.compile(r"AlgorithmError:\s*exit (\d{1,3})\b")
 _DOCKER_CODE = re.compile(r"exit code:\s*(\d{1,3})\W*$")
 MAX_REASON = 300
 QUEUED = "in queue"
-"""Prefix of the reason of a job that waits in a queue of AWS Batch."""
+"""Prefix of the reason while a job is waiting in an AWS Batch queue."""
 QUOTA = "ResourceLimitExceeded"
-"""Prefix of the reason of a job that may start but exceeds the quota of the account."""
+"""Prefix of the reason while a job cannot start because it would exceed a quota of the account."""
 _WITH_SAGEMAKER, _ENDED = frozenset({"SCHEDULED", "STARTING", "RUNNING"}), frozenset({"SUCCEEDED", "FAILED"})
 
 
@@ -48,9 +48,10 @@ _WITH_SAGEMAKER, _ENDED = frozenset({"SCHEDULED", "STARTING", "RUNNING"}), froze
 class ObservedAttempt:
     """The observed state of an attempt.
 
-    `end`: None while it runs. `note`: reason for waiting. `streams`: prefix of the log streams of each node, empty if
-    not known yet. `will_retry`: whether the platform starts another attempt, None if we decide. `is_queued`: whether
-    it was submitted and has no machine yet.
+    `end` is None while the attempt runs. `note` is the reason why it is waiting, if any. `streams` contains the prefix
+    of the log streams of each node, and is empty if they are not known yet. `will_retry` is whether the platform starts
+    a further attempt, or None if we have to decide. `is_queued` is whether the attempt was submitted but does not have
+    a machine yet.
     """
 
     started_at: float | None = None
@@ -66,14 +67,14 @@ class ObservedAttempt:
 def host_prefixes(training_job: str, num_nodes: int) -> tuple[str, ...]:
     """Return the prefix of the log streams of each node.
 
-    Hosts are numbered from 1. The order of nodes is the lexical order of the host names. Source: SageMaker developer
-    guide, log groups and streams: `<training job>/algo-<number>-<seconds>`.
+    Hosts are numbered from 1, and nodes are in the lexical order of the host names. The format of a name is
+    `<training job>/algo-<number>-<seconds>` (SageMaker developer guide, log groups and streams).
     """
     return tuple(f"{training_job}/{host}-" for host in sorted(f"algo-{n + 1}" for n in range(max(1, num_nodes))))
 
 
 def observe_training_job(detail: Detail, streams: tuple[str, ...] = ()) -> ObservedAttempt:
-    """Translate a description of a training job. Times are seconds since 1970."""
+    """Convert the description of a training job. Times in the result are seconds since 1970."""
     status, secondary = str(detail["TrainingJobStatus"]), str(detail.get("SecondaryStatus", ""))
     has_ended = status in ("Completed", "Failed", "Stopped")
     started = _seconds(detail.get("TrainingStartTime"))
@@ -91,7 +92,7 @@ def observe_training_job(detail: Detail, streams: tuple[str, ...] = ()) -> Obser
 
 
 def end_of(status: str, secondary: str, failure: str) -> AttemptEnd:
-    """Translate the status of a training job that has ended."""
+    """Convert the status of a training job that has ended."""
     if status == "Completed":
         return AttemptEnd(0, EXITED)
     if status != "Stopped":
@@ -104,7 +105,7 @@ def end_of(status: str, secondary: str, failure: str) -> AttemptEnd:
 
 
 def failure_end(failure: str) -> AttemptEnd:
-    """Parse SageMaker's failure reason: exit code of trnjobs-entry at its beginning, or that of docker at its end."""
+    """Parse a failure reason, which begins with the exit code of trnjobs-entry or ends with that of the container."""
     text = " ".join(failure.split())[:MAX_REASON]
     if match := _ENTRY_CODE.match(failure) or _DOCKER_CODE.search(failure):
         return AttemptEnd(int(match[1]), EXITED, text)
@@ -118,7 +119,10 @@ def _seconds(at: datetime | float | None) -> float | None:
 
 
 def attempts_of(detail: Detail) -> list[Detail]:
-    """Return the attempts of a service job. A training job that got no capacity is not one: Batch queues it again."""
+    """Return the attempts of a service job.
+
+    A training job for which there was no capacity does not count as an attempt, because Batch queues it again.
+    """
     attempts, status = [*detail.get("attempts", ())], str(detail["status"])
     latest = detail.get("latestAttempt", {})
     own = training_job_of(latest)
@@ -129,12 +133,15 @@ def attempts_of(detail: Detail) -> list[Detail]:
 
 
 def training_job_of(attempt: Detail) -> str:
-    """Return the name of the training job from its ARN, which may be in lower case. Empty if there is none yet."""
+    """Return the name of the training job of an attempt, or an empty string if there is none yet.
+
+    The name is taken from the ARN, which may be in lower case.
+    """
     return str(attempt.get("serviceResourceId", {}).get("value", "")).rpartition("/")[2]
 
 
 def observe_queued(detail: Detail) -> ObservedAttempt:
-    """Translate a service job before or between attempts, or one that ended without an attempt."""
+    """Convert the description of a service job that waits for its next attempt, or that ended without one."""
     reason = str(detail.get("statusReason") or "")
     if detail["status"] in _ENDED:
         why = reason.removeprefix(RECEIVED) or "ended before it had a machine"
@@ -144,7 +151,7 @@ def observe_queued(detail: Detail) -> ObservedAttempt:
 
 
 def observe_attempt(service_job: Detail, number: int, training: Detail | None, *, num_nodes: int) -> ObservedAttempt:
-    """Translate one attempt (from 1) of a service job. `training`: its described training job, if any."""
+    """Convert one attempt (from 1) of a service job. `training` is the description of its training job, if any."""
     attempts, status = attempts_of(service_job), str(service_job["status"])
     attempt, is_last = attempts[number - 1], number == len(attempts)
     name = str(training["TrainingJobName"]) if training else training_job_of(attempt)
@@ -158,7 +165,7 @@ def observe_attempt(service_job: Detail, number: int, training: Detail | None, *
     is_from_batch, text = bool(reason) and not reason.startswith(RECEIVED), reason.removeprefix(RECEIVED)
     if is_last and status == "SUCCEEDED":
         end = AttemptEnd(0, EXITED)
-    elif is_from_batch and end and end.exit_code != 0:  # Batch has ended it
+    elif is_from_batch and end and end.exit_code != 0:  # Batch has ended the attempt
         end = AttemptEnd(end.exit_code, reason, end.reason)
     elif end is None:
         end = AttemptEnd(None, text) if is_from_batch else failure_end(text)
@@ -167,18 +174,19 @@ def observe_attempt(service_job: Detail, number: int, training: Detail | None, *
 
 
 class DirectRoute(AwsClient):
-    """The calls of SageMaker: one training job per attempt."""
+    """The route that calls SageMaker directly and creates one training job per attempt."""
 
     def observe(self, cycle: CycleRun, task: Task, submission: int, attempt: int) -> ObservedAttempt | None:
-        """Describe one attempt, or return None if it does not exist."""
+        """Return the state of one attempt, or None if it does not exist."""
         name = cycle.training_job(task, submission, attempt)
         detail = self.describe(name)
         return None if detail is None else observe_training_job(detail, host_prefixes(name, task.spec.num_nodes))
 
     def start(self, cycle: CycleRun, task: Task, submission: int, attempt: int) -> ObservedAttempt:
-        """Create a training job unless it exists. The result has `is_queued` if no machine is available.
+        """Create the training job of an attempt, unless it already exists.
 
-        Raises ConfigError if SageMaker refuses the request, or if the name belongs to another plan.
+        `is_queued` is set in the result if the quota does not allow another machine. Raises ConfigError if SageMaker
+        refuses the request, or if the existing training job belongs to a different plan.
         """
         name, plan_id = cycle.training_job(task, submission, attempt), cycle.plan.plan_id
         refused: list[BaseException] = []
@@ -191,18 +199,21 @@ class DirectRoute(AwsClient):
         self.call(f"creating training job {name}", "create_training_job", accepted=is_expected, **request)
         if refused and name_of(refused[0]) == QUOTA:
             return ObservedAttempt(is_queued=True, note=f"{QUOTA}: {message_of(refused[0])}")
-        if refused and (detail := self.describe(name)):  # None: not described yet
+        if refused and (detail := self.describe(name)):  # None if it cannot be described yet
             owner = detail.get("Environment", {}).get(PLAN, "no plan of trnjobs")
             if owner != plan_id:
                 raise ConfigError(
-                    f"training job {name} exists and belongs to {owner}",
+                    f"training job {name} already exists and belongs to {owner}",
                     expected=f"a training job of plan {plan_id}",
-                    next_command="choose another jobs.name or --cycle",
+                    next_command="choose a different jobs.name or --cycle",
                 )
         return ObservedAttempt(streams=host_prefixes(name, task.spec.num_nodes))
 
     def stop(self, cycle: CycleRun, task: Task, submission: int, attempt: int, reason: str) -> None:
-        """Stop the training job with SIGTERM, and SIGKILL after 120 s. Does nothing if it has ended or is missing."""
+        """Stop the training job of an attempt. Does nothing if it has ended or does not exist.
+
+        SageMaker sends SIGTERM, followed by SIGKILL after 120 s.
+        """
         name = cycle.training_job(task, submission, attempt)
 
         def has_ended(error: BaseException) -> bool:
@@ -211,20 +222,23 @@ class DirectRoute(AwsClient):
         self.call(f"stopping training job {name}", "stop_training_job", accepted=has_ended, TrainingJobName=name)
 
     def describe(self, name: str) -> Detail | None:
-        """Describe a training job, or return None if it does not exist (yet)."""
+        """Return the description of a training job, or None if it does not exist (yet)."""
         doing, operation = f"describing training job {name}", "describe_training_job"
         return self.call(doing, operation, accepted=is_missing, TrainingJobName=name) or None
 
 
 class QueueRoute(BatchClient):
-    """A fair-share queue of AWS Batch: one service job for all attempts of a task. `warn` prints one line."""
+    """The route through an AWS Batch fair-share queue, with one service job for all attempts of a task.
+
+    `warn` prints a line for the user.
+    """
 
     def __init__(self, raw: Any, training: DirectRoute, warn: Say, **more: Any) -> None:
         super().__init__(raw, **more)
         self._training, self._warn = training, warn
 
     def check(self, plan: JobPlan) -> None:
-        """Check the queues of the plan. Raises ConfigError with every reason why the account cannot run the jobs."""
+        """Check the queues that the plan uses. Raises ConfigError that lists all of their problems."""
         uses = [
             (sagemaker_placement_of(plan, job).queue, placement_of(plan, job).share_identifier) for job in plan.jobs
         ]
@@ -240,7 +254,7 @@ class QueueRoute(BatchClient):
             self._warn(line)
 
     def observe(self, cycle: CycleRun, task: Task, submission: int, attempt: int) -> ObservedAttempt | None:
-        """Describe one attempt, or the service job while it waits. None if neither exists."""
+        """Return the state of one attempt, or of the service job while it is waiting. None if it does not exist."""
         detail = self._find(cycle, task, submission)
         if detail is None:
             return None
@@ -252,10 +266,10 @@ class QueueRoute(BatchClient):
         return observe_attempt(detail, attempt, training, num_nodes=task.spec.num_nodes)
 
     def start(self, cycle: CycleRun, task: Task, submission: int, attempt: int) -> ObservedAttempt:
-        """Submit the service job, for which Batch starts all attempts.
+        """Submit the service job of a task, for which Batch starts all attempts.
 
-        Safe to repeat because of the client token. The API reference is ambiguous about whether an equal request is
-        accepted or rejected. Both are handled.
+        This is safe to repeat because of the client token. The API reference does not specify whether an identical
+        request is accepted or rejected, so both cases are handled.
         """
         request = service_job_request(cycle, task, submission)
         queue, name = request["jobQueue"], request["jobName"]
@@ -268,7 +282,7 @@ class QueueRoute(BatchClient):
         return ObservedAttempt(is_queued=True, note=f"{QUEUED} {queue.rpartition('/')[2]}")
 
     def stop(self, cycle: CycleRun, task: Task, submission: int, attempt: int, reason: str) -> None:
-        """End the service job with its running attempt."""
+        """End the service job and its running attempt."""
         if detail := self._find(cycle, task, submission):
             self.terminate_job(detail["jobId"], reason, "service_job")
 
@@ -276,7 +290,7 @@ class QueueRoute(BatchClient):
         return self._named(sagemaker_placement_of(cycle.plan, task.spec).queue, cycle.task_id(task, submission))
 
     def _named(self, queue: str, name: str) -> Detail | None:
-        """Describe the oldest service job of exactly this name in any state, or None."""
+        """Return the description of the oldest service job with exactly this name, or None if there is none."""
         jobs = self.jobs_named(queue, name, "service_job")
         if not jobs:
             return None

@@ -1,6 +1,7 @@
-"""SageMaker as a target of cycles: training jobs that a process starts and follows until the last has ended.
+"""The target that runs the jobs of a cycle as SageMaker training jobs.
 
-The names of training jobs are deterministic, so any process can look up the jobs of a cycle and continue.
+A process starts the training jobs and follows them until the last one has ended. Their names are deterministic, so that
+a different process can find the jobs of a cycle and continue.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,9 +36,10 @@ LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 
 @dataclass(frozen=True)
 class SageMakerTarget(Target):
-    """The jobs of one cycle on SageMaker. `stop` ends this process, while the training jobs continue.
+    """A target that runs the jobs of one cycle on SageMaker.
 
-    The plan decides the route of each job, not the settings of the process that follows it.
+    When `stop` is set, this process ends but the training jobs continue. The route of each job is determined by the
+    plan, and not by the settings of the process that follows it.
     """
 
     name = "sagemaker"
@@ -50,7 +52,10 @@ class SageMakerTarget(Target):
     poll_s: float = 30.0
 
     def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
-        """Submit the jobs and follow them to the end. Raises Preempted, or TransientError if unreachable for 15 min."""
+        """Submit the jobs and follow them until the last one has ended.
+
+        Raises Preempted if this process is stopped, or TransientError if AWS was unreachable for 15 minutes.
+        """
         self.record_submissions(plan, submission, jobs)
         answered_at = self.store.clock()
         while True:
@@ -66,7 +71,7 @@ class SageMakerTarget(Target):
             self.stop.raise_if_set("following training jobs, which continue (trnjobs submit follows them again)")
 
     def record_submissions(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
-        """Record the jobs, after which any process can follow them."""
+        """Record the jobs, so that any process can follow them from then on."""
         existing, cycle = self.store.submitted(submission), self._cycle(plan)
         for job in plan.jobs:
             if job.name in jobs and job.name not in existing:
@@ -75,7 +80,7 @@ class SageMakerTarget(Target):
                 self.store.save_submitted(submission, submitted_job)
 
     def advance(self, plan: JobPlan) -> tuple[JobRecord, ...]:
-        """Start the tasks that may start and end those to be ended. Save and return the records."""
+        """Start all tasks that may start, stop those that must end, then save and return the records."""
         latest, cycle = self._latest(plan), self._cycle(plan)
         first = self._decide(cycle, latest)
         started = dict(first.records)
@@ -87,7 +92,7 @@ class SageMakerTarget(Target):
         for name, record in actions.records.items():
             if record.state is not latest.records[name].state:
                 self.say(job_states.change_line(record, log_stream(record, len(record.attempts), 0)))
-        # The second decision reads cancellations again, so a job that was cancelled while it was started is ended.
+        # The second decision reads the cancellations again, in case a job was cancelled while it was being started.
         for task, reason in actions.stops:
             attempt = len(actions.records[task.name].attempts)
             self._route(plan, task).stop(cycle, task, latest.submissions[task.name], attempt, reason)
@@ -100,12 +105,12 @@ class SageMakerTarget(Target):
         return latest.by_job(plan, self._decide(self._cycle(plan), latest).records)
 
     def check(self, plan: JobPlan) -> None:
-        """Check the plan. The account is only checked for jobs with a queue. SageMaker itself refuses the others."""
+        """Check the plan, and the queues if there are any. Jobs without a queue are checked by SageMaker itself."""
         check_plan(plan)
         self.queue.check(plan)
 
     def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
-        """Return lines about missing quota and capacity. Either may become available, so no job is ended."""
+        """Return a line for each job that waits for quota or capacity. No job is ended, since waiting may help."""
         lines = []
         for task in (task for record in records for task in record.tasks()):
             if task.state is JobState.RUNNABLE and task.status_reason.startswith(QUOTA):
@@ -116,11 +121,11 @@ class SageMakerTarget(Target):
             elif task.state is JobState.RUNNABLE and (reason := reason_in(task.status_reason)):
                 lines.append(f"{task.name} cannot start: {task.status_reason}; next: {next_command(reason)}")
             elif task.state.is_active and task.status_reason:
-                lines.append(f"{task.name} waits for machines of SageMaker: {task.status_reason}")
+                lines.append(f"{task.name} is waiting for SageMaker capacity: {task.status_reason}")
         return tuple(lines)
 
     def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
-        """Yield the lines of an attempt, of all its starts if SageMaker restarted it in place."""
+        """Yield the log lines of an attempt. If SageMaker restarted it in place, this includes all of its starts."""
         prefix = log_stream(record, attempt, node)
         streams = self.logs_client.streams(LOG_GROUP, prefix) if prefix else ()
         if not streams:
@@ -129,7 +134,7 @@ class SageMakerTarget(Target):
             yield from self.logs_client.lines(LOG_GROUP, stream, more if stream == streams[-1] else lambda: False)
 
     def cancel(self, plan: JobPlan, reason: str) -> None:
-        """Stop every training job, the last in the plan first. Tasks that have not started never will."""
+        """Stop every training job, starting with the last one of the plan. Tasks that are waiting are never started."""
         ids = [record.id for record in self.records(plan) if not record.state.is_final]
         if ids:
             save_cancels(self.store, dict.fromkeys(ids, Cancel(reason=reason, at=self.store.clock())))
@@ -162,18 +167,18 @@ class SageMakerTarget(Target):
         return CycleRun(plan, claim.claimed_at if claim else 0.0)
 
 
-# SageMaker has no dependencies and no retries. Both are decided here, by the rules of jobs/cycle/job_states.py that the
-# local engine also uses. The decision is a pure function of the records and observations.
+# SageMaker does not support dependencies or retries, so both are implemented here, by the same rules that the local
+# engine uses (jobs/cycle/job_states.py). Decisions only depend on the records and the observed states.
 
 LAG_S = 600.0
-"""A created training job that is not described for this long no longer exists."""
+"""Seconds after which a training job that was created but cannot be described is assumed to be gone."""
 
 
 @dataclass(frozen=True)
 class CycleActions:
     """The records of all tasks by name, the tasks to start, and the tasks to stop with the reason.
 
-    An active task is started if its last attempt has disappeared.
+    `starts` may include an active task, if its last attempt no longer exists.
     """
 
     records: Mapping[str, JobRecord]
@@ -189,7 +194,10 @@ def decide_actions(
     cancelled: Mapping[str, Cancel],
     at: float,
 ) -> CycleActions:
-    """Observe all attempts until no record changes, and decide what to start and stop. `cancelled`: by task name."""
+    """Observe attempts until no record changes any more, then decide which tasks to start and stop.
+
+    `cancelled` contains the cancellations by task name.
+    """
     now, ends = dict(records), dict(cancelled)
     while True:
         before = dict(now)
@@ -203,7 +211,7 @@ def decide_actions(
             if number and (observed := observe(task, number)):
                 now[task.name] = observed_record(task, record, observed, cancel, at)
             elif number and cancel:
-                # Never created, or created and deleted. A job that was submitted to a queue may be listed late.
+                # The attempt was never created, or was deleted. A job in a queue may only be listed after a while.
                 is_new = record.state is JobState.RUNNABLE and not record.status_reason.startswith(QUEUED)
                 if is_new or at - cancel.at > LAG_S:
                     now[task.name] = job_states.failed_record(record, cancel.reason, at)
@@ -231,7 +239,7 @@ def decide_actions(
 
 
 def attempt_of(record: JobRecord) -> int | None:
-    """Return the number of the current or next attempt, None for a task that waits for others or has ended."""
+    """Return the number of the current or next attempt, or None if the task has ended or has to wait for others."""
     if record.state.is_active:
         return len(record.attempts)
     return len(record.attempts) + 1 if record.state is JobState.RUNNABLE else None
@@ -240,7 +248,7 @@ def attempt_of(record: JobRecord) -> int | None:
 def observed_record(
     task: Task, record: JobRecord, observed: ObservedAttempt, cancelled: Cancel | None, at: float
 ) -> JobRecord:
-    """Update a record with the observed state of its current or next attempt."""
+    """Return the record, updated with the observed state of its current or next attempt."""
     is_runnable = record.state is JobState.RUNNABLE
     if observed.is_queued and is_runnable and observed.end is not None:
         reason = cancelled.reason if cancelled else observed.end.status_reason

@@ -85,7 +85,7 @@ def test_from_the_beginning_with_other_settings(trnjobs: Trnjobs) -> None:
     settings = trnjobs.place / "workspace" / "cycles" / "2026-11-20" / "jobs" / "settings.json"
     settings.write_text('{"of_a_later_version": 1}')
     assert json.loads(trnjobs("cost", "--json")[1])["cycles"][0]["total"]["usd"] is None
-    trnjobs.expect(0, "its stored settings are not used: unknown setting of_a_later_version", "cost")
+    trnjobs.expect(0, "ignoring its stored settings: unknown setting of_a_later_version", "cost")
     assert trnjobs.status()["closed"]["outcome"] == "succeeded"
 
 
@@ -94,7 +94,7 @@ def test_what_nobody_runs_any_more_is_ended_and_started_again(ended_by: str, trn
     """Ctrl-C at the first wrong line, or a machine that was restarted."""
     process = submitting(trnjobs)
     for flags, seen in (["--fresh"], ""), ([], "--fresh is refused: "):
-        trnjobs.expect(78, f"{seen}another process runs its jobs", "submit", *flags, *RIGHT)
+        trnjobs.expect(78, f"{seen}another process is running its jobs", "submit", *flags, *RIGHT)
     process.terminate() if ended_by == "interrupt" else process.kill()
     process.join()
     assert trnjobs.ran() == ["prepare 1", "train 1"]

@@ -69,7 +69,7 @@ def test_every_preset_can_be_trained_on_the_fleets_of_the_examples(files: list[s
     [
         (
             ["--jobs.compile.nodes=1"],
-            "jobs.compile has 32 ranks (nodes x processes), jobs.train has 128",
+            "jobs.compile has 32 ranks (nodes x processes), but jobs.train has 128",
             "--jobs.compile.nodes 4 --jobs.compile.processes 32",
         ),
         (
@@ -137,7 +137,10 @@ def test_the_expected_durations_are_those_of_the_newest_cycles(
         ([IMAGE, "--jobs.queue="], "every job: no queue"),
         ([], "every job: image name has 0 characters"),
         ([IMAGE, "--cycle=2026.11.20"], "expected letters, digits, - and _"),
-        ([IMAGE, "--jobs.train.memory-mib=600000"], "trn1.32xlarge has 128 and 490,000: it would never start"),
+        (
+            [IMAGE, "--jobs.train.memory-mib=600000"],
+            "but trn1.32xlarge only has 128 and 490,000, so it would never start",
+        ),
         ([IMAGE, "--jobs.train.attempts=11"], "jobs.train.attempts = '11'"),
         ([IMAGE, "--jobs.environment=" + "X=" + "y" * 25_000], "job definition has"),
         ([IMAGE, "--jobs.schedule.expression=cron(0 2 31 2 *)"], "jobs.schedule"),
@@ -213,7 +216,7 @@ def test_the_preset_fits_what_infra_makes(
         (
             {},
             "--jobs.health.nodes=5",
-            "health: needs 640 vCPU at once, the compute environments of trainium have at most 512",
+            "health: needs 640 vCPU at once, but the compute environments of trainium have at most 512",
         ),
         ({}, "--jobs.train.instance=trn1n.32xlarge", "needs trn1n.32xlarge"),
         ({"share_identifier": "prod-1"}, "", "share identifier 'prod-1'"),

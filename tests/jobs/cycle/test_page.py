@@ -122,7 +122,7 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
     seen = Outline(text)
     assert tuple(seen.heads) == SECTIONS
     for words in (
-        "Promoted: nDCG@10 0.810, in production before 0.800",
+        "Promoted: nDCG@10 0.810, previously 0.800",
         "attempt 1: exit 75",
         "Median: of 1 earlier cycle.",
         "search nDCG@10: 9,000 queries in 1,000,000 products",

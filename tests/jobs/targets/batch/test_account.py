@@ -46,7 +46,7 @@ def test_a_sound_account_has_nothing_to_say(of: JobPlan, resources: dict[str, An
     ("changes", "spec", "problem"),
     [
         ({"queue": {"jobQueueName": "other"}}, GROUP, "queue relevance: does not exist"),
-        ({"queue": {"state": "DISABLED"}}, GROUP, "queue relevance: DISABLED, it accepts no jobs"),
+        ({"queue": {"state": "DISABLED"}}, GROUP, "queue relevance: DISABLED, so it does not accept jobs"),
         ({"queue": {"status": "INVALID", "statusReason": "role"}}, GROUP, "queue relevance: INVALID (role)"),
         ({"queue": {"schedulingPolicyArn": None}}, GROUP, "has no scheduling policy"),
         ({"environment": {"state": "DISABLED"}}, GROUP, "no enabled compute environment"),
@@ -54,12 +54,12 @@ def test_a_sound_account_has_nothing_to_say(of: JobPlan, resources: dict[str, An
         (
             {"resources": {"maxvCpus": 1279}},
             GROUP,
-            "train: needs 1,280 vCPU at once, the compute environments of relevance",
+            "train: needs 1,280 vCPU at once, but the compute environments of relevance",
         ),
         ({"resources": {"maxvCpus": 1}}, job("train"), "train: needs 2 vCPU at once"),
         ({"resources": {"type": "SPOT"}}, GROUP, "10 nodes need a managed on-demand EC2"),
         ({"environment": {"type": "UNMANAGED"}}, GROUP, "need a managed on-demand EC2"),
-        ({}, WIDE, "needs p4d.24xlarge, the compute environments offer trn1.32xlarge"),
+        ({}, WIDE, "needs p4d.24xlarge, but the compute environments only offer trn1.32xlarge"),
     ],
 )
 def test_what_the_account_would_not_run(changes: dict[str, Any], spec: JobSpec, problem: str) -> None:

@@ -213,7 +213,7 @@ def test_cancelled_from_another_process_while_the_engine_runs(place: Path) -> No
         assert (record.state, record.status_reason) == (FAILED, "not today"), record.name
     assert engine.exitcode == 0
     until_no_keepers(place)
-    assert lines[0] == "another process runs the jobs of this cycle, waiting for it"
+    assert lines[0] == "waiting for another process that is running the jobs of this cycle"
     to.cancel(plan, "again")  # nothing is left to end
     assert to.records(plan)[0].status_reason == "not today"
 

@@ -135,7 +135,7 @@ def test_spot_capacity_that_is_taken_costs_no_try(one: Setting) -> None:
     one.ml.move(name, "InProgress", "Interrupted")
     record = one.tick()["train"]
     assert (record.state, record.status_reason, len(record.attempts)) == (RUNNING, "Interrupted", 1)
-    assert one.target().check_blocked([record]) == ("train waits for machines of SageMaker: Interrupted",)
+    assert one.target().check_blocked([record]) == ("train is waiting for SageMaker capacity: Interrupted",)
     one.ml.finish(name, 0)
     assert one.tick()["train"].state is SUCCEEDED
     assert len(one.ml.created) == 1
@@ -200,7 +200,7 @@ def test_cost_is_that_of_billable_seconds_of_whole_machines(tmp_path: Path) -> N
     [
         ({"schedulingPolicyArn": ""}, "queue ml: has no scheduling policy, so it refuses share identifiers"),
         ({"jobQueueType": "ECS"}, "queue ml: has type ECS, expected SAGEMAKER_TRAINING"),
-        ({"state": "DISABLED"}, "queue ml: DISABLED, it accepts no jobs"),
+        ({"state": "DISABLED"}, "queue ml: DISABLED, so it does not accept jobs"),
         ({"jobQueueName": "other"}, "queue ml: does not exist"),
     ],
 )
@@ -252,7 +252,7 @@ def test_taken_back_for_want_of_capacity_costs_no_try(queued: Setting) -> None:
     record = queued.tick()["train"]
     assert (record.state, len(record.attempts)) == (STARTING, 1)
     (line,) = queued.target().check_blocked([record])
-    assert line.startswith("train waits for machines of SageMaker: in queue ml: CAPACITY:INSUFFICIENT")
+    assert line.startswith("train is waiting for SageMaker capacity: in queue ml: CAPACITY:INSUFFICIENT")
     second = queued.batch.dispatch(train)
     assert queued.tick()["train"].attempts[0].log_streams == (f"{second}/algo-1-",)
     queued.ml.finish(second, 0)
