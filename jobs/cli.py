@@ -122,32 +122,15 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             add("--nodes", type=int, default=0, metavar="N", help="number of nodes (default: 1)")
             add("--processes", type=int, default=0, metavar="P", help="ranks per node (default: 1)")
             add("--instance", default="", help="instance type, such as trn1.32xlarge")
-            add(
-                "--vcpus",
-                type=int,
-                default=0,
-                metavar="N",
-                help="vCPUs per node (default: those of the instance, or 1)",
-            )
-            add(
-                "--memory-mib",
-                type=int,
-                default=0,
-                metavar="MIB",
-                help="memory per node (default: that of the instance, or 2048)",
-            )
+            add("--vcpus", type=int, default=0, metavar="N", help="vCPUs per node (default: all of the instance, or 1)")
+            add("--memory-mib", type=int, default=0, metavar="MIB", help="memory per node (default: all, or 2048)")
             add("--attempts", type=int, default=0, metavar="A", help="maximum number of attempts (default: 3)")
             add("--timeout-s", type=int, default=0, metavar="S", help="time limit of an attempt (default: 24 h)")
             add("--image", default="", help="override jobs.image")
             add("--queue", default="", help="override jobs.queue")
             add("--role", default="", help="override jobs.role")
-            add(
-                "--environment",
-                type=_variable,
-                action="append",
-                metavar="NAME=VALUE",
-                help="set an environment variable (not for secrets)",
-            )
+            variable = "environment variable to set (not for secrets)"
+            add("--environment", type=_variable, action="append", metavar="NAME=VALUE", help=variable)
         case "logs":
             add("job", help="name as shown by trnjobs status, such as train, or embed:3 for a task of an array job")
             add("--attempt", type=int, default=0, help="attempt number, starting at 1 (default: the last attempt)")

@@ -94,9 +94,8 @@ def run_fit(arguments: argparse.Namespace, say: Say) -> int:
     """
     planned = read_planned(arguments.plan)
     with TemporaryDirectory(prefix="trnjobs-", dir=temporary_folder()) as folder:
-        infra = (
-            Path(folder) / "infra.json"
-        )  # like the file that make deploy writes, without values that are not known yet
+        # Like the file that make deploy writes, except for values that are not known yet.
+        infra = Path(folder) / "infra.json"
         infra.write_text(json.dumps(planned.settings))
         files = [*planned.files, *arguments.config, infra]
         settings = resolve(files, os.environ, arguments.flags, CycleSettings).settings

@@ -60,9 +60,8 @@ _NOT_PLANNED = tuple(
 def run_submit(arguments: argparse.Namespace, say: Say) -> int:
     """Submit or resume a cycle. Except on AWS Batch, this blocks until the cycle has ended."""
     settings: CycleSettings = arguments.settings
-    settings = settings.model_copy(
-        update={"cycle": cycle_of(settings)}
-    )  # use the same date for the plan and the workspace
+    # Fix the date now, so that the plan and the workspace use the same one.
+    settings = settings.model_copy(update={"cycle": cycle_of(settings)})
     with stopping_jobs(settings) as stop:
         plan, target = make_plan(settings), arguments.target or settings.jobs.target
         return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.fresh)
@@ -89,8 +88,8 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
         step = Step(name=name, command=tuple(command), environment=dict(arguments.environment or ()), **options)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        seen = f"{'.'.join(map(str, first['loc']))} {first['input']!r}: {first['msg']}"
-        raise ConfigError(seen, next_command="trnjobs run --help") from error
+        problem = f"{'.'.join(map(str, first['loc']))} {first['input']!r}: {first['msg']}"
+        raise ConfigError(problem, next_command="trnjobs run --help") from error
     settings = settings.model_copy(
         update={"cycle": RUN_PREFIX + step.name, "jobs": jobs.model_copy(update={"steps": (step,)})}
     )

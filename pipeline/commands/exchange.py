@@ -126,14 +126,14 @@ def run_export(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
     if call.action == "vectors":
         return _export_vectors(settings, stop, say, call)
     format_, formats = call.options.get(FORMAT, "sentence-transformers"), get_args(Format)
-    seen = "" if call.options.get(OUT) else f"{OUT} is not set"
+    problem = "" if call.options.get(OUT) else f"{OUT} is not set"
     if format_ not in formats:
-        seen = f"{FORMAT} {format_}"
+        problem = f"{FORMAT} {format_}"
     elif format_ != "torchscript" and (idle := sorted({BUCKET, BATCH_SIZE} & call.options.keys())):
-        seen = f"{idle[0]} does not apply to format {format_}"
-    if seen:
+        problem = f"{idle[0]} does not apply to format {format_}"
+    if problem:
         raise ConfigError(
-            seen,
+            problem,
             expected=f"{OUT} DIR and {FORMAT} {', '.join(formats)}. {BUCKET} and {BATCH_SIZE} require torchscript",
             next_command="trnpipe export --help",
         )

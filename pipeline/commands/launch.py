@@ -29,8 +29,10 @@ def script_arguments(command: Sequence[str]) -> list[str]:
     if not arguments or arguments == ["-m"]:
         raise ConfigError("no script to launch", expected=USAGE, next_command=USAGE)
     if arguments[0] != "-m" and not Path(arguments[0]).is_file():
-        seen = f"script {arguments[0]} does not exist in {Path.cwd()}"
+        problem = f"script {arguments[0]} does not exist in {Path.cwd()}"
         if arguments[0].startswith("-"):
-            seen = f"option {arguments[0]} is not supported, because ranks run under {sys.executable} without options"
-        raise ConfigError(seen, expected="SCRIPT.py, or -m MODULE", next_command=USAGE)
+            problem = (
+                f"option {arguments[0]} is not supported, because ranks run under {sys.executable} without options"
+            )
+        raise ConfigError(problem, expected="SCRIPT.py, or -m MODULE", next_command=USAGE)
     return arguments

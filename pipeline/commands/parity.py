@@ -271,8 +271,8 @@ def load_side(storage: Storage, cache_dir: Path) -> RecordedSide:
     again = "record the side with trnpipe parity SIDE --to FOLDER, on a machine with its device"
     record = read_record(storage, RECORD, SideRecord, "a record of a side", "trnpipe parity", next_command=again)
     if record is None or require_manifest(storage, ARRAYS).digest != record.scores:
-        seen = f"{storage.root} does not contain a complete recorded side"
-        raise DataError(seen, expected="the complete folder of a recorded side", next_command=again)
+        problem = f"{storage.root} does not contain a complete recorded side"
+        raise DataError(problem, expected="the complete folder of a recorded side", next_command=again)
     return RecordedSide(storage.root, record, load_arrays(storage, ARRAYS, KIND, cache_dir)[0])
 
 

@@ -177,9 +177,9 @@ def _texts(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Iterator
                 )
 
 
-def _other_catalogue(seen: str) -> DataError:
+def _other_catalogue(problem: str) -> DataError:
     return DataError(
-        seen,
+        problem,
         expected="the catalogue as it was embedded",
         next_command="embed the catalogue again in a new cycle",
     )

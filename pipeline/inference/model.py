@@ -149,7 +149,7 @@ class Model:
 
     def score_rows(self, chunk: RowChunk) -> tuple[CleanRows, PairScores, list[BadRow]]:
         """Score a chunk of rows. Returns its valid rows with their scores, and the bad rows with a reason for each."""
-        rows, bad, _ = clean(chunk, RowRules(self.row_config, "flat", (), (), carve_valid=False))
+        rows, bad, _ = validate_chunk(chunk, RowRules(self.row_config, "flat", (), (), carve_valid=False))
         return rows, self._scored(rows), bad
 
     def search(self, query: str, top: int = 10, by: Order = "vectors") -> list[Hit]:
