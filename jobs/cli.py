@@ -116,7 +116,7 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             fresh = "restart a submitted cycle from the beginning, unless it has trained a model"
             add("--fresh", action="store_true", help=fresh)
         case "run":
-            again = "run the script again, which can read the checkpoints of the earlier run"
+            again = "run the script again, with access to the checkpoints of the earlier run"
             add("--again", action="store_true", help=again)
             add("--name", default="", help="run as the cycle run-NAME (default: the name of the script)")
             add("--nodes", type=int, default=0, metavar="N", help="number of nodes (default: 1)")

@@ -116,7 +116,7 @@ TOOLS: dict[str, Tool] = {
         options={
             "--top": "N  number of products to show (default: 10)",
             "--by": "NAME  sort by vectors (default), words or hybrid",
-            "--beside": "CYCLE  show results of a second model, which is that of a cycle, `production` or `previous`",
+            "--beside": "CYCLE  also show the results of a different cycle, or of `production` or `previous`",
         },
         switches=_JSON,
         module="ask",

@@ -62,9 +62,7 @@ class Column:
             self.empty += not text
             self.characters += len(text)
             with suppress(ValueError):
-                self.numbers += (
-                    isfinite(float(text)) and "_" not in text
-                )  # the readers also reject underscores in numbers
+                self.numbers += isfinite(float(text)) and "_" not in text  # readers reject underscores, too
             if text:
                 self.values[text] += 1
 
