@@ -84,7 +84,7 @@ def test_a_rank_that_has_not_initialised_its_replication_is_refused(monkeypatch:
 
 def test_a_rank_whose_runtime_was_asked_too_early_is_refused(_replicas: Any) -> None:
     assert _replicas.world_size() == 1  # and for good
-    with pytest.raises(ConfigError, match="the world size was queried before replication was initialized"):
+    with pytest.raises(ConfigError, match="world size was queried before replication was initialized"):
         open_device("xla", RANKS)
 
 

@@ -50,7 +50,7 @@ def test_a_cycle_that_is_killed_in_between(place: Callable[..., Place], tmp_path
 def _check_exports(here: Place, tmp_path: Path) -> None:
     """Of the model in production: by its names alone."""
     refused = here.run("export", "--out", str(tmp_path / "no"), code=78)
-    assert "of a WordsAndNeighbours that examples.own_encoder:build builds" in refused.err
+    assert "does not support the WordsAndNeighbours of examples.own_encoder:build" in refused.err
     assert "--format safetensors" in refused.err
     here.run("export", "--out", str(tmp_path / "program"), "--format", "torchscript", "--bucket", "16x32")
     program = torch.jit.load(tmp_path / "program" / "relevance-16x32.pt")  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ def test_what_looks_at_values_is_refused_before_xla_is_promised(place: Callable[
         (
             "train",
             (f"--model.factory={PLACE}:build", "--model.hidden-size=32", "--train.parallel.recompute=units"),
-            "recompute units with model.factory",
+            "recompute units does not support model.factory",
         ),
     ],
 )

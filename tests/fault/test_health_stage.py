@@ -110,7 +110,7 @@ def test_every_sick_core_is_named_and_the_job_sent_elsewhere(here: Place) -> Non
         "collectives retry: rank 0: 8 of 16 numbers are wrong in all-gather of 8 bytes, the first at 0 (from rank 0)",
         "operations retry: rank 1: matmul fp32: relative error ",
         "operations retry: rank 2: matmul fp32: a value is not finite",
-        "slow core retry: rank 3 takes ",
+        "slow core retry: rank 3 is ",
     ):
         (found,) = (text for text in told if text.startswith(expected))
         told.remove(found)

@@ -79,7 +79,7 @@ def test_what_is_done_is_done_and_history_shows(workspace: Path, revision: str) 
         for stage, message in (("prepare", "1 reused"), ("train", "already"), ("evaluate", "already")):
             assert message in run("pipeline", stage, "--cycle", DONE, workspace=workspace)
     else:
-        assert "is the production model" in run("pipeline", "evaluate", "--cycle", DONE, workspace=workspace)
+        assert "is already in production" in run("pipeline", "evaluate", "--cycle", DONE, workspace=workspace)
     assert f"checkpoints/{DONE}/step-" in run("pipeline", "registry", "list", workspace=workspace)
     assert DONE in run("jobs", "history", workspace=workspace)
 
