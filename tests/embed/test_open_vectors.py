@@ -91,7 +91,7 @@ def test_the_command(vectors: VectorSet, tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main([*words[:-1], f"--out={tmp_path / 'mine'}"]) == 78
     assert "already contains thesis.txt" in capsys.readouterr().err
     assert cli.main([word for word in words if word != "c1"]) == 78
-    assert "nothing is served" in capsys.readouterr().err
+    assert "has no served vectors" in capsys.readouterr().err
     assert cli.main([*words[:-1], "--out=s3://bucket/x"]) == 78
 
 
