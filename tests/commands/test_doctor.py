@@ -58,7 +58,7 @@ def test_the_lint_is_silent_on_every_preset(tmp_path: Path, preset: str) -> None
     assert "traced 10 graphs" in done.stdout
     assert "lint: 0 errors, 0 warnings" in done.stdout
     # In proportion to the layers. With views of the weights replayed for every view it was 5,001, 14,209, 35,698.
-    (largest,) = re.findall(r"with ([\d,]+) operations", done.stdout)
+    (largest,) = re.findall(r"\(([\d,]+) operations", done.stdout)
     assert int(largest.replace(",", "")) < {"tiny": 3_700, "small": 6_900, "base": 12_200, "large": 23_200}[preset]
     assert peak_mib(done.stdout) < 10 * 1024
 
