@@ -53,6 +53,10 @@ class MetricName:
     def is_retrieval(self) -> bool:
         return self.family.startswith(RETRIEVAL)
 
+    def loss(self, change: float) -> float:
+        """Return by how much a change makes the metric worse. The result is negative if it gets better."""
+        return change if self.lower_is_better else -change
+
     @classmethod
     def parse(cls, text: str) -> "MetricName":
         """Parse a metric name. Raises ValueError if the metric does not exist."""

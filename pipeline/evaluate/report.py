@@ -238,7 +238,7 @@ def _slice_lines(checks: Sequence[GateCheck]) -> list[str]:
 
     def order(check: GateCheck) -> tuple[bool, float]:
         change = (check.candidate or 0.0) - (check.incumbent or 0.0)
-        return check.outcome != "fail", -change if MetricName.parse(check.metric).lower_is_better else change
+        return check.outcome != "fail", -MetricName.parse(check.metric).loss(change)
 
     shown = sorted(compared, key=order)[: max(_SLICES_SHOWN, sum(check.outcome == "fail" for check in compared))]
     rows = [

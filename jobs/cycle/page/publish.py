@@ -305,8 +305,8 @@ def _gate_groups(data: PageData) -> list[tuple[str, list[GateCheck]]]:
 
     def severity(check: GateCheck) -> tuple[int, float]:
         change = (check.candidate or 0.0) - (check.incumbent or 0.0)
-        gain = -change if MetricName.parse(check.metric).lower_is_better else change
-        return ("fail", "warn", "pass", "skipped").index(check.outcome), gain
+        loss = MetricName.parse(check.metric).loss(change)
+        return ("fail", "warn", "pass", "skipped").index(check.outcome), -loss
 
     checks = data.evaluation.verdict.checks if data.evaluation else ()
     compared = [check for check in checks if check.low is not None and check.high is not None]

@@ -359,10 +359,9 @@ def _losses(
 
     The latter is returned as three numbers: as measured, in the worst case, and in the best case.
     """
-    low, high = interval = difference.interval(confidence)
-    drop, worst, best = -difference.difference, -low, -high
-    if comparison.metric.lower_is_better:
-        drop, worst, best = difference.difference, high, low
+    interval = difference.interval(confidence)
+    drop = comparison.metric.loss(difference.difference)
+    best, worst = sorted(map(comparison.metric.loss, interval))
     change = "equal" if drop == 0 else f"{abs(drop):.4f} {'worse' if drop > 0 else 'better'}"
     if comparison.allowed or not comparison.baseline:
         change += f", up to {comparison.allowed:g} worse is allowed"
