@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from jobs.schedule import ScheduleConfig
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
-from pipeline.settings import Settings, leaves, resolve
+from pipeline.settings import Settings, flatten, leaves, resolve
 
 
 class StageJob(Record):
@@ -190,16 +190,8 @@ def pipeline_fingerprint(settings: CycleSettings) -> str:
 
 def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten nested settings into values by dotted name."""
-    values = dict[str, Any]()
-    for name in leaves(CycleSettings):
-        value: Any = tree
-        for key in name.split("."):
-            if not isinstance(value, Mapping) or key not in value:
-                break
-            value = value[key]
-        else:
-            values[name] = value
-    return values
+    known = leaves(CycleSettings)
+    return {name: value for name, value in flatten(tree, known) if name in known}
 
 
 def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> CycleSettings:

@@ -388,7 +388,7 @@ def _file_layer(model: type[Settings], path: Path) -> Layer:
 
 
 def _tree_layer(model: type[Settings], tree: Mapping[str, Any], source: str) -> Layer:
-    return {name: SourcedValue(value, source) for name, value in _flat(tree, leaves(model))}
+    return {name: SourcedValue(value, source) for name, value in flatten(tree, leaves(model))}
 
 
 def _env_layer(model: type[Settings], env: Mapping[str, str]) -> Layer:
@@ -448,12 +448,12 @@ def _text_layer(model: type[Settings], texts: Iterable[tuple[str, str | None, st
     return layer
 
 
-def _flat(tree: Mapping[str, Any], fields: Mapping[str, SettingField], parent: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, Any], fields: Mapping[str, SettingField], parent: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of all settings in a tree, including unknown settings."""
     for key, value in tree.items():
         name = parent + key
         if name not in fields and isinstance(value, Mapping) and value:
-            yield from _flat(value, fields, f"{name}.")
+            yield from flatten(value, fields, f"{name}.")
         elif value != {} or name in fields:  # an empty table is allowed, even for an unknown section
             yield name, value
 

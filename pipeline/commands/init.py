@@ -5,15 +5,13 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any
-
-from pydantic import BaseModel
 
 from pipeline.backends import auto_uses_xla_cpu
 from pipeline.commands import ToolCall
@@ -28,7 +26,7 @@ from pipeline.data.survey import common_labels, infer_gains
 from pipeline.evaluate.gate.judge import fraction_for
 from pipeline.io.atomic import create_atomic
 from pipeline.io.storage import os_errors
-from pipeline.settings import PROJECT_FILE, Settings
+from pipeline.settings import PROJECT_FILE, Settings, flatten, leaves
 
 MAX_ROWS = 200_000
 """Maximum number of rows to read for guessing."""
@@ -305,8 +303,10 @@ def project_text(path: str, guess: Guess, test_fraction: float | None, settings:
         "train": {"metric": "combined"},
         "health": {"min_free_gib": 1},
     }
-    for section, name, value in explicit_values(settings) if settings else ():
-        if value is not None and (section, name) not in (("", "cycle"), ("data", "path")):
+    explicit = settings.model_dump(mode="json", exclude_unset=True, exclude_none=True) if settings else {}
+    for dotted, value in flatten(explicit, leaves(Settings)):
+        if dotted not in ("cycle", "data.path"):
+            section, _, name = dotted.rpartition(".")
             sections.setdefault(section, {})[name] = value
     comments = {
         "data.path": f"all rows count as new if the file changes, so add new days as {stem}/dt=YYYY-MM-DD/",
@@ -329,19 +329,7 @@ def project_text(path: str, guess: Guess, test_fraction: float | None, settings:
     return "\n".join(lines) + "\n"
 
 
-def explicit_values(model: BaseModel, section: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield the section, name and value of each setting that was explicitly set."""
-    for name in (name for name in type(model).model_fields if name in model.model_fields_set):
-        value = getattr(model, name)
-        if isinstance(value, BaseModel):
-            yield from explicit_values(value, f"{section}.{name}".strip("."))
-        else:
-            yield section, name, value
-
-
 def _toml(value: Any) -> str:
-    if isinstance(value, BaseModel):
-        return _toml(value.model_dump(mode="json", exclude_unset=True))
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
