@@ -327,9 +327,12 @@ class Evaluation:
         if results[0] and results[1] and not isinstance(task := self.search.task, str):
             moved = moved_queries(task, results[0], results[1], metric, min(limit, MAX_MOVED))
         digest = score_digest(self.ctx.cycle, models, limit, texts_of, metric, moved)
+        # The texts of a catalogue file are original already. Searching for them would read the input to its limit.
+        originals = {"moved": digest.moved} if self.settings.evaluate.retrieval.catalogue else {}
         try:
-            info = self.holdout.sets[0].info
-            digest = with_originals(digest, info, self.search.tokenizer, self.settings.data, self.ctx)
+            info, decoded = self.holdout.sets[0].info, digest.model_copy(update=dict.fromkeys(originals, ()))
+            digest = with_originals(decoded, info, self.search.tokenizer, self.settings.data, self.ctx)
+            digest = digest.model_copy(update=originals)
         except (ConfigError, DataError) as error:  # original texts are nice to have, so do not fail the evaluation
             self.ctx.console.warn(f"the report page shows decoded instead of original texts: {error.seen}")
         self.ctx.workspace.write_bytes(digest_key(self.ctx.cycle), digest.model_dump_json(indent=1).encode() + b"\n")
