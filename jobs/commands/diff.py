@@ -13,6 +13,7 @@ from pipeline.context import Figure, load_result
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_count, shortened
 from pipeline.core.progress import Say
+from pipeline.data.token_sets import token_set_prefixes
 from pipeline.evaluate.report import EvaluationReport, load_report
 
 _DATA = ("rows", "rows_bad", "queries_train", "queries_valid", "queries_test", "labels", "partitions_prepared")
@@ -59,7 +60,7 @@ def _data(store: CycleStore) -> Mapping[str, Figure]:
     result = load_result(store.storage, store.cycle, "prepare")
     if result is None:
         return {}
-    sets = {"partitions": sum(name.startswith("token_set_") for name in result.outputs)}
+    sets = {"partitions": len(token_set_prefixes(result.outputs))}
     return {name: result.figures[name] for name in _DATA if name in result.figures} | sets
 
 

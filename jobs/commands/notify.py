@@ -22,10 +22,8 @@ from jobs.cycle.costs import read_ledger
 from jobs.cycle.job_states import Closed, JobRecord, failed_task, first_failure, without_error
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money
-from jobs.cycle.verdict import outcome_text
 from jobs.plan.spec import JobPlan
 from jobs.setup import OpenCycle, open_cycle
-from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError
 from pipeline.core.format import format_duration, shortened
 from pipeline.core.optional import missing_package
@@ -75,9 +73,7 @@ def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], clo
         _put(cycle, "late-deadline", "the deadline has passed", at=ledger.deadline_at)
     if closed is None or closed.outcome == "cancelled":
         return
-    evaluated = load_result(store.storage, store.cycle, "evaluate")
-    figures = evaluated.figures if evaluated else {}
-    event = outcome_text(closed.outcome, figures)
+    event = cycle.outcome(closed)
     took = None if ledger.began_at is None else closed.at - ledger.began_at
     facts = (f"took {format_duration(took)}", DEADLINES[ledger.deadline], money(ledger.total))
     lines = [without_error(closed.reason, records), "; ".join(fact for fact in facts if fact)]

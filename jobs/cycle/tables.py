@@ -108,7 +108,8 @@ GOODPUT = (
     "goodput: machine time of productive work that was kept (steps, rows, vectors) divided by all machine time,"
     " without waiting in a queue"
 )
-LOCAL_COST = "local: no charge (costs above are estimates for a different machine, by jobs.vcpu_usd_per_hour)"
+NO_CHARGE = "local: no charge"
+LOCAL_COST = f"{NO_CHARGE} (costs above are estimates for a different machine, by jobs.vcpu_usd_per_hour)"
 
 
 def cost_lines(ledger: CycleLedger) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jobs.cycle.costs import CycleLedger
-from jobs.cycle.tables import DEADLINES
+from jobs.cycle.tables import DEADLINES, NO_CHARGE
 from pipeline.context import Figure
 from pipeline.core.format import aligned, format_duration, usd
 from pipeline.embed.digest import VerifyDigest
@@ -89,7 +89,7 @@ def outcome_text(outcome: str, evaluate: Mapping[str, Figure]) -> str:
 def cost_text(ledger: CycleLedger, target: str) -> str:
     """Return the cost of a cycle as text to display. A local machine costs nothing."""
     if target == "local":
-        return "local: no charge"
+        return NO_CHARGE
     return "cost unknown" if ledger.total.usd is None else usd(ledger.total.usd)
 
 
@@ -145,9 +145,7 @@ def _rule(check: GateCheck) -> str:
     """Return what the gate allows, and how many queries would show it, for a check with an interval."""
     if check.bound is None or check.low is None or check.high is None:
         return ""
-    worst, best = -check.low, -check.high
-    if MetricName.parse(check.metric).lower_is_better:
-        worst, best = check.high, check.low
+    best, worst = sorted(map(MetricName.parse(check.metric).loss, (check.low, check.high)))
     worse = f"at least {best:.3f} worse" if best > check.bound else f"could be {worst:.3f} worse"
     takes = check.needed_queries
     more = f"; about {takes:,} test queries are needed, there are {check.num_queries:,}" if takes else ""
