@@ -409,9 +409,10 @@ def change_line(record: JobRecord, log: str = "") -> Change:
 
     `log` is the path of the log of a running job.
     """
-    fields = [f"{record.name:<12} {record.state.value:<9}"]
+    fields = [f"{record.name:<12} {shown_state(record):<9}"]
     if not record.attempts:
-        return Change("  ".join([*fields, record.status_reason]).rstrip())
+        reason = reason_of(record) if _is_skipped(record) else record.status_reason
+        return Change("  ".join([*fields, reason]).rstrip())
     last, attempt = record.attempts[-1], f"attempt {len(record.attempts)}"
     end = f"{attempt} ended{'' if last.exit_code is None else f' with exit code {last.exit_code}'}"
     why = last.status_reason if last.status_reason != EXITED or last.exit_code is None else ""

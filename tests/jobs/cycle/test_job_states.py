@@ -106,6 +106,7 @@ def test_failure_goes_down_the_chain_with_its_cause() -> None:
         assert (one.state, one.status_reason, one.stopped_at, one.attempts) == (
             *(FAILED, "not run: prepare failed", 7.0, ()),
         )
+        assert job_states.change_line(one).split(maxsplit=1)[1] == "NOT RUN    prepare failed"
 
 
 @pytest.mark.parametrize(
