@@ -46,6 +46,7 @@ from pipeline.data.validate import RowRules, merge_names
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, os_errors
+from pipeline.model.config import LEXICAL
 from pipeline.proc.pool import run_tasks
 from pipeline.telemetry.events import EventName
 
@@ -378,7 +379,9 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
     shards = {split: infos for split, infos in by_split.items() if infos}
     reasons = sum((Counter(record.reasons) for record in records), Counter[str]())
     names = merge_names(record.slices for record in records)
-    is_counted = all(len(record.without_category) == len(categorical) for record in records)
+    optional = [name for name in numeric_names(config) if not name.startswith(LEXICAL)]
+    are_counted = all(len(record.without_category) == len(categorical) for record in records)
+    are_counted &= all(len(record.without_number) == len(optional) for record in records)
     return TokenSetInfo(
         dataset=config.name,
         partition=work.partition.name,
@@ -405,7 +408,11 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         judged=count_judgements(work.staging.files, shards, len(labels.gains), stop),
         without_category={
             info.column: sum(record.without_category[i] for record in records)
-            for i, info in enumerate(categorical if is_counted else ())
+            for i, info in enumerate(categorical if are_counted else ())
+        },
+        without_number={
+            name: sum(record.without_number[i] for record in records)
+            for i, name in enumerate(optional if are_counted else ())
         },
     )
 
@@ -451,7 +458,7 @@ def _check_bad_fraction(
     top = ", ".join(f"{reason} ({count})" for reason, count in Counter(info.reasons).most_common(_TOP_REASONS))
     remedy = "fix the input, correct --data.columns / --data.labels"
     if any(reason.startswith("feature ") for reason in info.reasons):
-        remedy = "write 0 or another default where a number is missing, take the column out of --data.numeric"
+        remedy = "write a number or nothing in each row, take the column out of --data.numeric"
     raise DataError(
         f"{info.partition}: {info.rows_bad} of {info.rows_read} rows are bad"
         f" ({info.rows_bad / info.rows_read:.1%}): {top}{first}",

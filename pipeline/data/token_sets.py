@@ -135,6 +135,9 @@ class TokenSetInfo(Record):
     without_category: dict[str, int] = Field(
         {}, description="Number of rows without a value, by categorical column (empty in sets from earlier versions)"
     )
+    without_number: dict[str, int] = Field(
+        {}, description="Number of rows without a value, by numeric feature (empty in sets from earlier versions)"
+    )
 
     @property
     def slice_columns(self) -> tuple[str, ...]:
@@ -282,6 +285,7 @@ def spec_of(info: TokenSetInfo) -> InputSpec:
         categorical_ids=tuple(feature.num_ids for feature in info.categorical),
         query_prefix=info.query_prefix,
         product_prefix=info.product_prefix,
+        missing=tuple(info.without_number),
     )
 
 
@@ -308,6 +312,7 @@ class PartitionDigest(Record):
     truncated: int
     tokens: int
     without_category: Mapping[str, int] = Field({}, description="Number of rows without a value, by categorical column")
+    without_number: Mapping[str, int] = Field({}, description="Number of rows without a value, by numeric feature")
 
 
 class PrepareDigest(Record):
@@ -373,4 +378,5 @@ def _partition_digest(info: TokenSetInfo) -> PartitionDigest:
         truncated=info.truncated_rows,
         tokens=info.tokens,
         without_category=info.without_category,
+        without_number=info.without_number,
     )

@@ -24,6 +24,8 @@ ENCODER_FIELDS = (
 )
 """Fields that determine the encoder, in addition to its sizes."""
 MAX_POSITIONS = 8192
+LEXICAL = "lex_"
+"""Prefix of the names of lexical features."""
 MPNET_PAD = 1
 """Padding token id of MPNet models, which is hardcoded in transformers as the offset of positions."""
 
@@ -254,11 +256,24 @@ class InputSpec(Record):
     query_prefix: str = ""
     """Text that is prepended to every query."""
     product_prefix: str = ""
+    missing: tuple[str, ...] = ()
+    """The first of the numeric features, which have an indicator that is 1 if the number is missing. Empty in models of
+    earlier versions, in which a missing number is the same as the mean."""
 
     def used_fields(self) -> dict[str, Any]:
-        """Return the fields except for empty prefixes, so that the identities of older runs don't change."""
+        """Return the fields except for later ones that are empty, so that the identities of older runs don't change."""
         fields = self.model_dump(mode="json")
-        return {name: value for name, value in fields.items() if value or not name.endswith("_prefix")}
+        later = ("query_prefix", "product_prefix", "missing")
+        return {name: value for name, value in fields.items() if value or name not in later}
+
+    def continuing(self, parent: "InputSpec") -> "InputSpec":
+        """Return a copy for a run that continues a parent, with its gains and its form of missing numbers."""
+        return self.model_copy(update={"label_gains": parent.label_gains, "missing": parent.missing})
+
+    @property
+    def may_miss(self) -> bool:
+        """True if any numeric feature may be missing, which is not the case for lexical features."""
+        return any(not name.startswith(LEXICAL) for name in self.numeric)
 
     @property
     def num_classes(self) -> int:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
@@ -14,10 +14,10 @@ from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
 from pipeline.data.token_sets import read_token_sets, spec_of, token_set_prefixes
-from pipeline.model.config import InputSpec
+from pipeline.model.config import LEXICAL, InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
-from pipeline.registry.checkpoints import locate_start, production_prefix
+from pipeline.registry.checkpoints import locate_start, parent_inputs, production_prefix
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import rank_slice
@@ -120,13 +120,20 @@ def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], objec
     prepared = find_prepared(ctx)
     if prepared is None:
         shapes = expected_shapes(settings)
+        shapes = replace(shapes, spec=_as_parent(shapes.spec, ctx))
         warn(
             f"no data has been prepared yet, assuming a vocabulary of {shapes.spec.vocab_size:,} tokens and "
             f"{shapes.spec.num_classes} labels"
         )
         return shapes
     info = read_token_sets(ctx.workspace, prepared.token_sets)[0].info
-    return Shapes(spec_of(info), tuple(Bucket.parse(text) for text in info.buckets))
+    return Shapes(_as_parent(spec_of(info), ctx), tuple(Bucket.parse(text) for text in info.buckets))
+
+
+def _as_parent(spec: InputSpec, ctx: StageContext) -> InputSpec:
+    """Return the inputs of a training run, for which a parent determines the form of missing numbers."""
+    parent = parent_inputs(ctx.settings, ctx.workspace) if spec.missing else None
+    return spec if parent is None else spec.model_copy(update={"missing": parent.missing})
 
 
 def expected_shapes(settings: Settings) -> Shapes:
@@ -141,9 +148,10 @@ def expected_shapes(settings: Settings) -> Shapes:
         pad_id=0,
         labels=labels,
         label_gains=tuple(i / (len(labels) - 1) for i in range(len(labels))),
-        numeric=numeric_names(data),
+        numeric=(numeric := numeric_names(data)),
         categorical_ids=tuple(feature.num_ids for feature in data.categorical),
         query_prefix=data.query_prefix,
         product_prefix=data.product_prefix,
+        missing=tuple(name for name in numeric if not name.startswith(LEXICAL)),
     )
     return Shapes(spec, tuple(Bucket.parse(text) for text in data.buckets))

@@ -98,9 +98,11 @@ def summary(data: PreparedData) -> str:
         shown = [f"{rows:,} {reason}" for reason, rows in reasons[:_MAX_REASONS]]
         shown += [f"{len(reasons) - _MAX_REASONS} other reasons"] if len(reasons) > _MAX_REASONS else []
         bad = f", {data.rows_bad:,} quarantined: {', '.join(shown)}"
+    missing = sum((Counter(info.without_number) for info in data.infos), Counter[str]())
+    without = "".join(f", {rows:,} without {name}" for name, rows in missing.items() if rows)
     return (
         f"prepare: {data.prepared} partition(s) prepared, {data.reused} reused | "
-        f"{data.rows:,} rows{bad} | labels {' < '.join(data.labels)}"
+        f"{data.rows:,} rows{bad}{without} | labels {' < '.join(data.labels)}"
     )
 
 

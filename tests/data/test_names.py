@@ -143,7 +143,8 @@ def test_every_field_of_prepared_data_is_common_to_the_partitions_of_a_run_or_th
         "label_gains": "the mean gains of its rows; a run takes those of the first or of its parent",
         **dict.fromkeys(("partition", "watermark", "fingerprint", "splits", "files", "judged"), "its own"),
         **dict.fromkeys(
-            ("rows_read", "rows_bad", "reasons", "truncated_rows", "tokens", "without_category"), "its own"
+            ("rows_read", "rows_bad", "reasons", "truncated_rows", "tokens", "without_category", "without_number"),
+            "its own",
         ),
     }
     given: dict[str, Any] = {
@@ -152,6 +153,7 @@ def test_every_field_of_prepared_data_is_common_to_the_partitions_of_a_run_or_th
         "files": (FileRows(file="x", rows=1, good=1, bad=0, filtered=0, blank=0),),
         "reasons": {"x": 1},
         "without_category": {"x": 1},
+        "without_number": {"x": 1},
         "label_gains": (0.0, 0.5),
         "categorical": (),
         "slices": (SliceInfo(column="category", names=("a",)),),

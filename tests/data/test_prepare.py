@@ -106,6 +106,32 @@ def texts_of(folder: Path, **settings: Any) -> DataConfig:
 
 
 @pytest.mark.stage
+def test_missing_numbers_are_counted_and_stored_as_nan(workplace: Make, tmp_path: Path) -> None:
+    place, config = workplace("one"), texts_of(tmp_path, numeric=("price",))
+    rows = [json.loads(line) for line in Path(str(config.path)).read_text().splitlines()]
+    lines = (json.dumps({**row, **({"price": 2} if i % 4 else {})}) + "\n" for i, row in enumerate(rows))
+    Path(str(config.path)).write_text("".join(lines))
+    done = place.prepare(config)
+    assert (done.rows, done.rows_bad, done.infos[0].without_number) == (200, 0, {"price": 50})
+    assert ", 50 without price |" in summary(done)
+    (one,) = read_token_sets(place.storage, done.token_set_prefixes)
+    assert spec_of(one.info).missing == ("price",)
+    numeric = np.concatenate(
+        [
+            found.read(np.full(len(numbers), bucket), numbers, bucket, ("numeric",))["numeric"]
+            for split in SPLITS
+            for found in [open_rows(place.storage, [one], split, tmp_path)]
+            for bucket, numbers in found.blocks()
+        ]
+    )
+    assert np.isnan(numeric).sum(axis=0).tolist() == [50, *[0] * len(LEXICAL_NAMES)]
+    with pytest.raises(DataError, match="feature price is not a finite number") as error:
+        Path(str(config.path)).write_text("".join(json.dumps({**row, "price": "cheap"}) + "\n" for row in rows))
+        place.prepare(config)
+    assert "a number or nothing" in str(error.value.next_command)
+
+
+@pytest.mark.stage
 def test_slices_go_with_the_rows(workplace: Make, tmp_path: Path) -> None:
     place = workplace("one")
     done = place.prepare(texts_of(tmp_path, slices=("label", "kind")))

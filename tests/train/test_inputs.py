@@ -107,6 +107,15 @@ def test_inputs_that_fit(tmp_path: Path) -> None:
     assert (run.negatives, run.replays) == (None, TRAIN.replay_share > 0)
 
 
+def test_a_run_has_indicators_unless_its_parent_was_trained_without(tmp_path: Path) -> None:
+    without = {"price": 3}
+    assert gather(tmp_path / "new", without_number=without).spec.missing == ("price",)
+    old = gather(tmp_path / "old", parent=parent_of({}), without_number=without)
+    assert old.spec == SPEC and "missing" not in old.spec.used_fields()
+    newer = parent_of({}, inputs=SPEC.model_copy(update={"missing": ("price",)}))
+    assert gather(tmp_path / "newer", parent=newer).spec.missing == ("price",), "also of data from before"
+
+
 def test_parent_and_mined_negatives_are_in_the_identity_and_choose_what_is_new(tmp_path: Path) -> None:
     alone = gather(tmp_path / "alone")
     child = gather(tmp_path / "child", parent=parent_of({"flat": "print"}))
