@@ -19,7 +19,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.readers import Planner, file_version, object_version, read_file, suffix_format
-from pipeline.data.rows import READER_VERSION, RawBatch, shorten
+from pipeline.data.rows import READER_VERSION, ColumnPlan, RawBatch, shorten
 from pipeline.io.commit import stream_record
 from pipeline.io.paths import user_path
 from pipeline.io.requests import RetryPolicy
@@ -84,6 +84,17 @@ class Files:
                 content_id = fingerprint([content, READER_VERSION])
                 inputs.append(InputFile(stat.key, name, content_id, stat.size_bytes, version))
         return tuple(inputs)
+
+    def column_names(self) -> list[str]:
+        """Return the names of the columns of the first file that has any."""
+        names = list[str]()
+
+        def plan(columns: list[str]) -> ColumnPlan:
+            names.extend([] if names else columns)
+            return ColumnPlan(())
+
+        next(self.read(lambda uri: plan, 1, "reading column names"), None)
+        return names
 
     def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
         """Yield batches of at most `num_rows` rows from all files. `plan` maps the URI of a file to its planner."""

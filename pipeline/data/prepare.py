@@ -18,9 +18,10 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.core.errors import DataError, TransientError
+from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
+from pipeline.data.attributes import are_resolved, like_parent
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import ChunkRecord, ChunkTask, Staging, encode_chunk
 from pipeline.data.input_files import InputFile, InputPartition
@@ -46,7 +47,7 @@ from pipeline.data.validate import RowRules, merge_names
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, os_errors
-from pipeline.model.config import LEXICAL
+from pipeline.model.config import LEXICAL, Attribute
 from pipeline.proc.pool import run_tasks
 from pipeline.telemetry.events import EventName
 
@@ -126,6 +127,7 @@ def prepare(
     *,
     scratch: Path,
     tokenizer: bytes | None = None,
+    attributes: Sequence[Attribute] = (),
     worker: int = 0,
     events: Emit,
     stop: StopSignal,
@@ -135,15 +137,17 @@ def prepare(
     Args:
         scratch: Local folder for staged chunks. A rerun must use the same folder to be able to skip finished chunks.
         tokenizer: The tokenizer.json of the parent model. `config.tokenizer.path` takes precedence.
+        attributes: The attributes of the parent model, whose columns and kinds are used unless they are configured.
         worker: Index of this worker, below `config.workers`.
 
     Raises DataError if the input is unusable or has too many bad rows, ConfigError if the tokenizer does not exist,
     Preempted if a stop is requested, and TransientError if the input changes while it is being read.
     """
+    config = config.model_copy(update={"attributes": like_parent(config.attributes, attributes)})
     listed = list_input_objects(config, stop) if config.workers > 1 else frozenset()
     source = open_source(config, scratch=scratch, stop=stop)
     scratch = scratch / f"worker-{worker}" if config.workers > 1 else scratch  # workers may share a machine
-    encoding, tokenizer_prefix = _labels_and_tokenizer(config, source, workspace, scratch, tokenizer, events, stop)
+    encoding, tokenizer_prefix = _surveyed(config, source, workspace, scratch, tokenizer, events, stop)
     infos: dict[str, TokenSetInfo] = {}
     works, prefixes = list[_PartitionWork](), list[str]()
     for number, partition in enumerate(source.partitions):
@@ -219,7 +223,7 @@ def _committed(encoding: Encoding, prefix: str, workspace: Storage) -> TokenSetI
 # Labels, tokenizer, and partition names.
 
 
-def _labels_and_tokenizer(
+def _surveyed(
     config: DataConfig,
     source: Source,
     workspace: Storage,
@@ -228,10 +232,11 @@ def _labels_and_tokenizer(
     events: Emit,
     stop: StopSignal,
 ) -> tuple[Encoding, str]:
-    """Determine the labels and the tokenizer, and store the tokenizer in the workspace.
+    """Determine the labels, the attributes and the tokenizer, and store the tokenizer in the workspace.
 
-    Labels that are not configured have to be read from the data, and a new tokenizer has to be trained on it. In either
-    case this reads the entire input. Returns the encoding and the prefix at which its tokenizer is stored.
+    Labels and attributes that are not configured have to be read from the data, and a new tokenizer has to be trained
+    on it. In each case this reads the entire input. Returns the encoding and the prefix at which its tokenizer is
+    stored. Raises ConfigError if two numeric features have the same name.
     """
     tokenizer = given_tokenizer(config, parent_tokenizer, stop)
     if tokenizer is not None and config.tokenizer.path is not None and config.tokenizer.split_digits:
@@ -240,9 +245,17 @@ def _labels_and_tokenizer(
     tokenizer = tokenizer or find_tokenizer(config, source, workspace)
     needs_labels = not config.labels and not source.fixed_labels
     surveyed = None
-    if needs_labels or tokenizer is None:
+    if needs_labels or tokenizer is None or not are_resolved(config.attributes):
         surveyed = survey(source, config, want_labels=needs_labels, want_sample=tokenizer is None, stop=stop)
     labels = decide_labels(config, source.fixed_labels, surveyed)
+    if surveyed is not None:
+        config = config.model_copy(update={"attributes": surveyed.attributes.resolve(config.attributes)})
+    if duplicates := [name for name, count in Counter(numeric_names(config)).items() if count > 1]:
+        raise ConfigError(
+            f"data.numeric and data.attributes have two features {', '.join(map(repr, duplicates))}",
+            expected="each name once",
+            next_command="remove the column from --data.numeric, or rename the attribute",
+        )
     if tokenizer is None:
         sample = surveyed.sample if surveyed else TextSample()
         tokenizer = train_in_worker(config, list(sample.texts()), stop)
@@ -262,6 +275,7 @@ def name_partition(encoding: Encoding, partition: InputPartition, *, carve_valid
         {
             # Omit defaults so that data prepared before these settings were introduced keeps its name.
             **{name: value for name, value in newer.items() if value},
+            **({"attributes": [each.model_dump() for each in config.attributes]} if config.attributes else {}),
             "format": FORMAT_VERSION,
             "content": partition.content_id,
             "tokenizer": encoding.tokenizer.fingerprint,
@@ -396,6 +410,7 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         labels=tuple(labels.gains),
         label_gains=tuple(labels.gains.values()),
         numeric=numeric_names(config),
+        attributes=config.attributes,
         categorical=categorical,
         splits=shards,
         rows_read=sum(record.rows_read for record in records),

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
+from pipeline.data.attributes import attribute_pairs
 from pipeline.data.config import DataConfig
 from pipeline.data.token_sets import QuarantinedRow, RowContent
 
@@ -218,7 +219,8 @@ def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> Col
         pairs.append(("label", mapping.label))
     has_text = mapping.text not in (mapping.query, mapping.title)
     pairs += [(field, getattr(mapping, field)) for field in _OPTIONAL if field != "text" or has_text]
-    return match_columns([*pairs, *feature_pairs(config)], available, file, _setting, _OPTIONAL)
+    pairs += [*feature_pairs(config), *attribute_pairs(config.attributes, available, file)]
+    return match_columns(pairs, available, file, _setting, _OPTIONAL)
 
 
 def plan_pairs(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
@@ -230,7 +232,8 @@ def plan_pairs(config: DataConfig, available: Sequence[str], file: str) -> Colum
     pairs = [("query", mapping.query), ("title", mapping.title)]
     if mapping.text not in (mapping.query, mapping.title):
         pairs.append(("text", mapping.text))
-    return match_columns([*pairs, *feature_pairs(config)], available, file, _setting, _OPTIONAL)
+    pairs += [*feature_pairs(config), *attribute_pairs(config.attributes, available, file)]
+    return match_columns(pairs, available, file, _setting, _OPTIONAL)
 
 
 def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:

@@ -12,11 +12,12 @@ import numpy as np
 import pyarrow as pa
 from pydantic import JsonValue
 
-from pipeline.core.errors import DataError
+from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data import synthetic
+from pipeline.data.attributes import BASES, append_attributes, text_fields
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import (
     Files,
@@ -43,6 +44,7 @@ from pipeline.data.rows import (
 from pipeline.data.validate import filter_mask
 from pipeline.io import atomic
 from pipeline.io.storage import ObjectStat, Storage, os_errors
+from pipeline.model.config import Attribute
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ class Source:
         return self.reader(file, fields)
 
 
+PRODUCT_FIELDS = ("product_id", "title", "text")
+
+
 @contextmanager
 def reading_progress(doing: str, files: Sequence[InputFile]) -> Iterator[Callable[[RawBatch | None], None]]:
     """Display the progress of reading files.
@@ -89,18 +94,23 @@ def reading_progress(doing: str, files: Sequence[InputFile]) -> Iterator[Callabl
 
 
 def read_products(
-    source: Source, stop: StopSignal, fields: Sequence[str] = ("product_id", "title", "text")
+    source: Source, attributes: Sequence[Attribute], stop: StopSignal, fields: Sequence[str] = PRODUCT_FIELDS
 ) -> Iterator[RawBatch]:
     """Yield the given fields of every row in the input, by default those that describe the product.
 
-    Raises Preempted if a stop is requested. See `Source.read` for other errors.
+    Attributes are appended to the query and the title. Raises Preempted if a stop is requested. See `Source.read` for
+    other errors.
     """
+    fields = [
+        *fields,
+        *(name for side, base in BASES.items() if base in fields for name in text_fields(attributes, side)),
+    ]
     with reading_progress("reading products", source.files) as advance:
         for file in source.files:
             for batch in source.read(file, fields):
                 stop.raise_if_set(f"reading {file.key}")
                 advance(batch)
-                yield batch
+                yield replace(batch, columns=append_attributes(batch.columns))
 
 
 def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Source:
@@ -186,6 +196,12 @@ _ESCI_TEXTS = ("product_brand", "product_color", "product_bullet_point", "produc
 
 def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
     """Open the ESCI dataset. Raises DataError if one of its files is missing, or if there are other data files."""
+    if config.attributes:
+        raise ConfigError(
+            "data.attributes is set for the ESCI dataset, whose brand and colour are already part of the product text",
+            expected="no attributes",
+            next_command="remove data.attributes, or join the files and set data.format parquet",
+        )
     storage, stats, path = listing.storage, listing.stats, str(config.path)
     examples, products, others = list[ObjectStat](), list[ObjectStat](), list[str]()
     for stat in stats:

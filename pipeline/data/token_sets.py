@@ -16,7 +16,7 @@ from pipeline.core.record import Record
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, read_record
-from pipeline.model.config import InputSpec
+from pipeline.model.config import Attribute, InputSpec
 
 # The `fields` in the MANIFEST.json of a folder of token shards.
 
@@ -117,6 +117,7 @@ class TokenSetInfo(Record):
     labels: tuple[str, ...]
     label_gains: tuple[float, ...]
     numeric: tuple[str, ...] = Field(description="Names of the configured columns, followed by the lexical features")
+    attributes: tuple[Attribute, ...] = Field((), description="Attributes with their columns and kinds")
     categorical: tuple[CategoricalInfo, ...]
     splits: dict[Split, tuple[ShardInfo, ...]]
     rows_read: int
@@ -212,7 +213,14 @@ class TokenSet:
 
 
 _TEXTS = ("tokenizer_fingerprint", "pad_id", "query_prefix", "product_prefix", "buckets")
-_COMMON = (*_TEXTS, "labels", "numeric", "categorical", "slice_columns")  # must be equal in all partitions of a run
+_COMMON = (
+    *_TEXTS,
+    "labels",
+    "numeric",
+    "attributes",
+    "categorical",
+    "slice_columns",
+)  # must be equal in all partitions of a run
 
 
 def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSet]:
@@ -285,6 +293,7 @@ def spec_of(info: TokenSetInfo) -> InputSpec:
         categorical_ids=tuple(feature.num_ids for feature in info.categorical),
         query_prefix=info.query_prefix,
         product_prefix=info.product_prefix,
+        attributes=info.attributes,
         missing=tuple(info.without_number),
     )
 

@@ -12,9 +12,12 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
+from pipeline.data.attributes import BASES, PRODUCT, QUERY, text_fields, with_attributes
 from pipeline.data.config import DataConfig
+from pipeline.data.lexical import code_features
 from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, RowChunk, canonical_text, row_content
 from pipeline.data.token_sets import SPLITS
+from pipeline.model.config import Attribute
 
 EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
 NO_LABEL, UNKNOWN_LABEL, UNKNOWN_SPLIT = "no label", "unknown label", "unknown split"
@@ -108,11 +111,16 @@ class RowRules:
 
 @dataclass(frozen=True)
 class CleanRows:
-    """N valid rows. `split` contains indices into SPLITS, and `label` is -1 if the data has no labels."""
+    """N valid rows. `split` contains indices into SPLITS, and `label` is -1 if the data has no labels.
+
+    Text attributes are appended to `full_query` and `full_title`.
+    """
 
     query: list[str]
     title: list[str]
     text: list[str]
+    full_query: list[str]
+    full_title: list[str]
     label: npt.NDArray[np.int16]
     gain: npt.NDArray[np.float32]
     numeric: npt.NDArray[np.float32]
@@ -182,6 +190,11 @@ class _Rows:
                     texts.append("")
             return texts
 
+    def with_texts(self, texts: list[str], fields: Sequence[str]) -> list[str]:
+        """Return texts to which the texts of the given fields are appended."""
+        values = zip(*map(self.text, fields), strict=True) if fields else ()
+        return [with_attributes(text, row) for text, row in zip(texts, values, strict=True)] if fields else texts
+
 
 def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
     """Apply the filter to a chunk and validate the remaining rows.
@@ -198,7 +211,9 @@ def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[Ba
         rows.mark_bad(np.array([not value for value in values], dtype=np.bool_), reason)
     label, gain = _labels_and_gains(rows, rules)
     numeric, categorical = _features(rows, rules.config)
-    query_id, split = _queries_and_splits(rows, rules, query)
+    full_query = rows.with_texts(query, text_fields(rules.config.attributes, QUERY))
+    full_title = rows.with_texts(title, text_fields(rules.config.attributes, PRODUCT))
+    query_id, split = _queries_and_splits(rows, rules, full_query)
     good = np.array([reason is None for reason in rows.reason], dtype=np.bool_)
     kept = np.flatnonzero(good).tolist()
     prefix = f"{rules.partition}|{chunk.file}|"
@@ -206,6 +221,8 @@ def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[Ba
         [query[row] for row in kept],
         [title[row] for row in kept],
         [text[row] for row in kept],
+        [full_query[row] for row in kept],
+        [full_title[row] for row in kept],
         label[good],
         gain[good],
         numeric[good],
@@ -242,9 +259,9 @@ def _labels_and_gains(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.int1
 
 def _features(rows: _Rows, config: DataConfig) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     """Return the numeric features and the categorical ids. Categories are hashed as bytes and can have any encoding."""
-    numeric = np.zeros((len(rows.rows), len(config.numeric)), dtype=np.float32)
-    for index, column in enumerate(config.numeric):
-        numeric[:, index] = _numbers(rows, NUMERIC + column, column)
+    numbers = [_numbers(rows, NUMERIC + column, column)[:, None] for column in config.numeric]
+    numbers += [_compare(rows, attribute) for attribute in config.attributes]
+    numeric = np.concatenate([np.zeros((len(rows.rows), 0), dtype=np.float32), *numbers], axis=1)
     categorical = np.zeros((len(rows.rows), len(config.categorical)), dtype=np.int32)
     for index, info in enumerate(config.categorical):
         values = rows.table[CATEGORICAL + info.column].to_pylist()
@@ -266,6 +283,21 @@ def _numbers(rows: _Rows, field: str, column: str) -> npt.NDArray[np.float32]:
         is_missing = empty.to_numpy(zero_copy_only=False)
     rows.mark_bad(~is_missing & ~(np.abs(numbers) < _LARGEST_NUMBER), f"feature {column} is not a finite number")
     return numbers
+
+
+def _compare(rows: _Rows, attribute: Attribute) -> npt.NDArray[np.float32]:
+    """Return the numeric features of an attribute, of shape [N, len(attribute.features)]."""
+    sides = [side + attribute.name for side in BASES if side + attribute.name in rows.fields]
+    if not attribute.features:
+        return np.zeros((len(rows.rows), 0), dtype=np.float32)
+    if attribute.kind == "text":
+        return code_features(*map(rows.text, sides))
+    query, *product = (_numbers(rows, field, attribute.name) for field in sides)
+    if not product:
+        return query[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where((query > 0) & (product[0] > 0), np.log(product[0] / query), np.nan)
+    return np.stack([product[0] - query, ratio], axis=1).astype(np.float32)
 
 
 def category_id(value: bytes | None, num_ids: int) -> int:

@@ -14,12 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
+from pipeline.data.attributes import PRODUCT, append_attributes
 from pipeline.data.readers import open_parquet, refuse_unreadable
 from pipeline.data.rows import (
     CHARACTERS_PER_TOKEN,
@@ -99,12 +100,20 @@ class CatalogueColumns(Record):
     title: str
     text: str = "text"
     filter: dict[str, str] = Field(default_factory=dict)
+    attributes: dict[str, str] = Field({}, description="Columns of text attributes to append to the title, by name")
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the attributes if there are none, so that the digests of older catalogues do not change."""
+        fields: dict[str, Any] = serialize(self)
+        return {name: value for name, value in fields.items() if value or name != "attributes"}
 
     def plan(self, available: Sequence[str], file: str) -> ColumnPlan:
         """Return the columns to read from a file. Raises DataError that lists the existing ones if one is missing."""
         pairs = [("id", self.id), ("title", self.title)]
         if self.text != self.title:
             pairs.append(("text", self.text))
+        pairs += [(PRODUCT + name, column) for name, column in self.attributes.items()]
         pairs += [(FILTER + column, column) for column in self.filter]
         return match_columns(pairs, available, file, lambda field: f"--embed.catalogue.{field.partition('.')[0]}")
 
@@ -305,7 +314,7 @@ def _check_unchanged(planned: CatalogueFile, storage: Storage) -> None:
 def as_fields(batch: pa.RecordBatch, plan: ColumnPlan, id_type: IdType) -> pa.RecordBatch:
     """Convert input columns to fields. Text is converted to large_binary, and numeric ids to their integer type."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-    fields = to_fields(columns, plan)
+    fields = append_attributes(to_fields(columns, plan))
     if id_type == "string":
         return fields
     ids = columns[dict(plan.pairs)["id"]]

@@ -24,6 +24,7 @@ from pipeline.core.fingerprint import fingerprint, hash63
 from pipeline.core.manifest import FileRecord
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
+from pipeline.data.attributes import append_attributes, catalogue_attributes
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import Files, names_of, open_files
 from pipeline.data.rows import RawBatch, quarantined
@@ -84,11 +85,12 @@ def gather_products(
         "columns": config.columns.model_dump(include={"product_id", "title", "text"}),
         "filter": dict(config.filter),
         "esci_locale": None,
+        **({"attributes": [each.model_dump() for each in config.attributes]} if config.attributes else {}),
     }
 
     def products() -> Iterator[RawBatch]:
         observed = set[bytes]()
-        for batch in read_products(source, stop):
+        for batch in read_products(source, config.attributes, stop):
             rows = _as_catalogue(batch, "product_id", config.filter)
             is_first = np.ones(len(rows.rows), dtype=np.bool_)
             for row, value in enumerate(rows.columns["id"].to_pylist()):
@@ -116,7 +118,7 @@ def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> 
 
 def _as_catalogue(batch: RawBatch, id_field: str, row_filter: dict[str, str]) -> RawBatch:
     """Return rows with the fields id, title and text. If there is no id column, the hash of the title is used."""
-    columns, rows = batch.columns, batch.rows
+    columns, rows = append_attributes(batch.columns), batch.rows
     if row_filter:
         keep = filter_mask(columns, row_filter)
         columns, rows = columns.filter(pa.array(keep)), rows[keep]
@@ -167,6 +169,7 @@ def _gather(workspace: Storage, content: dict[str, JsonValue], batches: Iterator
 def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext) -> Catalogue:
     """Find the files of the catalogue and convert them to Parquet if necessary.
 
+    `data` has the attributes of the model, which are left out with a warning if the files do not have their columns.
     Raises DataError if the catalogue cannot be read or has no rows.
     """
     if config.path is None:
@@ -175,8 +178,16 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
         with os_errors("writing", f"file://{lock}"), atomic.exclusive(lock, ctx.stop):
             prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
     else:
-        columns = CatalogueColumns(id=config.id, title=config.title, text=config.text, filter=config.filter)
         files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
+        available = files.column_names() if data.attributes else []
+        attributes = catalogue_attributes(data.attributes, available, config.path, ctx.console.warn)
+        columns = CatalogueColumns(
+            id=config.id,
+            title=config.title,
+            text=config.text,
+            filter=config.filter,
+            attributes={each.name: each.product for each in attributes if each.product},
+        )
         if files.skipped:
             ctx.console.info(f"embed: {len(files.skipped)} other file(s) were not read: {names_of(files.skipped)}")
         if all(name == "parquet" for _, name in files.entries):
@@ -324,7 +335,8 @@ def make_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpo
     checkpoint = open_model(location, settings, ctx)
     width, made_by = checkpoint.state.model.encoder.hidden_size, vector_identity(config, checkpoint)
     check_dimensions("embed.output.dimensions", config.output.dimensions, width)
-    catalogue = find_catalogue(config.catalogue, settings.data, ctx)
+    data = settings.data.model_copy(update={"attributes": checkpoint.state.inputs.attributes})
+    catalogue = find_catalogue(config.catalogue, data, ctx)
     layout = VectorLayout(
         format=config.output.format,
         dtype=config.output.dtype,

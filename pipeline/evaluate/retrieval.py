@@ -19,6 +19,14 @@ from pipeline.core.format import shortened
 from pipeline.core.record import with_retired
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
+from pipeline.data.attributes import (
+    BASES,
+    append_attributes,
+    catalogue_attributes,
+    find_columns,
+    original_field,
+    text_fields,
+)
 from pipeline.data.input_files import Files, names_of, open_files
 from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, product_text, text_characters
 from pipeline.data.shards import TokenRows
@@ -39,7 +47,7 @@ from pipeline.evaluate.metrics.scored_rows import PerQuery
 from pipeline.evaluate.report import MAX_TEXT, FoundProduct, GoldenReport, MovedQuery
 from pipeline.evaluate.score import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
-from pipeline.model.config import InputSpec
+from pipeline.model.config import Attribute, InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.retrieval.products import decode_tokens, distinct_products, join_tokens, text_hashes
 from pipeline.retrieval.search import Ranked, search_on_ranks
@@ -121,6 +129,7 @@ class JudgedCatalogue:
 
     config: RetrievalConfig
     files: Files
+    attributes: tuple[Attribute, ...] = ()
 
     @property
     def content(self) -> str:
@@ -189,6 +198,11 @@ class JudgedCatalogue:
         names = ("id", "title", "query", "text", *(["query_id"] if config.query_id else []))
         pairs = [(name, getattr(config, name)) for name in names]
         pairs += [(FILTER + column, column) for column in {**config.queries, **config.valid_queries}]
+        appended = [
+            name for side, base in BASES.items() if base in fields for name in text_fields(self.attributes, side)
+        ]
+        pairs += [pair for each in self.attributes for pair in find_columns(each, ()).items()]
+        fields = [*fields, *appended]
 
         def setting(field: str) -> str:
             if field.startswith(FILTER):
@@ -205,7 +219,7 @@ class JudgedCatalogue:
                     expected="no invalid rows, because retrieval is evaluated on all items",
                     next_command="repair the file",
                 )
-            yield batch
+            yield replace(batch, columns=append_attributes(batch.columns))
 
 
 def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> JudgedCatalogue:
@@ -568,11 +582,14 @@ class ModelSearch:
         if self._catalogue is not None:
             batches, name = self._catalogue.batches(("id", "title")), "id"
         else:
-            source = open_source(self.settings.data, scratch=self.ctx.scratch, stop=self.ctx.stop)
-            batches, name = read_products(source, self.ctx.stop), "product_id"
+            attributes = self.sets[0].info.attributes
+            data = self.settings.data.model_copy(update={"attributes": attributes})
+            source = open_source(data, scratch=self.ctx.scratch, stop=self.ctx.stop)
+            batches, name = read_products(source, attributes, self.ctx.stop), "product_id"
         for batch in batches:
-            for row in zip(*(field_texts(batch, column) for column in (name, "title", "text")), strict=True):
-                yield row[0], row[1], prefix + product_text(row[1], row[2], limit)
+            columns = (name, original_field(batch.columns, "title"), "title", "text")
+            for item, original, title, text in zip(*(field_texts(batch, column) for column in columns), strict=True):
+                yield item, original, prefix + product_text(title, text, limit)
 
     @cached_property
     def inputs(self) -> dict[str, Json]:
@@ -596,7 +613,12 @@ class ModelSearch:
     @cached_property
     def _catalogue(self) -> JudgedCatalogue | None:
         config = self.settings.evaluate.retrieval
-        return open_catalogue(config, config.catalogue, self.ctx.stop) if config.catalogue else None
+        if not config.catalogue:
+            return None
+        catalogue, attributes = open_catalogue(config, config.catalogue, self.ctx.stop), self.sets[0].info.attributes
+        available = catalogue.files.column_names() if attributes else []
+        found = catalogue_attributes(attributes, available, config.catalogue, self.warn)
+        return replace(catalogue, attributes=found)
 
     def _widths(self, checkpoint: Checkpoint) -> list[int]:
         """Return the number of dimensions to serve, followed by the additional ones to evaluate.

@@ -244,6 +244,24 @@ class LossConfig(Record):
             )
 
 
+class Attribute(Record):
+    """A property that queries, products or both have, such as a brand or a price."""
+
+    short: ClassVar[tuple[str, ...]] = ("name", "kind")
+    name: str = Field(min_length=1, description="Name of the attribute")
+    query: str | None = Field(None, description="Column for queries (default: found by name, empty: none)")
+    product: str | None = Field(None, description="Column for products (default: found by name, empty: none)")
+    kind: Literal["text", "number"] | None = Field(None, description="Kind of its values (default: read from the data)")
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of its numeric features. If its columns or its kind are not known yet, it is a text on both sides."""
+        if "" not in (self.query, self.product):
+            names = ("difference", "log_ratio") if self.kind == "number" else ("equal", "near")
+            return tuple(f"{self.name}_{name}" for name in names)
+        return (self.name,) if self.kind == "number" else ()
+
+
 class InputSpec(Record):
     """The properties of the data that the model depends on, which are stored in checkpoints."""
 
@@ -256,6 +274,8 @@ class InputSpec(Record):
     query_prefix: str = ""
     """Text that is prepended to every query."""
     product_prefix: str = ""
+    attributes: tuple[Attribute, ...] = ()
+    """The attributes, whose texts are appended to queries and titles, with their columns and kinds."""
     missing: tuple[str, ...] = ()
     """The first of the numeric features, which have an indicator that is 1 if the number is missing. Empty in models of
     earlier versions, in which a missing number is the same as the mean."""
@@ -263,7 +283,7 @@ class InputSpec(Record):
     def used_fields(self) -> dict[str, Any]:
         """Return the fields except for later ones that are empty, so that the identities of older runs don't change."""
         fields = self.model_dump(mode="json")
-        later = ("query_prefix", "product_prefix", "missing")
+        later = ("query_prefix", "product_prefix", "attributes", "missing")
         return {name: value for name, value in fields.items() if value or name not in later}
 
     def continuing(self, parent: "InputSpec") -> "InputSpec":

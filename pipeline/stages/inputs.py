@@ -149,6 +149,7 @@ def expected_shapes(settings: Settings) -> Shapes:
         labels=labels,
         label_gains=tuple(i / (len(labels) - 1) for i in range(len(labels))),
         numeric=(numeric := numeric_names(data)),
+        attributes=data.attributes,
         categorical_ids=tuple(feature.num_ids for feature in data.categorical),
         query_prefix=data.query_prefix,
         product_prefix=data.product_prefix,

@@ -16,7 +16,7 @@ from pipeline.data.token_sets import QUARANTINE, store_digest
 from pipeline.evaluate.gate.judge import count_queries, size_advice
 from pipeline.evaluate.golden import read_golden
 from pipeline.parallel.world import job_index
-from pipeline.registry.checkpoints import parent_tokenizer
+from pipeline.registry.checkpoints import parent_inputs, parent_tokenizer
 from pipeline.settings import Settings
 
 NAME = "prepare"
@@ -36,11 +36,13 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     started, config = datetime.now(UTC), settings.data
     read_golden(settings, ctx.stop)  # report errors in the golden queries now, rather than after training
     tokenizer = None if config.tokenizer.path else parent_tokenizer(settings, ctx.workspace)
+    parent = parent_inputs(settings, ctx.workspace) if config.attributes else None
     data = prepare(
         config,
         ctx.workspace,
         scratch=ctx.scratch,
         tokenizer=tokenizer,
+        attributes=parent.attributes if parent else (),
         worker=job_index(config.workers, os.environ, "data"),
         events=ctx.events.emit,
         stop=ctx.stop,

@@ -117,7 +117,8 @@ def outcome(folder: Path, format_name: str, wanted: dict[str, str], labels: tupl
         _count_labels(counts, batch.columns, "label")
     for chunk in cut_chunks("table", batches, 100):
         rows, bad, judged = validate_chunk(chunk, rules)
-        numbers = np.where(np.isnan(rows.numeric), None, rows.numeric.astype(object))  # NaN is not equal to itself
+        numbers = rows.numeric.astype(object)
+        numbers[np.isnan(rows.numeric)] = None  # because NaN is not equal to itself
         arrays = (rows.label, rows.gain, numbers, rows.categorical, rows.sample_id, rows.query_id, rows.split)
         values = [rows.query, rows.title, rows.text, *(array.tolist() for array in arrays)]
         found.append((judged, values, rows.slices.values.tolist(), [(row.row, row.reason, row.count) for row in bad]))

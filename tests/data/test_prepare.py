@@ -339,14 +339,14 @@ def test_a_file_changed_after_it_was_named_is_prepared_by_the_next_run(
     config = DataConfig(path=str(path), labels=("no", "yes"), num_workers=1, tokenizer=TokenizerConfig(vocab_size=256))
     old = b"query,title,label\n" + b"q,t,yes\n" * 40
     path.write_bytes(old)
-    decide = prepare_module._labels_and_tokenizer
+    decide = prepare_module._surveyed
 
     def changes_it(*arguments: Any) -> Any:
         path.write_bytes(old + b"q,t,no\n" * 20)
         return decide(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_labels_and_tokenizer", changes_it)
+        patch.setattr(prepare_module, "_surveyed", changes_it)
         with pytest.raises(TransientError):
             place.prepare(config)
     assert place.prepare(config).rows == 60
