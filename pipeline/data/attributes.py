@@ -1,10 +1,11 @@
-"""Find the columns and kinds of attributes, and append their texts to queries and titles.
+"""Find the columns and kinds of attributes.
 
-The columns of an attribute are read as the fields `attributes.query.<name>` and `attributes.product.<name>`.
+The columns of an attribute are read as the fields `attributes.<kind>.<side>.<name>`. Texts are appended to the query or
+the title when a row is read (see `to_fields`), so that they are part of these texts everywhere.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
@@ -16,106 +17,46 @@ import pyarrow.compute as pc
 from pipeline.core.errors import DataError
 from pipeline.model.config import Attribute
 
-ATTRIBUTE = "attributes."
-QUERY, PRODUCT = f"{ATTRIBUTE}query.", f"{ATTRIBUTE}product."
-BASES = {QUERY: "query", PRODUCT: "title"}
-"""The field that text attributes of each side are appended to."""
-QUERY_COLUMNS = ("query_{}", "{}_left", "left_{}")
-PRODUCT_COLUMNS = ("{}", "product_{}", "title_{}", "{}_right", "right_{}")
+ATTRIBUTES = "attributes."
+SIDES = {"query": "query", "product": "title"}
+"""Maps sides to the fields that text attributes are appended to."""
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "query": ("query_{}", "{}_left", "left_{}"),
+    "product": ("{}", "product_{}", "title_{}", "{}_right", "right_{}"),
+}
+"""Names of the columns of an attribute, by side."""
+
+
+def field_of(attribute: Attribute, side: str) -> str:
+    return f"{ATTRIBUTES}{attribute.kind or 'unknown'}.{side}.{attribute.name}"
+
+
+def base_of(field: str) -> str | None:
+    """Return the field that a text attribute is appended to, or None for any other field."""
+    return next((base for side, base in SIDES.items() if field.startswith(f"{ATTRIBUTES}text.{side}.")), None)
 
 
 def find_columns(attribute: Attribute, available: Sequence[str]) -> dict[str, str]:
-    """Return the columns of an attribute by field. Columns that are not configured are found by their names."""
-    columns = {}
-    for side, column, names in (
-        (QUERY, attribute.query, QUERY_COLUMNS),
-        (PRODUCT, attribute.product, PRODUCT_COLUMNS),
-    ):
-        if column is None:
-            column = next((name for name in (n.format(attribute.name) for n in names) if name in available), "")
-        if column:
-            columns[side + attribute.name] = column
-    return columns
+    """Return the columns of an attribute by side. Columns that are not configured are found by their names."""
+    columns = {"query": attribute.query, "product": attribute.product}
+    for side, names in COLUMNS.items():
+        if columns[side] is None:
+            columns[side] = next((n for n in (name.format(attribute.name) for name in names) if n in available), None)
+    return {side: column for side, column in columns.items() if column}
 
 
-def attribute_pairs(attributes: Sequence[Attribute], available: Sequence[str], file: str) -> list[tuple[str, str]]:
-    """Return the (field, column) pairs of all attributes. Raises DataError if an attribute has no column at all."""
-    pairs = list[tuple[str, str]]()
+def attribute_pairs(attributes: Sequence[Attribute], available: Sequence[str], file: str) -> Iterator[tuple[str, str]]:
+    """Yield the (field, column) pairs of attributes. Raises DataError if an attribute does not have any column."""
     for attribute in attributes:
-        name, columns = attribute.name, find_columns(attribute, available)
+        columns = find_columns(attribute, available)
         if not columns:
-            tried = (", ".join(n.format(name) for n in names) for names in (QUERY_COLUMNS, PRODUCT_COLUMNS))
+            query, product = (", ".join(name.format(attribute.name) for name in names) for names in COLUMNS.values())
             raise DataError(
-                f"{file} has no column of attribute {name!r}",
-                expected="{} for the query, or {} for the product".format(*tried),
-                next_command="set the columns in [[data.attributes]] with name, query and product, or remove it",
+                f"{file} has no column of attribute {attribute.name!r}",
+                expected=f"{query} for queries, or {product} for products",
+                next_command="set name, query and product in [[data.attributes]], or remove the attribute",
             )
-        pairs += columns.items()
-    return pairs
-
-
-def catalogue_attributes(
-    attributes: Sequence[Attribute], available: Sequence[str], path: str, warn: Callable[[str], object]
-) -> tuple[Attribute, ...]:
-    """Return the text attributes of a model with only the columns that a catalogue has.
-
-    If a column of the products is missing, `warn` is called with a message.
-    """
-    texts = [each for each in attributes if each.kind == "text"]
-    missing = [each for each in texts if each.product and each.product not in available]
-    if missing:
-        warn(
-            f"{path} has no column {', '.join(repr(each.product) for each in missing)}, so its titles are used without"
-            f" {', '.join(each.name for each in missing)}, although the model was trained with it"
-        )
-    sides = ("query", "product")
-    absent = [{side: "" for side in sides if getattr(each, side) not in available} for each in texts]
-    return tuple(each.model_copy(update=update) for each, update in zip(texts, absent, strict=True))
-
-
-def text_fields(attributes: Sequence[Attribute], side: str) -> list[str]:
-    """Return the fields of the text attributes of one side (QUERY or PRODUCT), in order."""
-    column = "query" if side == QUERY else "product"
-    return [side + each.name for each in attributes if each.kind == "text" and getattr(each, column) != ""]
-
-
-def with_attributes(text: str, values: Iterable[str]) -> str:
-    """Append the values of text attributes to a text, separated by spaces. An empty text stays empty."""
-    return " ".join([text, *filter(None, values)]) if text else text
-
-
-_ORIGINAL = "original."
-
-
-def original_field(columns: pa.RecordBatch, base: str) -> str:
-    """Return the field with the query or title without attributes."""
-    return _ORIGINAL + base if _ORIGINAL + base in columns.schema.names else base
-
-
-def append_attributes(columns: pa.RecordBatch) -> pa.RecordBatch:
-    """Append the attributes of each row of a table without judgements to its query and title.
-
-    All attributes in `columns` must be texts. The query and title without attributes are kept as `original.<field>`.
-    """
-    for side, base in BASES.items():
-        names = [name for name in columns.schema.names if name.startswith(side)]
-        if not names or base not in columns.schema.names:
-            continue
-        texts = ([_stripped(value) for value in columns[name].to_pylist()] for name in (base, *names))
-        joined = [
-            with_attributes(text, values).encode("utf-8", "surrogateescape")
-            for text, *values in zip(*texts, strict=True)
-        ]
-        index = columns.schema.get_field_index(base)
-        columns = columns.append_column(_ORIGINAL + base, columns[base]).drop_columns(names)
-        columns = columns.set_column(
-            index, columns.schema.field(index).with_type(pa.large_binary()), pa.array(joined, pa.large_binary())
-        )
-    return columns
-
-
-def _stripped(value: bytes | None) -> str:
-    return (value or b"").decode("utf-8", "surrogateescape").strip()
+        yield from ((field_of(attribute, side), column) for side, column in columns.items())
 
 
 # The kind of an attribute.
@@ -126,17 +67,16 @@ _CODE_DIGITS, _LONG_CODE_DIGITS = 5, 8
 
 @dataclass
 class ValueStats:
-    """Counts of the values of a column that are present. `lengths` counts whole numbers by their number of digits."""
+    """Counts of the values of an attribute. `lengths` counts whole numbers by their number of digits."""
 
     present: int = 0
     numbers: int = 0
     codes: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
 
-    def add(self, text: str, count: int = 1) -> None:
-        if not (text := text.strip()):
-            return
-        self.present += count
+    def add(self, text: str, count: int) -> None:
+        if text := text.strip():
+            self.present += count
         with suppress(ValueError):
             self.numbers += count * (isfinite(float(text)) and "_" not in text)  # readers reject underscores, too
         if text.isascii() and text.isdigit():
@@ -156,50 +96,35 @@ class ValueStats:
 
 @dataclass
 class AttributeSurvey:
-    """The columns of attributes by field, and statistics of their values by name, read from the whole input."""
+    """The columns of attributes by side and name, and statistics of their values by name."""
 
-    columns: dict[str, str] | None = None
+    columns: dict[tuple[str, str], str] = field(default_factory=dict)
     stats: dict[str, ValueStats] = field(default_factory=dict)
 
-    def add(self, batch: pa.RecordBatch, file: str) -> None:
-        """Add rows of a file. Raises DataError if its attributes have other columns than those of earlier files."""
-        fields = [each for each in batch.schema if each.name.startswith(ATTRIBUTE)]
-        columns = {each.name: (each.metadata or {})[b"column"].decode() for each in fields}
-        self.columns = columns if self.columns is None else self.columns
-        if different := sorted(
-            f"{self.columns.get(n) or columns[n]!r}" for n in dict(columns.items() ^ self.columns.items())
-        ):
-            raise DataError(
-                f"the columns of attributes in {file} differ from those in earlier files: {', '.join(different)}",
-                expected="the same columns in every file",
-                next_command="add the columns, or set the columns in [[data.attributes]] with name, query and product",
-            )
-        for each in fields:
-            stats = self.stats.setdefault(each.name.split(".", 2)[2], ValueStats())
-            for entry in pc.value_counts(batch[each.name]).to_pylist():
-                stats.add(_stripped(entry["values"]), entry["counts"])
+    def add(self, batch: pa.RecordBatch) -> None:
+        for column in [column for column in batch.schema if column.name.startswith(ATTRIBUTES)]:
+            side, name = column.name.split(".", 3)[2:]
+            self.columns.setdefault((side, name), column.metadata[b"column"].decode())
+            stats = self.stats.setdefault(name, ValueStats())
+            for entry in pc.value_counts(batch[column.name]).to_pylist():
+                stats.add((entry["values"] or b"").decode(errors="replace"), entry["counts"])
 
     def resolve(self, attributes: Sequence[Attribute]) -> tuple[Attribute, ...]:
-        """Return the attributes with their columns and kinds."""
-        columns = self.columns or {}
+        """Return attributes with their columns and kinds."""
         return tuple(
             Attribute(
                 name=each.name,
-                query=columns.get(QUERY + each.name, ""),
-                product=columns.get(PRODUCT + each.name, ""),
-                kind=each.kind or self.stats.get(each.name, ValueStats()).kind,
+                query=self.columns.get(("query", each.name), ""),
+                product=self.columns.get(("product", each.name), ""),
+                kind=each.kind or self.stats[each.name].kind,
             )
             for each in attributes
         )
 
 
 def like_parent(attributes: Sequence[Attribute], parent: Sequence[Attribute]) -> tuple[Attribute, ...]:
-    """Return the attributes with everything that is not configured taken from the parent model."""
-    earlier = {each.name: each.model_dump() for each in parent}
+    """Return attributes with the columns and kinds of the parent model, unless they are configured."""
+    fields = {each.name: each.model_dump() for each in parent}
     return tuple(
-        Attribute.model_validate(earlier.get(each.name, {}) | each.model_dump(exclude_none=True)) for each in attributes
+        Attribute.model_validate(fields.get(each.name, {}) | each.model_dump(exclude_none=True)) for each in attributes
     )
-
-
-def are_resolved(attributes: Sequence[Attribute]) -> bool:
-    return all(None not in (each.query, each.product, each.kind) for each in attributes)

@@ -156,17 +156,17 @@ def encode_rows(rows: CleanRows, config: DataConfig, tokenizer: TextTokenizer) -
     """Tokenise valid rows, assign each row to a bucket, and append the lexical features to the numeric features."""
     buckets = config.bucket_shapes
     limit = text_characters(buckets)
-    queries = tokenizer.encode([config.query_prefix + query[:limit] for query in rows.full_query])
+    queries = tokenizer.encode([config.query_prefix + query[:limit] for query in rows.query])
     products = tokenizer.encode(
         [
             config.product_prefix + product_text(title, text, limit)
-            for title, text in zip(rows.full_title, rows.text, strict=True)
+            for title, text in zip(rows.title, rows.text, strict=True)
         ]
     )
     bucket, truncated, num_tokens = fit_pairs(queries, products, buckets)
     numeric = rows.numeric
     if config.lexical:
-        numeric = np.concatenate([numeric, lexical_features(rows.full_query, rows.full_title)], axis=1)
+        numeric = np.concatenate([numeric, lexical_features(rows.query, rows.title)], axis=1)
     return EncodedRows(queries, products, numeric, bucket, truncated, num_tokens)
 
 

@@ -18,12 +18,14 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
+from pipeline.data.attributes import SIDES
 from pipeline.data.readers import Planner, file_version, object_version, read_file, suffix_format
 from pipeline.data.rows import READER_VERSION, ColumnPlan, RawBatch, shorten
 from pipeline.io.commit import stream_record
 from pipeline.io.paths import user_path
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import ObjectStat, Storage, open_parent, open_storage, os_errors
+from pipeline.model.config import Attribute
 
 FLAT = "flat"
 _MAX_NAMES = 5
@@ -85,16 +87,26 @@ class Files:
                 inputs.append(InputFile(stat.key, name, content_id, stat.size_bytes, version))
         return tuple(inputs)
 
-    def column_names(self) -> list[str]:
-        """Return the names of the columns of the first file that has any."""
-        names = list[str]()
+    def text_attributes(self, attributes: Sequence[Attribute], warn: Callable[[str], object]) -> tuple[Attribute, ...]:
+        """Return the text attributes of a model with only those columns that exist in the first file with rows.
+
+        If a column of the products does not exist, `warn` is called with a message.
+        """
+        texts, names = [each for each in attributes if each.kind == "text"], list[str]()
 
         def plan(columns: list[str]) -> ColumnPlan:
-            names.extend([] if names else columns)
+            names[:] = columns
             return ColumnPlan(())
 
-        next(self.read(lambda uri: plan, 1, "reading column names"), None)
-        return names
+        if texts:
+            next(self.read(lambda uri: plan, 1, "reading column names"), None)
+        if missing := [each.product for each in texts if each.product and each.product not in names]:
+            warn(
+                f"the catalogue has no column {', '.join(map(repr, missing))}, which the model was trained with, so its"
+                " titles are used without it"
+            )
+        absent = [{side: "" for side in SIDES if getattr(each, side) not in names} for each in texts]
+        return tuple(each.model_copy(update=update) for each, update in zip(texts, absent, strict=True))
 
     def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
         """Yield batches of at most `num_rows` rows from all files. `plan` maps the URI of a file to its planner."""

@@ -15,13 +15,13 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
-from pipeline.data.attributes import are_resolved, like_parent
+from pipeline.data.attributes import like_parent
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import ChunkRecord, ChunkTask, Staging, encode_chunk
 from pipeline.data.input_files import InputFile, InputPartition
@@ -148,6 +148,7 @@ def prepare(
     source = open_source(config, scratch=scratch, stop=stop)
     scratch = scratch / f"worker-{worker}" if config.workers > 1 else scratch  # workers may share a machine
     encoding, tokenizer_prefix = _surveyed(config, source, workspace, scratch, tokenizer, events, stop)
+    source = replace(source, config=encoding.config)
     infos: dict[str, TokenSetInfo] = {}
     works, prefixes = list[_PartitionWork](), list[str]()
     for number, partition in enumerate(source.partitions):
@@ -245,7 +246,7 @@ def _surveyed(
     tokenizer = tokenizer or find_tokenizer(config, source, workspace)
     needs_labels = not config.labels and not source.fixed_labels
     surveyed = None
-    if needs_labels or tokenizer is None or not are_resolved(config.attributes):
+    if needs_labels or tokenizer is None or not all(each.is_resolved for each in config.attributes):
         surveyed = survey(source, config, want_labels=needs_labels, want_sample=tokenizer is None, stop=stop)
     labels = decide_labels(config, source.fixed_labels, surveyed)
     if surveyed is not None:

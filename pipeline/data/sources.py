@@ -17,7 +17,6 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data import synthetic
-from pipeline.data.attributes import BASES, append_attributes, text_fields
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import (
     Files,
@@ -44,20 +43,20 @@ from pipeline.data.rows import (
 from pipeline.data.validate import filter_mask
 from pipeline.io import atomic
 from pipeline.io.storage import ObjectStat, Storage, os_errors
-from pipeline.model.config import Attribute
 
 
 @dataclass(frozen=True)
 class Source:
     """An input that has been opened.
 
-    `reader` takes a file and the fields to read (None: all). If the dataset defines its own labels, `fixed_labels`
-    contains their gains, least relevant first. Otherwise it is empty. `skipped` contains the keys of files below the
-    path that are not read, and `warnings` describes potential problems with the input.
+    `reader` takes the settings, a file and the fields to read (None: all). If the dataset defines its own labels,
+    `fixed_labels` contains their gains, least relevant first. Otherwise it is empty. `skipped` contains the keys of
+    files below the path that are not read, and `warnings` describes potential problems with the input.
     """
 
     partitions: tuple[InputPartition, ...]
-    reader: Callable[[InputFile, Sequence[str] | None], Iterator[RawBatch]]
+    config: DataConfig
+    reader: Callable[[DataConfig, InputFile, Sequence[str] | None], Iterator[RawBatch]]
     fixed_labels: Mapping[str, float]
     skipped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -71,10 +70,7 @@ class Source:
 
         Raises DataError if the file cannot be read, and TransientError if it has changed since it was listed.
         """
-        return self.reader(file, fields)
-
-
-PRODUCT_FIELDS = ("product_id", "title", "text")
+        return self.reader(self.config, file, fields)
 
 
 @contextmanager
@@ -94,23 +90,18 @@ def reading_progress(doing: str, files: Sequence[InputFile]) -> Iterator[Callabl
 
 
 def read_products(
-    source: Source, attributes: Sequence[Attribute], stop: StopSignal, fields: Sequence[str] = PRODUCT_FIELDS
+    source: Source, stop: StopSignal, fields: Sequence[str] = ("product_id", "title", "text")
 ) -> Iterator[RawBatch]:
     """Yield the given fields of every row in the input, by default those that describe the product.
 
-    Attributes are appended to the query and the title. Raises Preempted if a stop is requested. See `Source.read` for
-    other errors.
+    Raises Preempted if a stop is requested. See `Source.read` for other errors.
     """
-    fields = [
-        *fields,
-        *(name for side, base in BASES.items() if base in fields for name in text_fields(attributes, side)),
-    ]
     with reading_progress("reading products", source.files) as advance:
         for file in source.files:
             for batch in source.read(file, fields):
                 stop.raise_if_set(f"reading {file.key}")
                 advance(batch)
-                yield replace(batch, columns=append_attributes(batch.columns))
+                yield batch
 
 
 def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Source:
@@ -124,7 +115,7 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
     files = choose_files(listing, config.format, config.path)
     warnings = input_warnings(files.inputs, files.skipped, config.path)
     partitions = group_by_day(files.inputs, config.path)
-    return Source(partitions, file_reader(config, listing.storage), {}, files.skipped, warnings)
+    return Source(partitions, config, file_reader(listing.storage), {}, files.skipped, warnings)
 
 
 def list_input_objects(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
@@ -145,7 +136,7 @@ def _synthetic_source(config: DataConfig) -> Source:
         for name in synthetic.partitions(config.synthetic)
     )
 
-    def read(file: InputFile, fields: Sequence[str] | None) -> Iterator[RawBatch]:
+    def read(config: DataConfig, file: InputFile, fields: Sequence[str] | None) -> Iterator[RawBatch]:
         plan = plan_columns(config, synthetic.SCHEMA.names, "the synthetic catalogue").only(fields)
         size, first = batch_rows(config.rows_per_chunk), 0
         for batch in synthetic.generate(config.synthetic, file.key.split("/")[0]):
@@ -155,15 +146,13 @@ def _synthetic_source(config: DataConfig) -> Source:
                 yield RawBatch(to_fields(columns, plan), np.arange(first, first + len(part), dtype=np.int64))
                 first += len(part)
 
-    return Source(partitions, read, {})
+    return Source(partitions, config, read, {})
 
 
-def file_reader(
-    config: DataConfig, storage: Storage
-) -> Callable[[InputFile, Sequence[str] | None], Iterator[RawBatch]]:
+def file_reader(storage: Storage) -> Callable[[DataConfig, InputFile, Sequence[str] | None], Iterator[RawBatch]]:
     """Return a function that reads the files of a table."""
 
-    def read(file: InputFile, fields: Sequence[str] | None) -> Iterator[RawBatch]:
+    def read(config: DataConfig, file: InputFile, fields: Sequence[str] | None) -> Iterator[RawBatch]:
         def plan(names: list[str]) -> ColumnPlan:
             return plan_columns(config, names, storage.uri(file.key)).only(fields)
 
@@ -195,12 +184,15 @@ _ESCI_TEXTS = ("product_brand", "product_color", "product_bullet_point", "produc
 
 
 def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
-    """Open the ESCI dataset. Raises DataError if one of its files is missing, or if there are other data files."""
+    """Open the ESCI dataset.
+
+    Raises DataError if one of its files is missing, or if there are other data files, and ConfigError for attributes.
+    """
     if config.attributes:
         raise ConfigError(
             "data.attributes is set for the ESCI dataset, whose brand and colour are already part of the product text",
             expected="no attributes",
-            next_command="remove data.attributes, or join the files and set data.format parquet",
+            next_command="remove data.attributes",
         )
     storage, stats, path = listing.storage, listing.stats, str(config.path)
     examples, products, others = list[ObjectStat](), list[ObjectStat](), list[str]()
@@ -228,7 +220,8 @@ def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
     table = EsciProducts(storage, product, scratch / "esci", limit)
     return Source(
         group_by_day(files, path, (product.content_id,)),
-        partial(_read_esci, config, table),
+        config,
+        partial(_read_esci, table),
         ESCI_GAINS,
         skipped,
         input_warnings(files, skipped, path),
@@ -236,7 +229,7 @@ def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
 
 
 def _read_esci(
-    config: DataConfig, products: "EsciProducts", file: InputFile, fields: Sequence[str] | None
+    products: "EsciProducts", config: DataConfig, file: InputFile, fields: Sequence[str] | None
 ) -> Iterator[RawBatch]:
     """Yield the examples, joined with the titles and texts of their products.
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
-from pipeline.data.attributes import ATTRIBUTE, BASES, AttributeSurvey
+from pipeline.data.attributes import ATTRIBUTES, SIDES, AttributeSurvey, field_of
 from pipeline.data.config import DataConfig
 from pipeline.data.rows import FILTER, text_characters
 from pipeline.data.sources import ESCI_GAINS, Source, reading_progress
@@ -24,7 +24,7 @@ from pipeline.data.validate import filter_mask, to_floats
 
 MAX_LABELS = 1000
 SAMPLE_BYTES = 128 * 2**20  # maximum size of the sampled text, which takes 5x as much memory during training
-_TEXT_FIELDS = ("query", "title", "text")
+_TEXT_FIELDS, _UNKNOWN = ("query", "title", "text"), f"{ATTRIBUTES}unknown."
 
 
 @dataclass
@@ -46,7 +46,7 @@ class TextSample:
         """Add rows from the next batch of a file. Texts are truncated to `max_bytes`."""
         chosen = np.flatnonzero((self.next_row + np.arange(batch.num_rows)) % self.stride == 0)
         sampled = batch.take(pa.array(chosen))
-        names = [name for name in sampled.schema.names if name in _TEXT_FIELDS or name.startswith(ATTRIBUTE)]
+        names = [name for name in sampled.schema.names if name in _TEXT_FIELDS or name.startswith(_UNKNOWN)]
         columns = [pc.binary_slice(sampled[name], 0, max_bytes).to_pylist() for name in names]
         rows = [tuple(value or b"" for value in row) for row in zip(*columns, strict=True)]
         self.rows += [(self.next_row + int(index), row) for index, row in zip(chosen, rows, strict=True)]
@@ -89,7 +89,7 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
     Raises DataError if a required column is missing, or if there are more than MAX_LABELS labels.
     """
     fields = (["label", "gain"] if want_labels else []) + (list(_TEXT_FIELDS) if want_sample else [])
-    fields += [side + attribute.name for side in BASES for attribute in config.attributes]
+    fields += [field_of(each, side) for each in config.attributes for side in SIDES]
     fields += [FILTER + column for column in config.filter]
     max_bytes = 4 * text_characters(config.bucket_shapes)
     result = Survey()
@@ -103,7 +103,7 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
                 if config.filter:
                     batch = batch.filter(pa.array(filter_mask(batch, config.filter)))
                 result.has_rows |= batch.num_rows > 0
-                result.attributes.add(batch, file.key)
+                result.attributes.add(batch)
                 if want_labels and "label" in batch.schema.names:
                     result.has_labels = True
                     _count_labels(result.labels, batch, config.columns.label)

@@ -320,8 +320,7 @@ class PartitionDigest(Record):
     blank: int
     truncated: int
     tokens: int
-    without_category: Mapping[str, int] = Field({}, description="Number of rows without a value, by categorical column")
-    without_number: Mapping[str, int] = Field({}, description="Number of rows without a value, by numeric feature")
+    without_category: Mapping[str, int] = Field({}, description="Number of rows without a value, by feature")
 
 
 class PrepareDigest(Record):
@@ -386,6 +385,5 @@ def _partition_digest(info: TokenSetInfo) -> PartitionDigest:
         blank=sum(file.blank for file in info.files),
         truncated=info.truncated_rows,
         tokens=info.tokens,
-        without_category=info.without_category,
-        without_number=info.without_number,
+        without_category=info.without_category | info.without_number,
     )

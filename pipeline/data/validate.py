@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
-from pipeline.data.attributes import BASES, PRODUCT, QUERY, text_fields, with_attributes
+from pipeline.data.attributes import SIDES, field_of
 from pipeline.data.config import DataConfig
 from pipeline.data.lexical import code_features
 from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, RowChunk, canonical_text, row_content
@@ -111,16 +111,11 @@ class RowRules:
 
 @dataclass(frozen=True)
 class CleanRows:
-    """N valid rows. `split` contains indices into SPLITS, and `label` is -1 if the data has no labels.
-
-    Text attributes are appended to `full_query` and `full_title`.
-    """
+    """N valid rows. `split` contains indices into SPLITS, and `label` is -1 if the data has no labels."""
 
     query: list[str]
     title: list[str]
     text: list[str]
-    full_query: list[str]
-    full_title: list[str]
     label: npt.NDArray[np.int16]
     gain: npt.NDArray[np.float32]
     numeric: npt.NDArray[np.float32]
@@ -190,11 +185,6 @@ class _Rows:
                     texts.append("")
             return texts
 
-    def with_texts(self, texts: list[str], fields: Sequence[str]) -> list[str]:
-        """Return texts to which the texts of the given fields are appended."""
-        values = zip(*map(self.text, fields), strict=True) if fields else ()
-        return [with_attributes(text, row) for text, row in zip(texts, values, strict=True)] if fields else texts
-
 
 def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
     """Apply the filter to a chunk and validate the remaining rows.
@@ -211,9 +201,7 @@ def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[Ba
         rows.mark_bad(np.array([not value for value in values], dtype=np.bool_), reason)
     label, gain = _labels_and_gains(rows, rules)
     numeric, categorical = _features(rows, rules.config)
-    full_query = rows.with_texts(query, text_fields(rules.config.attributes, QUERY))
-    full_title = rows.with_texts(title, text_fields(rules.config.attributes, PRODUCT))
-    query_id, split = _queries_and_splits(rows, rules, full_query)
+    query_id, split = _queries_and_splits(rows, rules, query)
     good = np.array([reason is None for reason in rows.reason], dtype=np.bool_)
     kept = np.flatnonzero(good).tolist()
     prefix = f"{rules.partition}|{chunk.file}|"
@@ -221,8 +209,6 @@ def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[Ba
         [query[row] for row in kept],
         [title[row] for row in kept],
         [text[row] for row in kept],
-        [full_query[row] for row in kept],
-        [full_title[row] for row in kept],
         label[good],
         gain[good],
         numeric[good],
@@ -287,7 +273,7 @@ def _numbers(rows: _Rows, field: str, column: str) -> npt.NDArray[np.float32]:
 
 def _compare(rows: _Rows, attribute: Attribute) -> npt.NDArray[np.float32]:
     """Return the numeric features of an attribute, of shape [N, len(attribute.features)]."""
-    sides = [side + attribute.name for side in BASES if side + attribute.name in rows.fields]
+    sides = [field for side in SIDES if (field := field_of(attribute, side)) in rows.fields]
     if not attribute.features:
         return np.zeros((len(rows.rows), 0), dtype=np.float32)
     if attribute.kind == "text":

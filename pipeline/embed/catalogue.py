@@ -20,7 +20,7 @@ from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
-from pipeline.data.attributes import PRODUCT, append_attributes
+from pipeline.data.attributes import attribute_pairs, base_of
 from pipeline.data.readers import open_parquet, refuse_unreadable
 from pipeline.data.rows import (
     CHARACTERS_PER_TOKEN,
@@ -40,6 +40,7 @@ from pipeline.embed.config import FRAME, max_chunk_tokens
 from pipeline.embed.vectors import ID_TYPES, IdType
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import ObjectStat, Storage
+from pipeline.model.config import Attribute
 
 # Divide a catalogue into work shards. The result depends only on the footers, so that every worker computes the same
 # shards.
@@ -100,7 +101,7 @@ class CatalogueColumns(Record):
     title: str
     text: str = "text"
     filter: dict[str, str] = Field(default_factory=dict)
-    attributes: dict[str, str] = Field({}, description="Columns of text attributes to append to the title, by name")
+    attributes: tuple[Attribute, ...] = Field((), description="Attributes whose texts are appended to the title")
 
     @model_serializer(mode="wrap")
     def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -113,8 +114,9 @@ class CatalogueColumns(Record):
         pairs = [("id", self.id), ("title", self.title)]
         if self.text != self.title:
             pairs.append(("text", self.text))
-        pairs += [(PRODUCT + name, column) for name, column in self.attributes.items()]
         pairs += [(FILTER + column, column) for column in self.filter]
+        appended = attribute_pairs([each for each in self.attributes if each.product], (), file)
+        pairs += [pair for pair in appended if base_of(pair[0]) == "title"]
         return match_columns(pairs, available, file, lambda field: f"--embed.catalogue.{field.partition('.')[0]}")
 
 
@@ -314,7 +316,7 @@ def _check_unchanged(planned: CatalogueFile, storage: Storage) -> None:
 def as_fields(batch: pa.RecordBatch, plan: ColumnPlan, id_type: IdType) -> pa.RecordBatch:
     """Convert input columns to fields. Text is converted to large_binary, and numeric ids to their integer type."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-    fields = append_attributes(to_fields(columns, plan))
+    fields = to_fields(columns, plan)
     if id_type == "string":
         return fields
     ids = columns[dict(plan.pairs)["id"]]

@@ -24,7 +24,6 @@ from pipeline.core.fingerprint import fingerprint, hash63
 from pipeline.core.manifest import FileRecord
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.data.attributes import append_attributes, catalogue_attributes
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import Files, names_of, open_files
 from pipeline.data.rows import RawBatch, quarantined
@@ -90,7 +89,7 @@ def gather_products(
 
     def products() -> Iterator[RawBatch]:
         observed = set[bytes]()
-        for batch in read_products(source, config.attributes, stop):
+        for batch in read_products(source, stop):
             rows = _as_catalogue(batch, "product_id", config.filter)
             is_first = np.ones(len(rows.rows), dtype=np.bool_)
             for row, value in enumerate(rows.columns["id"].to_pylist()):
@@ -118,7 +117,7 @@ def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> 
 
 def _as_catalogue(batch: RawBatch, id_field: str, row_filter: dict[str, str]) -> RawBatch:
     """Return rows with the fields id, title and text. If there is no id column, the hash of the title is used."""
-    columns, rows = append_attributes(batch.columns), batch.rows
+    columns, rows = batch.columns, batch.rows
     if row_filter:
         keep = filter_mask(columns, row_filter)
         columns, rows = columns.filter(pa.array(keep)), rows[keep]
@@ -179,14 +178,12 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
             prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
     else:
         files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
-        available = files.column_names() if data.attributes else []
-        attributes = catalogue_attributes(data.attributes, available, config.path, ctx.console.warn)
         columns = CatalogueColumns(
             id=config.id,
             title=config.title,
             text=config.text,
             filter=config.filter,
-            attributes={each.name: each.product for each in attributes if each.product},
+            attributes=files.text_attributes(data.attributes, ctx.console.warn),
         )
         if files.skipped:
             ctx.console.info(f"embed: {len(files.skipped)} other file(s) were not read: {names_of(files.skipped)}")

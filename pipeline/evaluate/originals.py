@@ -36,7 +36,6 @@ def with_originals(
     """
     shown, tree = set[Text](), digest.model_dump(mode="json")
     _map_texts(tree, lambda text: shown.add(text))
-    config = config.model_copy(update={"attributes": info.attributes})
     buckets, encoder = [Bucket.parse(text) for text in info.buckets], TextTokenizer(tokenizer)
 
     def round_trip(side: str, texts: list[str]) -> list[str]:
@@ -45,9 +44,10 @@ def with_originals(
         return [shortened(text, MAX_TEXT) for text in decode_tokens(tokens, tokenizer)]
 
     def windows() -> Iterator[dict[Text, str]]:
-        source, num_rows = open_source(config, scratch=ctx.scratch, stop=ctx.stop), 0
+        attributes = {"attributes": info.attributes}
+        source, num_rows = open_source(config.model_copy(update=attributes), scratch=ctx.scratch, stop=ctx.stop), 0
         newest_first = replace(source, partitions=source.partitions[::-1])
-        for batch in read_products(newest_first, info.attributes, ctx.stop, ("query", "title", "text")):
+        for batch in read_products(newest_first, ctx.stop, ("query", "title", "text")):
             window = {("query", info.query_prefix + query): query for query in field_texts(batch, "query")}
             for title, text in zip(field_texts(batch, "title"), field_texts(batch, "text"), strict=True):
                 product = product_text(title, text, text_characters(buckets))

@@ -19,14 +19,7 @@ from pipeline.core.format import shortened
 from pipeline.core.record import with_retired
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
-from pipeline.data.attributes import (
-    BASES,
-    append_attributes,
-    catalogue_attributes,
-    find_columns,
-    original_field,
-    text_fields,
-)
+from pipeline.data.attributes import attribute_pairs
 from pipeline.data.input_files import Files, names_of, open_files
 from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, product_text, text_characters
 from pipeline.data.shards import TokenRows
@@ -198,11 +191,7 @@ class JudgedCatalogue:
         names = ("id", "title", "query", "text", *(["query_id"] if config.query_id else []))
         pairs = [(name, getattr(config, name)) for name in names]
         pairs += [(FILTER + column, column) for column in {**config.queries, **config.valid_queries}]
-        appended = [
-            name for side, base in BASES.items() if base in fields for name in text_fields(self.attributes, side)
-        ]
-        pairs += [pair for each in self.attributes for pair in find_columns(each, ()).items()]
-        fields = [*fields, *appended]
+        pairs += attribute_pairs([each for each in self.attributes if each.query or each.product], (), "")
 
         def setting(field: str) -> str:
             if field.startswith(FILTER):
@@ -219,12 +208,22 @@ class JudgedCatalogue:
                     expected="no invalid rows, because retrieval is evaluated on all items",
                     next_command="repair the file",
                 )
-            yield replace(batch, columns=append_attributes(batch.columns))
+            yield batch
 
 
-def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> JudgedCatalogue:
-    """Open a catalogue file or folder. Raises DataError if there are no files."""
-    return JudgedCatalogue(config, open_files(path, "auto", stop, "--evaluate.retrieval.catalogue"))
+def open_catalogue(
+    config: RetrievalConfig,
+    path: str,
+    stop: StopSignal,
+    attributes: Sequence[Attribute] = (),
+    warn: Callable[[str], object] = print,
+) -> JudgedCatalogue:
+    """Open a catalogue file or folder, in which columns of `attributes` may be missing.
+
+    Raises DataError if there are no files.
+    """
+    files = open_files(path, "auto", stop, "--evaluate.retrieval.catalogue")
+    return JudgedCatalogue(config, files, files.text_attributes(attributes, warn))
 
 
 def field_texts(batch: RawBatch, field: str) -> list[str]:
@@ -582,14 +581,12 @@ class ModelSearch:
         if self._catalogue is not None:
             batches, name = self._catalogue.batches(("id", "title")), "id"
         else:
-            attributes = self.sets[0].info.attributes
-            data = self.settings.data.model_copy(update={"attributes": attributes})
+            data = self.settings.data.model_copy(update={"attributes": self.sets[0].info.attributes})
             source = open_source(data, scratch=self.ctx.scratch, stop=self.ctx.stop)
-            batches, name = read_products(source, attributes, self.ctx.stop), "product_id"
+            batches, name = read_products(source, self.ctx.stop), "product_id"
         for batch in batches:
-            columns = (name, original_field(batch.columns, "title"), "title", "text")
-            for item, original, title, text in zip(*(field_texts(batch, column) for column in columns), strict=True):
-                yield item, original, prefix + product_text(title, text, limit)
+            for row in zip(*(field_texts(batch, column) for column in (name, "title", "text")), strict=True):
+                yield row[0], row[1], prefix + product_text(row[1], row[2], limit)
 
     @cached_property
     def inputs(self) -> dict[str, Json]:
@@ -615,10 +612,7 @@ class ModelSearch:
         config = self.settings.evaluate.retrieval
         if not config.catalogue:
             return None
-        catalogue, attributes = open_catalogue(config, config.catalogue, self.ctx.stop), self.sets[0].info.attributes
-        available = catalogue.files.column_names() if attributes else []
-        found = catalogue_attributes(attributes, available, config.catalogue, self.warn)
-        return replace(catalogue, attributes=found)
+        return open_catalogue(config, config.catalogue, self.ctx.stop, self.sets[0].info.attributes, self.warn)
 
     def _widths(self, checkpoint: Checkpoint) -> list[int]:
         """Return the number of dimensions to serve, followed by the additional ones to evaluate.

@@ -22,7 +22,6 @@ from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.attributes import original_field
 from pipeline.embed.catalogue import TextRules, read_shard, validate_rows
 from pipeline.embed.plan import pinned_plan
 from pipeline.embed.vectors import MappedVectors, VectorSet, open_vectors
@@ -161,8 +160,7 @@ def _texts(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Iterator
             expected = next(ids, None)
             for raw in read_shard(plan.catalogue, storage, shard, plan.window_rows):
                 titles, joined, rows = list[str](), list[str](), validate_rows(rules, raw)
-                columns = raw.batch()
-                originals = columns[original_field(columns, "title")].to_pylist()
+                originals = raw.batch()["title"].to_pylist()
                 ids_of, numbers = (rows.table[column].to_pylist() for column in ("id", "row"))
                 for name, row, text in zip(ids_of, numbers, rows.texts, strict=True):
                     if name != expected:  # only the first row with an id was embedded

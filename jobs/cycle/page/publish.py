@@ -171,7 +171,7 @@ def page(data: PageData, own: CycleRow) -> str:
             loss_name=LOSS,
             holdout_name=HOLDOUT,
             units=_UNITS,
-            missing_features=_missing_features(data),
+            missing_categories=_missing_categories(data),
             deadlines=DEADLINES,
             goodput_note=GOODPUT,
             no_log=NO_LOG,
@@ -320,26 +320,23 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(numbers) if numbers else None
 
 
-def _missing_features(data: PageData) -> list[tuple[str, str, str, str]]:
+def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:
     """Return a table row per categorical and numeric feature about the rows in which it is missing.
 
     A row contains the number of such rows, and their fraction in the newest partition and in earlier ones.
     """
 
-    def counts(partition: PartitionDigest) -> dict[str, int]:
-        return {**partition.without_category, **partition.without_number}
-
     def fraction(partitions: Sequence[PartitionDigest], column: str) -> str:
         rows = sum(sum(partition.rows.values()) for partition in partitions)
-        missing = sum(counts(partition)[column] for partition in partitions)
+        missing = sum(partition.without_category[column] for partition in partitions)
         return format_percent(missing / rows if rows else None)
 
     result = []
     all_partitions = data.prepared.partitions if data.prepared else ()
-    counting = [partition for partition in all_partitions if counts(partition)]
-    for column in counts(counting[-1]) if counting else ():
-        partitions = [partition for partition in counting if column in counts(partition)]
-        rows = number(sum(counts(partition)[column] for partition in partitions))
+    counting = [partition for partition in all_partitions if partition.without_category]
+    for column in counting[-1].without_category if counting else ():
+        partitions = [partition for partition in counting if column in partition.without_category]
+        rows = number(sum(partition.without_category[column] for partition in partitions))
         result.append((column, rows, fraction(partitions[-1:], column), fraction(partitions[:-1], column)))
     return result
 
