@@ -116,7 +116,7 @@ class AttributeSurvey:
                 name=each.name,
                 query=self.columns.get(("query", each.name), ""),
                 product=self.columns.get(("product", each.name), ""),
-                kind=each.kind or self.stats[each.name].kind,
+                kind=each.kind or self.stats.get(each.name, ValueStats()).kind,
             )
             for each in attributes
         )

@@ -88,7 +88,7 @@ class Files:
         return tuple(inputs)
 
     def text_attributes(self, attributes: Sequence[Attribute], warn: Callable[[str], object]) -> tuple[Attribute, ...]:
-        """Return the text attributes of a model with only those columns that exist in the first file with rows.
+        """Return text attributes with only those columns that exist in the first file that has rows.
 
         If a column of the products does not exist, `warn` is called with a message.
         """
@@ -101,12 +101,10 @@ class Files:
         if texts:
             next(self.read(lambda uri: plan, 1, "reading column names"), None)
         if missing := [each.product for each in texts if each.product and each.product not in names]:
-            warn(
-                f"the catalogue has no column {', '.join(map(repr, missing))}, which the model was trained with, so its"
-                " titles are used without it"
-            )
-        absent = [{side: "" for side in SIDES if getattr(each, side) not in names} for each in texts]
-        return tuple(each.model_copy(update=update) for each, update in zip(texts, absent, strict=True))
+            warn(f"the catalogue has no column {', '.join(map(repr, missing))}, so titles are used without it")
+        found = [{side: getattr(each, side) for side in SIDES if getattr(each, side) in names} for each in texts]
+        blank = dict.fromkeys(SIDES, "")
+        return tuple(t.model_copy(update=blank | columns) for t, columns in zip(texts, found, strict=True) if columns)
 
     def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
         """Yield batches of at most `num_rows` rows from all files. `plan` maps the URI of a file to its planner."""

@@ -246,7 +246,7 @@ def _surveyed(
     tokenizer = tokenizer or find_tokenizer(config, source, workspace)
     needs_labels = not config.labels and not source.fixed_labels
     surveyed = None
-    if needs_labels or tokenizer is None or not all(each.is_resolved for each in config.attributes):
+    if needs_labels or tokenizer is None or any(None in each.model_dump().values() for each in config.attributes):
         surveyed = survey(source, config, want_labels=needs_labels, want_sample=tokenizer is None, stop=stop)
     labels = decide_labels(config, source.fixed_labels, surveyed)
     if surveyed is not None:

@@ -12,11 +12,12 @@ import numpy as np
 import pyarrow as pa
 from pydantic import JsonValue
 
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data import synthetic
+from pipeline.data.attributes import attribute_pairs
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import (
     Files,
@@ -184,16 +185,7 @@ _ESCI_TEXTS = ("product_brand", "product_color", "product_bullet_point", "produc
 
 
 def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
-    """Open the ESCI dataset.
-
-    Raises DataError if one of its files is missing, or if there are other data files, and ConfigError for attributes.
-    """
-    if config.attributes:
-        raise ConfigError(
-            "data.attributes is set for the ESCI dataset, whose brand and colour are already part of the product text",
-            expected="no attributes",
-            next_command="remove data.attributes",
-        )
+    """Open the ESCI dataset. Raises DataError if one of its files is missing, or if there are other data files."""
     storage, stats, path = listing.storage, listing.stats, str(config.path)
     examples, products, others = list[ObjectStat](), list[ObjectStat](), list[str]()
     for stat in stats:
@@ -235,7 +227,8 @@ def _read_esci(
 
     An example whose product does not exist is yielded as a bad row.
     """
-    plan = ColumnPlan((*_ESCI_FIELDS.items(), *feature_pairs(config)))
+    attributes = attribute_pairs(config.attributes, (), "the ESCI dataset")  # brand and colour are part of the text
+    plan = ColumnPlan((*_ESCI_FIELDS.items(), *feature_pairs(config), *attributes))
     plan = plan.only(None if fields is None else [*fields, "product_id", "locale"])
     storage, num_rows = products.storage, batch_rows(config.rows_per_chunk)
     planner = _esci_planner(plan, storage.uri(file.key))

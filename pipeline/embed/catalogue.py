@@ -115,8 +115,7 @@ class CatalogueColumns(Record):
         if self.text != self.title:
             pairs.append(("text", self.text))
         pairs += [(FILTER + column, column) for column in self.filter]
-        appended = attribute_pairs([each for each in self.attributes if each.product], (), file)
-        pairs += [pair for pair in appended if base_of(pair[0]) == "title"]
+        pairs += [pair for pair in attribute_pairs(self.attributes, (), file) if base_of(pair[0]) == "title"]
         return match_columns(pairs, available, file, lambda field: f"--embed.catalogue.{field.partition('.')[0]}")
 
 

@@ -124,6 +124,9 @@ class JudgedCatalogue:
     files: Files
     attributes: tuple[Attribute, ...] = ()
 
+    def with_attributes(self, attributes: Sequence[Attribute], warn: Callable[[str], object]) -> "JudgedCatalogue":
+        return replace(self, attributes=self.files.text_attributes(attributes, warn))
+
     @property
     def content(self) -> str:
         """Return a fingerprint of the file contents."""
@@ -191,7 +194,7 @@ class JudgedCatalogue:
         names = ("id", "title", "query", "text", *(["query_id"] if config.query_id else []))
         pairs = [(name, getattr(config, name)) for name in names]
         pairs += [(FILTER + column, column) for column in {**config.queries, **config.valid_queries}]
-        pairs += attribute_pairs([each for each in self.attributes if each.query or each.product], (), "")
+        pairs += attribute_pairs(self.attributes, (), config.catalogue or "")
 
         def setting(field: str) -> str:
             if field.startswith(FILTER):
@@ -211,19 +214,9 @@ class JudgedCatalogue:
             yield batch
 
 
-def open_catalogue(
-    config: RetrievalConfig,
-    path: str,
-    stop: StopSignal,
-    attributes: Sequence[Attribute] = (),
-    warn: Callable[[str], object] = print,
-) -> JudgedCatalogue:
-    """Open a catalogue file or folder, in which columns of `attributes` may be missing.
-
-    Raises DataError if there are no files.
-    """
-    files = open_files(path, "auto", stop, "--evaluate.retrieval.catalogue")
-    return JudgedCatalogue(config, files, files.text_attributes(attributes, warn))
+def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> JudgedCatalogue:
+    """Open a catalogue file or folder. Raises DataError if there are no files."""
+    return JudgedCatalogue(config, open_files(path, "auto", stop, "--evaluate.retrieval.catalogue"))
 
 
 def field_texts(batch: RawBatch, field: str) -> list[str]:
@@ -612,7 +605,8 @@ class ModelSearch:
         config = self.settings.evaluate.retrieval
         if not config.catalogue:
             return None
-        return open_catalogue(config, config.catalogue, self.ctx.stop, self.sets[0].info.attributes, self.warn)
+        catalogue = open_catalogue(config, config.catalogue, self.ctx.stop)
+        return catalogue.with_attributes(self.sets[0].info.attributes, self.warn)
 
     def _widths(self, checkpoint: Checkpoint) -> list[int]:
         """Return the number of dimensions to serve, followed by the additional ones to evaluate.

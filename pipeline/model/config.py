@@ -254,10 +254,6 @@ class Attribute(Record):
     kind: Literal["text", "number"] | None = Field(None, description="Kind of its values (default: read from the data)")
 
     @property
-    def is_resolved(self) -> bool:
-        return None not in (self.query, self.product, self.kind)
-
-    @property
     def features(self) -> tuple[str, ...]:
         """Names of its numeric features. If its columns or its kind are not known yet, it is a text on both sides."""
         if "" not in (self.query, self.product):

@@ -117,7 +117,7 @@ class FeatureEncoder(nn.Module):
         """Encode numeric features of shape [B, F] and categorical ids of shape [B, C] as a [B, width] tensor."""
         parts: list[Tensor] = []
         if self.may_miss:
-            present = (numeric > MISSING / 2).to(numeric.dtype)
+            present = 0.5 + 0.5 * torch.sign(numeric - MISSING / 2)  # 0 or 1, and without the f64 of a comparison
             parts = [(_squash(numeric * present) * self.scale + self.shift) * present]
             parts += [1.0 - present[:, : self.num_indicators]] if self.num_indicators else []
         elif self.num_numeric:

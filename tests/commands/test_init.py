@@ -136,7 +136,9 @@ def test_a_file_with_attributes_needs_no_column_of_ones_own(tmp_path: Path, monk
     Path("mine.csv").write_text("\n".join(lines) + "\n")
     assert cli.main(["init", "mine.csv"]) == 0
     settings = resolve(project_files(tmp_path), {}).settings
-    assert all(each.is_resolved for each in settings.data.attributes)
+    assert [(each.query, each.kind) for each in settings.data.attributes] == [
+        ("query_brand", "text"), ("query_price", "number")
+    ]  # fmt: skip
     assert cli.main(["prepare", "--cycle", "c1", "--data.num-workers=1"]) == 0
     result = json.loads(Path("workspace/mine/cycles/c1/prepare/digest.json").read_text())
     (partition,) = result["partitions"]

@@ -274,7 +274,7 @@ def test_attributes_of_a_catalogue_file(catalogue: Path, holdout: Holdout, token
         Attribute(name="size", query="", product="size", kind="text"),
         Attribute(name="price", query="", product="price", kind="number"),
     )
-    file = open_catalogue(OFFERS, str(catalogue), StopSignal(), attributes, told.append)
+    file = open_catalogue(OFFERS, str(catalogue), StopSignal()).with_attributes(attributes, told.append)
     task = from_catalogue(file, holdout, tokenizer, SPEC)
     titles = [text for part in task.texts() for text in part]
     assert titles[0] == "red shoe c1" and len(titles) == 5
