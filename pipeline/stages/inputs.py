@@ -132,7 +132,7 @@ def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], objec
 
 def _as_parent(spec: InputSpec, ctx: StageContext) -> InputSpec:
     """Return the inputs of a training run, for which a parent determines the form of missing numbers."""
-    parent = parent_inputs(ctx.settings, ctx.workspace) if spec.missing else None
+    parent = parent_inputs(ctx.settings, ctx.workspace) if spec.may_miss else None
     return spec if parent is None else spec.model_copy(update={"missing": parent.missing})
 
 
