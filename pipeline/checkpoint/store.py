@@ -106,6 +106,12 @@ class TrainState(Record):
     trained_head: bool = Field(
         True, description="Whether the relevance head was trained, which is required for meaningful scores"
     )
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="Divisor of the logits that makes probabilities reliable, fitted to the validation split when this"
+        " step was evaluated; 1 if it was not",
+    )
     settings_hash: str
     code_version: str
 
@@ -147,6 +153,12 @@ class Checkpoint:
     def weights(self) -> "dict[str, Tensor]":
         """Load the fp32 weights, which use Hugging Face names."""
         return _load_tensors(self.folder / WEIGHTS)
+
+    def calibrated_weights(self) -> "dict[str, Tensor]":
+        """Load the weights for inference: the head is divided by the temperature, so that its logits are calibrated."""
+        weights = self.weights()
+        head = {name: weights[name] / self.state.temperature for name in ("head.weight", "head.bias")}
+        return weights if self.state.temperature == 1.0 else weights | head
 
     def optimizer(self) -> "dict[str, Tensor]":
         """Load the optimizer state, which uses the names defined by TrainProgram."""

@@ -54,7 +54,7 @@ class Saver:
     writer: CheckpointWriter
     process_group: ProcessGroup
     base: TrainState
-    """The state at step 0. Only `step`, `best` and `published` differ in later checkpoints."""
+    """The state at step 0. Only `step`, `best`, `temperature` and `published` differ in later checkpoints."""
     tokenizer: bytes
     warn: Callable[[str], None]
     _reported_failure: str = field(init=False, default="")
@@ -78,7 +78,7 @@ class Saver:
         weights = from_hf(checkpoint.weights(), self.program.strategy.template, source=checkpoint.prefix)
         self.program.restore(weights, None if is_parent else checkpoint.optimizer())
 
-    def save(self, step: int, best: Best | None) -> None:
+    def save(self, step: int, best: Best | None, temperature: float) -> None:
         """Copy the training state to the host and queue it for writing. Logs a warning if an earlier save failed."""
         if self.writer.failure and self.writer.failure != self._reported_failure:
             self._reported_failure = self.writer.failure
@@ -86,7 +86,7 @@ class Saver:
         weights, optimizer = self.program.snapshot()
         if not self.process_group.world.is_main:
             return
-        state = self.base.model_copy(update={"step": step, "best": best})
+        state = self.base.model_copy(update={"step": step, "best": best, "temperature": temperature})
         config = hf_config(state.model, state.inputs)
         self.writer.submit(Snapshot(state, to_hf(weights), optimizer, config, self.tokenizer))
 

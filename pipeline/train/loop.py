@@ -130,6 +130,7 @@ class BestStep:
 
     def __init__(self, run: Run) -> None:
         self.run, self.best = run, run.start.best
+        self._evaluated, self._fitted = -1, 1.0
 
     def evaluate(self, step: int) -> "EvaluationOutcome":
         """Score the validation split. Return whether this is the best step so far and whether training should stop."""
@@ -146,6 +147,7 @@ class BestStep:
                 expected="a finite loss and finite embeddings",
                 next_command="lower train.optimizer.learning_rate and start a new cycle (--cycle NAME)",
             )
+        self._evaluated, self._fitted = step, figures.temperature if train.loss.trains_head else 1.0
         is_best = self.best is None or value > self.best.value
         if is_best:
             self.best = Best(step=step, metric=metric, value=value)
@@ -167,9 +169,13 @@ class BestStep:
         waited = train.patience * train.evaluate_every
         return EvaluationOutcome(is_best, bool(waited) and self.best is not None and step - self.best.step >= waited)
 
+    def temperature(self, step: int) -> float:
+        """Return the temperature of the latest step, which is 1 if it was not evaluated."""
+        return self._fitted if self._evaluated == step else 1.0
+
     def save(self, step: int) -> None:
         """Queue a checkpoint for saving."""
-        self.run.saver.save(step, self.best)
+        self.run.saver.save(step, self.best, self.temperature(step))
 
 
 def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
@@ -180,13 +186,13 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
         best.save(step)
         run.saver.wait_saved(step)
     run.process_group.barrier()
-    chosen = _load_best(run, best.best, step)
+    chosen, temperature = _load_best(run, best, step)
     holdouts = {}
     for split in ("valid", "test"):
         rows = run.valid if split == "valid" else holdout_rows(run.ctx, run.inputs, "test")
         if sum(rows.sizes):
             started = time.monotonic()
-            holdouts[split] = figures = _score(run, rows, sum(rows.sizes))
+            holdouts[split] = figures = _score(run, rows, sum(rows.sizes), temperature=temperature)
             run.ctx.events.emit(
                 EventName.HOLDOUT_EVALUATED,
                 step=chosen,
@@ -208,7 +214,9 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
     )
 
 
-def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) -> HoldoutFigures:
+def _score(
+    run: Run, rows: TokenRows, limit: int, *, searching: bool = False, temperature: float = 1.0
+) -> HoldoutFigures:
     return evaluate_holdout(
         run.program.outputs,
         run.backend,
@@ -219,16 +227,18 @@ def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) ->
         process_group=run.process_group,
         stop=run.ctx.stop,
         search_pad_id=rows.pad_id if searching else None,
+        temperature=temperature,
     )
 
 
-def _load_best(run: Run, best: Best | None, last: int) -> int:
-    """Load the best weights onto the device and return their step.
+def _load_best(run: Run, steps: BestStep, last: int) -> tuple[int, float]:
+    """Load the best weights onto the device and return their step and temperature.
 
     Falls back to the weights of the last step if the best checkpoint was not saved or cannot be read.
     """
+    best = steps.best
     if best is None or best.step == last:
-        return last
+        return last, steps.temperature(last)
     checkpoint, reason = None, ""
     try:
         checkpoint = run.saver.store.open(best.step)
@@ -237,9 +247,9 @@ def _load_best(run: Run, best: Best | None, last: int) -> int:
     if run.process_group.agree_now(checkpoint is None) or checkpoint is None:
         run.ctx.console.warn(f"the best checkpoint cannot be used, so the last one is the candidate: {reason}")
         run.ctx.events.emit(EventName.CHECKPOINT_REJECTED, step=best.step, reason=reason)
-        return last
+        return last, steps.temperature(last)
     run.saver.restore(checkpoint)
-    return best.step
+    return best.step, checkpoint.state.temperature
 
 
 Ended = Literal["complete", "stopped", "late", "converged"]
@@ -304,8 +314,12 @@ class TrainLoop:
         the last step.
         """
         # The previous attempt may have been stopped before it completed the evaluation of this step.
-        if self.step > 0 and self._midway(self.cadence.evaluate) and self.evaluate(self.step).should_stop:
-            return "converged"
+        if self.step > 0 and self._midway(self.cadence.evaluate):
+            is_best, converged = self.evaluate(self.step)
+            if is_best:
+                self.save(self.step)
+            if converged:
+                return "converged"
         self._forget_host_operators()
         with self.backend.loader(self.stream) as batches:
             while self.step < self.max_steps:
