@@ -25,6 +25,7 @@ from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.telemetry.console import Console, StepFigures, TensorBoardSink
 from pipeline.telemetry.events import EventName
+from pipeline.train.average import average_with_start
 from pipeline.train.build import Run, holdout_rows, metric_undefined_error
 from pipeline.train.inputs import data_warnings
 from pipeline.train.optimizer import learning_rate_at
@@ -130,15 +131,23 @@ class BestStep:
 
     def __init__(self, run: Run) -> None:
         self.run, self.best = run, run.start.best
-        self._evaluated, self._fitted = -1, 1.0
+        self.latest = Best(step=-1, metric=run.config.train.best_metric, value=math.nan)
+        self.fitted = 1.0
+        """The temperature that was fitted by the latest evaluation."""
+
+    def measure(self) -> tuple[float | None, HoldoutFigures]:
+        """Score the validation split with the weights on the device. Return the metric that selects the best step."""
+        run, train = self.run, self.run.config.train
+        searching = train.best_metric in ("retrieval_ndcg", "combined")
+        figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
+        value: float | None = getattr(figures, train.best_metric)
+        return value, figures
 
     def evaluate(self, step: int) -> "EvaluationOutcome":
         """Score the validation split. Return whether this is the best step so far and whether training should stop."""
         run, train, started = self.run, self.run.config.train, time.monotonic()
         metric = train.best_metric
-        searching = metric in ("retrieval_ndcg", "combined")
-        figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
-        value: float | None = getattr(figures, metric)
+        value, figures = self.measure()
         if value is None or value != value:  # no later value would ever beat NaN, and JSON cannot represent it
             if math.isfinite(figures.loss):
                 raise metric_undefined_error(train)
@@ -147,10 +156,11 @@ class BestStep:
                 expected="a finite loss and finite embeddings",
                 next_command="lower train.optimizer.learning_rate and start a new cycle (--cycle NAME)",
             )
-        self._evaluated, self._fitted = step, figures.temperature if train.loss.trains_head else 1.0
+        self.latest = Best(step=step, metric=metric, value=value)
+        self.fitted = figures.temperature if train.loss.trains_head else 1.0
         is_best = self.best is None or value > self.best.value
         if is_best:
-            self.best = Best(step=step, metric=metric, value=value)
+            self.best = self.latest
         run.ctx.events.emit(
             EventName.HOLDOUT_EVALUATED,
             step=step,
@@ -169,13 +179,9 @@ class BestStep:
         waited = train.patience * train.evaluate_every
         return EvaluationOutcome(is_best, bool(waited) and self.best is not None and step - self.best.step >= waited)
 
-    def temperature(self, step: int) -> float:
-        """Return the temperature of the latest step, which is 1 if it was not evaluated."""
-        return self._fitted if self._evaluated == step else 1.0
-
     def save(self, step: int) -> None:
-        """Queue a checkpoint for saving."""
-        self.run.saver.save(step, self.best, self.temperature(step))
+        """Queue a checkpoint for saving. Unless its step was evaluated, it has no temperature."""
+        self.run.saver.save(step, self.best, self.fitted if self.latest.step == step else 1.0)
 
 
 def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
@@ -186,7 +192,10 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
         best.save(step)
         run.saver.wait_saved(step)
     run.process_group.barrier()
-    chosen, temperature = _load_best(run, best, step)
+    chosen, temperature = _load_best(run, best)
+    prefix = prefix_of(run.ctx.cycle, chosen.step)
+    if run.config.train.average == "start":
+        prefix, temperature = average_with_start(run, chosen, best.measure) or (prefix, temperature)
     holdouts = {}
     for split in ("valid", "test"):
         rows = run.valid if split == "valid" else holdout_rows(run.ctx, run.inputs, "test")
@@ -195,7 +204,7 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
             holdouts[split] = figures = _score(run, rows, sum(rows.sizes), temperature=temperature)
             run.ctx.events.emit(
                 EventName.HOLDOUT_EVALUATED,
-                step=chosen,
+                step=chosen.step,
                 split=split,
                 accuracy=figures.accuracy,
                 loss=figures.loss,
@@ -203,8 +212,8 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
                 seconds=round(time.monotonic() - started, 3),
             )
     return Outcome(
-        prefix_of(run.ctx.cycle, chosen),
-        chosen,
+        prefix,
+        chosen.step,
         step,
         late,
         holdouts,
@@ -231,14 +240,14 @@ def _score(
     )
 
 
-def _load_best(run: Run, steps: BestStep, last: int) -> tuple[int, float]:
-    """Load the best weights onto the device and return their step and temperature.
+def _load_best(run: Run, steps: BestStep) -> tuple[Best, float]:
+    """Load the best weights onto the device and return their evaluation and temperature.
 
     Falls back to the weights of the last step if the best checkpoint was not saved or cannot be read.
     """
-    best = steps.best
-    if best is None or best.step == last:
-        return last, steps.temperature(last)
+    best, last = steps.best, (steps.latest, steps.fitted)
+    if best is None or best.step == steps.latest.step:
+        return last
     checkpoint, reason = None, ""
     try:
         checkpoint = run.saver.store.open(best.step)
@@ -247,9 +256,9 @@ def _load_best(run: Run, steps: BestStep, last: int) -> tuple[int, float]:
     if run.process_group.agree_now(checkpoint is None) or checkpoint is None:
         run.ctx.console.warn(f"the best checkpoint cannot be used, so the last one is the candidate: {reason}")
         run.ctx.events.emit(EventName.CHECKPOINT_REJECTED, step=best.step, reason=reason)
-        return last, steps.temperature(last)
+        return last
     run.saver.restore(checkpoint)
-    return best.step, checkpoint.state.temperature
+    return best, checkpoint.state.temperature
 
 
 Ended = Literal["complete", "stopped", "late", "converged"]
