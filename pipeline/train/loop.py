@@ -26,6 +26,7 @@ from pipeline.parallel.process_group import ProcessGroup
 from pipeline.telemetry.console import Console, StepFigures, TensorBoardSink
 from pipeline.telemetry.events import EventName
 from pipeline.train.build import Run, holdout_rows, metric_undefined_error
+from pipeline.train.config import Cadence, choose_cadence
 from pipeline.train.inputs import data_warnings
 from pipeline.train.optimizer import learning_rate_at
 from pipeline.train.step import TrainProgram
@@ -56,8 +57,10 @@ def train(run: Run) -> Outcome:
     If the stop signal is set, a checkpoint is saved before Preempted is raised.
     """
     ctx, config = run.ctx, run.config
-    _announce(run)
-    best = BestStep(run)
+    save_every, log_every = config.checkpoint.every_steps, config.log.every_steps
+    cadence = choose_cadence(config.train, save_every, log_every, steps=run.max_steps, rows=sum(run.valid.sizes))
+    _announce(run, cadence)
+    best = BestStep(run, cadence)
     with ExitStack() as stack:
         sink = None
         if config.log.tensorboard and ctx.world.is_main:
@@ -69,7 +72,7 @@ def train(run: Run) -> Outcome:
             process_group=run.process_group,
             stop=ctx.stop,
             console=ctx.console,
-            cadence=Cadence(config.log.every_steps, config.train.evaluate_every, config.checkpoint.every_steps),
+            cadence=cadence,
             evaluate=best.evaluate,
             save=best.save,
             emit=ctx.events.emit,
@@ -84,7 +87,7 @@ def train(run: Run) -> Outcome:
         return _finish(run, best, loop.step, late=ended == "late")
 
 
-def _announce(run: Run) -> None:
+def _announce(run: Run, cadence: Cadence) -> None:
     ctx, train, inputs, pools = run.ctx, run.config.train, run.inputs, run.pools
     parameters = run.program.strategy.size
     parent, published = inputs.parent, run.saver.base.published
@@ -99,7 +102,8 @@ def _announce(run: Run) -> None:
         f"{sum(pools.new.sizes):,} new and {sum(pools.num_replayed):,} replayed groups of up to {pools.slots} "
         f"samples{mined}{linked} | "
         f"{run.plan.batches_per_epoch:,} batches of {train.global_batch_size} per epoch, "
-        f"{run.share.accumulation} micro-steps per step | steps {run.start.step:,} to {run.max_steps:,}"
+        f"{run.share.accumulation} micro-steps per step | steps {run.start.step:,} to {run.max_steps:,}, evaluated "
+        f"every {cadence.evaluate or run.max_steps:,} and saved every {cadence.save:,}"
     )
     for message in data_warnings(pools.new, train, [token_set.info for token_set in inputs.new_sets]):
         ctx.console.warn(message)
@@ -128,15 +132,15 @@ def _announce(run: Run) -> None:
 class BestStep:
     """Keeps track of the step with the best validation score, which is also recorded in every checkpoint."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.best = run, run.start.best
+    def __init__(self, run: Run, cadence: Cadence) -> None:
+        self.run, self.cadence, self.best = run, cadence, run.start.best
 
     def evaluate(self, step: int) -> "EvaluationOutcome":
         """Score the validation split. Return whether this is the best step so far and whether training should stop."""
         run, train, started = self.run, self.run.config.train, time.monotonic()
         metric = train.best_metric
         searching = metric in ("retrieval_ndcg", "combined")
-        figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
+        figures = _score(run, run.valid, self.cadence.rows, searching=searching, whole_queries=metric == "ndcg")
         value: float | None = getattr(figures, metric)
         if value is None or value != value:  # no later value would ever beat NaN, and JSON cannot represent it
             if math.isfinite(figures.loss):
@@ -162,10 +166,10 @@ class BestStep:
         run.ctx.console.info(
             f"valid at step {step}: {metric} {value:.4f}, loss {figures.loss:.4f}{' (best)' if is_best else ''}"
         )
-        # Stop if the last `train.patience` evaluations brought no improvement. This depends only on the state in the
-        # checkpoint, so that a resumed run makes the same decision.
-        waited = train.patience * train.evaluate_every
-        return EvaluationOutcome(is_best, bool(waited) and self.best is not None and step - self.best.step >= waited)
+        # Stop if there was no improvement for too long. This depends only on the state in the checkpoint, so that a
+        # resumed run makes the same decision.
+        wait = self.cadence.wait
+        return EvaluationOutcome(is_best, bool(wait) and self.best is not None and step - self.best.step >= wait)
 
     def save(self, step: int) -> None:
         """Queue a checkpoint for saving."""
@@ -208,7 +212,9 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
     )
 
 
-def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) -> HoldoutFigures:
+def _score(
+    run: Run, rows: TokenRows, limit: int, *, searching: bool = False, whole_queries: bool = False
+) -> HoldoutFigures:
     return evaluate_holdout(
         run.program.outputs,
         run.backend,
@@ -219,6 +225,7 @@ def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) ->
         process_group=run.process_group,
         stop=run.ctx.stop,
         search_pad_id=rows.pad_id if searching else None,
+        whole_queries=whole_queries,
     )
 
 
@@ -251,15 +258,6 @@ class EvaluationOutcome(NamedTuple):
     is_best: bool
     should_stop: bool = False
     """True if further training is not expected to improve the model."""
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """Number of steps between log lines, evaluations and checkpoints. If `evaluate` is 0, only the end is evaluated."""
-
-    log: int
-    evaluate: int
-    save: int
 
 
 @dataclass

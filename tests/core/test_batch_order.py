@@ -169,6 +169,20 @@ def test_an_epoch_uses_each_sample_at_most_once_and_leaves_out_less_than_a_batch
     assert [buckets[i] for i in range(len(pools))] == list(plan.batches_by_bucket)
 
 
+@given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=40, max_size=200), st.integers(1, 3))
+def test_an_epoch_is_a_pass_over_the_positives(rows: list[tuple[int, bool]], epoch: int) -> None:
+    query, positive = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
+    members = deal_groups(query, positive, slots=4, seed=1)
+    plan = BatchPlan((len(members),), batch_size=4, seed=2)
+    positions = range(epoch * plan.batches_per_epoch, (epoch + 1) * plan.batches_per_epoch)
+    visited = members[np.concatenate([plan.batch(position).rows for position in positions])]
+    rows_of = visited[visited != EMPTY]
+    seen = rows_of[positive[rows_of]]
+    assert len(seen) == len(np.unique(seen)), "each positive at most once"
+    left_out = np.setdiff1d(np.flatnonzero(positive), seen)
+    assert len(np.unique(np.flatnonzero(np.isin(members, left_out).any(axis=1)))) < 4, "but for less than a batch"
+
+
 @given(POOLS, st.integers(1, 17), SEEDS)
 def test_rows_leave_their_bucket_only_when_left_over(pools: list[int], batch_size: int, seed: int) -> None:
     plan = plan_of(pools, batch_size, seed)
