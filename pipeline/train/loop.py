@@ -21,6 +21,7 @@ from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.training_groups import MAX_LINKED
+from pipeline.evaluate.gate.judge import count_queries, precision_warning
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.telemetry.console import Console, StepFigures, TensorBoardSink
@@ -105,7 +106,9 @@ def _announce(run: Run, cadence: Cadence) -> None:
         f"{run.share.accumulation} micro-steps per step | steps {run.start.step:,} to {run.max_steps:,}, evaluated "
         f"every {cadence.evaluate or run.max_steps:,} and saved every {cadence.save:,}"
     )
-    for message in data_warnings(pools.new, train, [token_set.info for token_set in inputs.new_sets]):
+    infos = [token_set.info for token_set in inputs.new_sets]
+    imprecise = precision_warning("valid", count_queries(infos))
+    for message in (*data_warnings(pools.new, train, infos), *([imprecise] if imprecise else [])):
         ctx.console.warn(message)
     if links and links.unlinked:
         ctx.console.warn(
