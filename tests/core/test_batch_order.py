@@ -60,7 +60,7 @@ def test_assigned_is_the_first_that_fits(lengths: list[tuple[int, int]], steps: 
         assert chosen == (fitting[0] if fitting else len(buckets) - 1)
 
 
-LENGTHS = st.lists(st.tuples(st.integers(2, 400), st.integers(2, 400)), min_size=1, max_size=60)
+TEXTS = st.lists(st.tuples(st.integers(2, 400), st.integers(2, 400)), min_size=1, max_size=60)
 
 
 def padded(pairs: list[tuple[int, int]], buckets: list[Bucket]) -> int:
@@ -72,7 +72,7 @@ def padded(pairs: list[tuple[int, int]], buckets: list[Bucket]) -> int:
     )
 
 
-@given(LENGTHS, st.integers(8, 300))
+@given(TEXTS, st.integers(8, 300))
 def test_fitted_buckets_are_few_nested_round_and_hold_the_texts(pairs: list[tuple[int, int]], longest: int) -> None:
     query, product = np.array(pairs).T
     found = fit_buckets(query, product, longest)

@@ -81,7 +81,7 @@ def test_a_loser_of_the_race_takes_what_the_winner_pinned(
     workplace: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, theirs = workplace("one"), PinnedBuckets(buckets=("8x16", "24x48"), rows=7)
-    fit = buckets_module.fit_buckets
+    fit = fit_buckets
 
     def slow(*given: Any) -> Any:
         place.storage.write_bytes(PIN, theirs.model_dump_json().encode())
