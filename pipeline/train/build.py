@@ -339,8 +339,8 @@ def metric_undefined_error(train: TrainConfig) -> DataError:
     """Return the error to raise if the metric that selects the best checkpoint is undefined."""
     alternative = "--train.metric accuracy, or " if train.loss.trains_head else ""
     return DataError(
-        f"{train.best_metric} is undefined on the validation split, because none of its queries in the"
-        f" {train.evaluate_rows:,} scored rows has a gain above 0",
+        f"{train.best_metric} is undefined on the validation split, because none of the scored queries has a gain"
+        " above 0",
         expected="graded rows in the validation split",
         next_command=f"{alternative}set data.columns.gain and run trnpipe prepare again, with a different --cycle NAME"
         " if this cycle already has checkpoints",

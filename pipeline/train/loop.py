@@ -21,12 +21,14 @@ from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.training_groups import MAX_LINKED
+from pipeline.evaluate.gate.judge import count_queries, precision_warning
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.telemetry.console import Console, StepFigures, TensorBoardSink
 from pipeline.telemetry.events import EventName
 from pipeline.train.average import average_with_start
 from pipeline.train.build import Run, holdout_rows, metric_undefined_error
+from pipeline.train.config import Cadence, choose_cadence
 from pipeline.train.inputs import data_warnings
 from pipeline.train.optimizer import learning_rate_at
 from pipeline.train.step import TrainProgram
@@ -57,8 +59,10 @@ def train(run: Run) -> Outcome:
     If the stop signal is set, a checkpoint is saved before Preempted is raised.
     """
     ctx, config = run.ctx, run.config
-    _announce(run)
-    best = BestStep(run)
+    save_every, log_every = config.checkpoint.every_steps, config.log.every_steps
+    cadence = choose_cadence(config.train, save_every, log_every, steps=run.max_steps, rows=sum(run.valid.sizes))
+    _announce(run, cadence)
+    best = BestStep(run, cadence)
     with ExitStack() as stack:
         sink = None
         if config.log.tensorboard and ctx.world.is_main:
@@ -70,7 +74,7 @@ def train(run: Run) -> Outcome:
             process_group=run.process_group,
             stop=ctx.stop,
             console=ctx.console,
-            cadence=Cadence(config.log.every_steps, config.train.evaluate_every, config.checkpoint.every_steps),
+            cadence=cadence,
             evaluate=best.evaluate,
             save=best.save,
             emit=ctx.events.emit,
@@ -85,7 +89,7 @@ def train(run: Run) -> Outcome:
         return _finish(run, best, loop.step, late=ended == "late")
 
 
-def _announce(run: Run) -> None:
+def _announce(run: Run, cadence: Cadence) -> None:
     ctx, train, inputs, pools = run.ctx, run.config.train, run.inputs, run.pools
     parameters = run.program.strategy.size
     parent, published = inputs.parent, run.saver.base.published
@@ -100,9 +104,12 @@ def _announce(run: Run) -> None:
         f"{sum(pools.new.sizes):,} new and {sum(pools.num_replayed):,} replayed groups of up to {pools.slots} "
         f"samples{mined}{linked} | "
         f"{run.plan.batches_per_epoch:,} batches of {train.global_batch_size} per epoch, "
-        f"{run.share.accumulation} micro-steps per step | steps {run.start.step:,} to {run.max_steps:,}"
+        f"{run.share.accumulation} micro-steps per step | steps {run.start.step:,} to {run.max_steps:,}, evaluated "
+        f"every {cadence.evaluate or run.max_steps:,} and saved every {cadence.save:,}"
     )
-    for message in data_warnings(pools.new, train, [token_set.info for token_set in inputs.new_sets]):
+    infos = [token_set.info for token_set in inputs.new_sets]
+    imprecise = precision_warning("valid", count_queries(infos))
+    for message in (*data_warnings(pools.new, train, infos), *([imprecise] if imprecise else [])):
         ctx.console.warn(message)
     if links and links.unlinked:
         ctx.console.warn(
@@ -129,18 +136,18 @@ def _announce(run: Run) -> None:
 class BestStep:
     """Keeps track of the step with the best validation score, which is also recorded in every checkpoint."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.best = run, run.start.best
+    def __init__(self, run: Run, cadence: Cadence) -> None:
+        self.run, self.cadence, self.best = run, cadence, run.start.best
         self.latest = Best(step=-1, metric=run.config.train.best_metric, value=math.nan)
         self.fitted = 1.0
         """The temperature that was fitted by the latest evaluation."""
 
     def measure(self) -> tuple[float | None, HoldoutFigures]:
         """Score the validation split with the weights on the device. Return the metric that selects the best step."""
-        run, train = self.run, self.run.config.train
-        searching = train.best_metric in ("retrieval_ndcg", "combined")
-        figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
-        value: float | None = getattr(figures, train.best_metric)
+        run, metric = self.run, self.run.config.train.best_metric
+        searching = metric in ("retrieval_ndcg", "combined")
+        figures = _score(run, run.valid, self.cadence.rows, searching=searching, whole_queries=metric == "ndcg")
+        value: float | None = getattr(figures, metric)
         return value, figures
 
     def evaluate(self, step: int) -> "EvaluationOutcome":
@@ -174,10 +181,10 @@ class BestStep:
         run.ctx.console.info(
             f"valid at step {step}: {metric} {value:.4f}, loss {figures.loss:.4f}{' (best)' if is_best else ''}"
         )
-        # Stop if the last `train.patience` evaluations brought no improvement. This depends only on the state in the
-        # checkpoint, so that a resumed run makes the same decision.
-        waited = train.patience * train.evaluate_every
-        return EvaluationOutcome(is_best, bool(waited) and self.best is not None and step - self.best.step >= waited)
+        # Stop if there was no improvement for too long. This depends only on the state in the checkpoint, so that a
+        # resumed run makes the same decision.
+        wait = self.cadence.wait
+        return EvaluationOutcome(is_best, bool(wait) and self.best is not None and step - self.best.step >= wait)
 
     def save(self, step: int) -> None:
         """Queue a checkpoint for saving. Unless its step was evaluated, it has no temperature."""
@@ -224,7 +231,13 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
 
 
 def _score(
-    run: Run, rows: TokenRows, limit: int, *, searching: bool = False, temperature: float = 1.0
+    run: Run,
+    rows: TokenRows,
+    limit: int,
+    *,
+    searching: bool = False,
+    temperature: float = 1.0,
+    whole_queries: bool = False,
 ) -> HoldoutFigures:
     return evaluate_holdout(
         run.program.outputs,
@@ -237,6 +250,7 @@ def _score(
         stop=run.ctx.stop,
         search_pad_id=rows.pad_id if searching else None,
         temperature=temperature,
+        whole_queries=whole_queries,
     )
 
 
@@ -270,15 +284,6 @@ class EvaluationOutcome(NamedTuple):
     is_best: bool
     should_stop: bool = False
     """True if further training is not expected to improve the model."""
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """Number of steps between log lines, evaluations and checkpoints. If `evaluate` is 0, only the end is evaluated."""
-
-    log: int
-    evaluate: int
-    save: int
 
 
 @dataclass
