@@ -8,6 +8,8 @@ from pydantic import Field, field_validator
 from pipeline.core.batch_order import Bucket, check_buckets
 from pipeline.core.record import Record
 
+SplitBy = Literal["query", "product", "both"]
+
 
 class ColumnMapping(Record):
     """Names of the input columns. Optional columns may be missing from the input."""
@@ -19,9 +21,7 @@ class ColumnMapping(Record):
     gain: str = Field("gain", description="Column with the graded gain, from 0 to 1 (optional)")
     query_id: str = Field("query_id", description="Column with the query id (optional, default: hash of the query)")
     product_id: str = Field("product_id", description="Column with the product id (optional, default: hash of title)")
-    split: str = Field(
-        "split", description="Column with train, valid or test (optional, default: split by hash of the query id)"
-    )
+    split: str = Field("split", description="Column with train, valid or test (optional, default: see split_by)")
 
 
 class CategoricalFeature(Record):
@@ -79,10 +79,21 @@ class DataConfig(Record):
     lexical: bool = Field(True, description="Add features that measure the word overlap between query and title")
     filter: dict[str, str] = Field({}, description="Keep only rows that match: column=value or column=a|b")
     valid_fraction: float = Field(
-        0.05, ge=0, lt=0.5, description="Fraction of queries held out for validation if the input has no split column"
+        0.05,
+        ge=0,
+        lt=0.5,
+        description="Fraction of queries (see split_by) held out for validation if the input has no split column",
     )
     test_fraction: float = Field(
-        0.05, ge=0, lt=0.5, description="Fraction of queries held out for testing if the input has no split column"
+        0.05,
+        ge=0,
+        lt=0.5,
+        description="Fraction of queries (see split_by) held out for testing if the input has no split column",
+    )
+    split_by: SplitBy = Field(
+        "query",
+        description="What is held out if the input has no split column: queries, products, or both. With both, a row is"
+        " in the test split if its query or its product is a test item, and the fractions are those of items",
     )
     max_bad_fraction: float = Field(0.05, ge=0, le=1, description="Fraction of bad rows above which prepare fails")
     buckets: tuple[str, ...] = Field(

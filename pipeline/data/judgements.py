@@ -5,7 +5,7 @@ may change after the data has been prepared.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +17,9 @@ import numpy.typing as npt
 from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import map_safetensors
+from pipeline.data.shards import TokenRows, map_safetensors
 from pipeline.data.token_sets import JudgedSplit, ShardInfo, Split, TokenSetInfo
+from pipeline.data.trained_items import FIELDS, TrainedItems, row_blocks
 
 _BINS = 101
 _GRID = (np.arange(_BINS) / (_BINS - 1)).astype(np.float32)
@@ -44,6 +45,26 @@ def count_judgements(
         else judged.model_copy(update={"queries_in_train": len(np.intersect1d(ids, train_ids, assume_unique=True))})
         for split, (judged, ids) in counted.items()
     }
+
+
+def count_products(
+    judged: Mapping[Split, JudgedSplit], rows: Mapping[Split, TokenRows], stop: StopSignal
+) -> dict[Split, JudgedSplit]:
+    """Add the counts of the products that the validation and test rows of a partition share with its train rows."""
+    counted, holdouts = dict(judged), [split for split in rows if split != "train"]
+    if not holdouts or "train" not in rows:
+        return counted
+    pad_id, train = rows["train"].pad_id, rows["train"]
+    items = {split: TrainedItems(row_blocks(rows[split]), pad_id) for split in holdouts}
+    for arrays in row_blocks(train, FIELDS[:-1]):
+        stop.raise_if_set("counting products")
+        for each in items.values():
+            each.mark(arrays, pad_id)
+    for split, each in items.items():
+        is_trained, first = each.product_is_trained, each.first_of_products
+        counts = {"products": len(first), "products_in_train": int(is_trained[first].sum())}
+        counted[split] = judged[split].model_copy(update=counts | {"rows_new_product": int((~is_trained).sum())})
+    return counted
 
 
 def _count(folder: Path, shards: Sequence[ShardInfo], num_labels: int, stop: StopSignal) -> tuple[JudgedSplit, Int64s]:
@@ -134,6 +155,8 @@ _MAX_UNUSABLE = 0.5  # maximum fraction of queries without a positive, or withou
 _MAX_TRUNCATED = 0.05  # maximum fraction of rows with a truncated text
 _GAIN_TOLERANCE = 1e-6
 _MAX_IN_TRAIN = 0.05  # maximum fraction of the queries in the validation or test split that are also in train
+_FEW_NEW = 0.05  # fraction of rows with a new product below which nothing is known about new products
+_HOLDOUTS: tuple[Split, ...] = ("valid", "test")
 
 
 def training_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, contrastive: bool) -> dict[str, str]:
@@ -175,8 +198,8 @@ def prepared_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, co
             f" bucket {Bucket.parse(infos[0].buckets[-1]).name}. Add a larger bucket to data.buckets"
         )
     warnings += training_warnings(infos, positive_gain, contrastive=contrastive).values()
-    holdouts: tuple[Split, ...] = ("valid", "test")
-    for split in holdouts:
+    warnings += [text for text, few_new in shared_products(infos) if few_new]
+    for split in _HOLDOUTS if infos[0].split_by == "query" else ():
         judged = [info.judged[split] for info in infos if split in info.judged]
         queries = sum(sum(counts.query_best.values()) for counts in judged)
         in_train = sum(counts.queries_in_train for counts in judged)
@@ -187,3 +210,23 @@ def prepared_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, co
                 " or set --evaluate.leak warn"
             )
     return warnings
+
+
+def shared_products(infos: Sequence[TokenSetInfo]) -> Iterator[tuple[str, bool]]:
+    """Describe how many products each holdout split shares with train, unless the splits were made by product.
+
+    Yields a sentence, and whether the split has so few new products that its metrics do not say anything about them.
+    """
+    for split in _HOLDOUTS if infos[0].split_by == "query" else ():
+        judged = [info.judged[split] for info in infos if split in info.judged and info.judged[split].products]
+        products, in_train = (sum(getattr(one, name) for one in judged) for name in ("products", "products_in_train"))
+        new = sum(one.rows_new_product for one in judged) / max(
+            1, sum(sum(part.values()) for one in judged for part in one.gains)
+        )
+        if in_train > _MAX_IN_TRAIN * products:
+            yield (
+                f"{in_train:,} of {products:,} products ({in_train / products:.0%}) of split {split} are also in split"
+                f" train, which is right for a fixed catalogue. Only the {new:.0%} of its rows with a new product"
+                " measure new products. For more of them, set --data.split-by both (without a split column)",
+                new < _FEW_NEW,
+            )

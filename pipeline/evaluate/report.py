@@ -36,6 +36,7 @@ class BaselineReport(Record):
     metrics: MetricReport | None = Field(None, description="Row metrics")
     retrieval: MetricReport | None = None
     threshold: float | None = Field(None, description="Minimum probability of a match (only with two labels)")
+    slices: tuple[SliceReport, ...] = Field((), description="Metrics by which items were trained on")
     missing: str = Field("", description="Reason why the baseline was not scored")
     weak: str = Field("", description="Reason why beating this baseline would prove nothing")
 
@@ -111,12 +112,16 @@ class HoldoutReport(Record):
     rows: int
     rows_in_split: int = Field(description="Number of rows without the limit evaluate.max_rows")
     queries: int
-    leaked_by_id: int = Field(description="Number of queries whose id also occurs in the training data")
-    leaked_by_text: int = Field(description="Number of other queries whose text also occurs in the training data")
+    leaked_by_id: int = Field(description="Number of queries (see data.split_by) that were trained on, by id")
+    leaked_by_text: int = Field(description="Number of other queries that were trained on, by text")
     leak_checked: bool
     unchecked_partitions: tuple[str, ...] = Field(description="Training partitions that could not be checked")
     retrieval_queries: int = 0
     retrieval_items: int = 0
+    parts: dict[str, int] = Field(
+        {}, description="Number of rows by which of their items were trained on (empty if that was not checked)"
+    )
+    part_column: str = Field("", description="Slice column of the parts (empty if all rows are in the same part)")
 
 
 class EvaluationReport(Record):
@@ -168,6 +173,7 @@ def load_report(workspace: Storage, cycle: str) -> EvaluationReport | None:
 # The console output, which has a table of all models and baselines, the worst slices, and the verdict.
 
 _SLICES_SHOWN = 5
+RELEVANT_PRODUCTS = "relevant_products"  # slice column of queries, by whether any of these was trained on
 
 
 def table_lines(report: EvaluationReport) -> list[str]:
@@ -190,7 +196,7 @@ def table_lines(report: EvaluationReport) -> list[str]:
         cells = _compared(values[0], values[1] if len(values) > 1 else None)
         others = (_number(baseline.figures.get(name)) for baseline in baselines)
         table.append((name, *cells, _interval(delta), *others, worst))
-    return [*_table(table), *_details(report), *_slice_lines(checks), *report.verdict.lines()]
+    return [*_table(table), *_details(report), *_part_lines(report), *_slice_lines(checks), *report.verdict.lines()]
 
 
 def _roles(report: EvaluationReport) -> list[tuple[str, ModelReport]]:
@@ -228,6 +234,36 @@ def _details(report: EvaluationReport) -> list[str]:
     rows = ((name, *(_number(values.get(name)) for _, values in shown)) for name in names)
     lines += ["hybrid search: each model fused with BM25", *_table([("metric", *(head for head, _ in shown)), *rows])]
     return [*lines, *dict.fromkeys(hybrid.missing for _, hybrid in hybrids if hybrid.missing)]
+
+
+def part_table(report: EvaluationReport) -> list[tuple[str, ...]]:
+    """Compare all models in each part of the test split, which are divided by which items were trained on.
+
+    Returns the head and the rows of a table, which is empty unless there are several parts.
+    """
+    columns = (report.holdout.part_column, RELEVANT_PRODUCTS) if report.holdout.parts else ()
+    models = [(role, model.slices) for role, model in _roles(report)]
+    models += [(baseline.name, baseline.slices) for baseline in report.baselines if baseline.slices]
+    slices = [{(part.column, part.value): part.report for part in parts} for _, parts in models]
+    table = [("slice", "metric", "rows", "queries", *(role for role, _ in models))]
+    for (column, value), part in slices[0].items():
+        if column not in columns or sum(other == column for other, _ in slices[0]) < 2:
+            continue
+        recall = [name for name in part.values if name.startswith("retrieval_recall@")][-1:]
+        names = ("f1" if "f1" in part.values else "macro_f1", "ndcg@10", "retrieval_ndcg@10", *recall)
+        for name in (name for name in names if name in part.values):
+            reports = (of_model.get((column, value)) for of_model in slices)
+            values = (_number(each.values.get(name) if each else None) for each in reports)
+            rows = f"{part.num_rows:,}" if part.num_rows else ""
+            table.append((f"{column}={value}", name, rows, f"{part.num_queries:,}", *values))
+    return table if len(table) > 1 else []
+
+
+def _part_lines(report: EvaluationReport) -> list[str]:
+    if not (parts := report.holdout.parts):
+        return []
+    counts = ", ".join(f"{part} {rows:,}" for part, rows in parts.items())
+    return [f"rows by which side was trained on, query or product: {counts}", *_table(part_table(report))]
 
 
 def _slice_lines(checks: Sequence[GateCheck]) -> list[str]:
@@ -273,7 +309,7 @@ def _interval(check: GateCheck | None) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format a table with names aligned to the left and numbers to the right."""
-    names = [column for column, title in enumerate(rows[0]) if title in ("metric", "slice", "gate")]
+    names = [column for column, title in enumerate(rows[0]) if title in ("metric", "slice", "gate")] if rows else []
     return [f"  {line}" for line in aligned(rows, names)]
 
 

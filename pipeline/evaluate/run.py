@@ -6,24 +6,45 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+import numpy as np
+
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets, select_partitions
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.data.trained_items import FIELDS, TrainedItems
 from pipeline.evaluate.baselines import ScoredBaseline, fuse, score_baselines
 from pipeline.evaluate.gate.compare import GateInput
 from pipeline.evaluate.gate.judge import judge, verdict_advice
 from pipeline.evaluate.golden import golden_check
-from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, leak_warnings, open_holdout, refuse_leak
+from pipeline.evaluate.holdout import Holdout, judged_slices, open_holdout
 from pipeline.evaluate.metrics.labels import best_threshold
-from pipeline.evaluate.metrics.measure import metric_report, slice_reports
+from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.originals import with_originals
-from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, MovedQuery, digest_key, score_digest
+from pipeline.evaluate.report import (
+    BaselineReport,
+    EvaluationReport,
+    HoldoutReport,
+    ModelReport,
+    MovedQuery,
+    digest_key,
+    score_digest,
+)
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult, moved_queries
 from pipeline.evaluate.score import ScoreSet
+from pipeline.evaluate.trained import (
+    Leak,
+    TrainedParts,
+    find_leak,
+    leak_warnings,
+    mark_trained,
+    refuse_leak,
+    relevant_texts,
+)
 from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.process_group import ProcessGroup, open_ranks
@@ -117,16 +138,15 @@ def open_valid(open_split: Callable[[Split], Holdout], process_group: ProcessGro
     return valid or reason
 
 
-def _find_leak(
-    settings: Settings, ctx: StageContext, models: Models, holdout: Holdout, process_group: ProcessGroup, notes: Notes
-) -> Leak | None:
-    """Check whether one of the models was trained on holdout queries.
+def _find_trained(models: Models, search: ModelSearch, notes: Notes) -> tuple[Leak | None, TrainedParts]:
+    """Determine which parts of the holdout one of the models was trained on, and check for leaked queries.
 
     Only training data that is still in the workspace can be checked.
     """
+    settings, ctx, holdout = search.settings, search.ctx, search.holdout
     config, workspace = settings.evaluate, ctx.workspace
     if config.leak == "off":
-        return None
+        return None, TrainedParts()
     trained: dict[str, str] = {}
     for model in (models.candidate, models.compared):
         if model is not None:
@@ -138,12 +158,19 @@ def _find_leak(
     sets = [read_token_sets(workspace, [prefixes[digest]])[0] for digest in prepared]
     total = sum(sum(shard.rows) for token_set in sets for shard in token_set.info.splits.get("train", ()))
     rows = (open_rows(workspace, [token_set], "train", ctx.scratch / "tokens") for token_set in sets)
-    leak = find_leak(holdout.queries(), rows, process_group, ctx.stop, unchecked, total)
+    task = search.task if config.retrieval.enabled else ""
+    relevant = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint64)
+    if not isinstance(task, str):
+        sep_id = TextTokenizer(search.tokenizer).sep_id
+        relevant = relevant_texts(task, holdout, search.metrics, sep_id)
+    items = TrainedItems(holdout.blocks(FIELDS), holdout.rows.pad_id, relevant[1])
+    mark_trained(items, rows, search.process_group, ctx.stop, total)
+    leak = find_leak(items, holdout.sets[0].info.split_by, unchecked)
     if config.leak == "refuse":
         refuse_leak(leak)
     for warning in leak_warnings(leak):
         notes.warn(warning)
-    return leak
+    return leak, TrainedParts.of(items, holdout, None if isinstance(task, str) else task, relevant)
 
 
 class Evaluation:
@@ -187,8 +214,6 @@ class Evaluation:
             f"{holdout.order.total:,} rows of split {holdout.split}, {len(holdout.sets)} partition(s) | "
             f"{ctx.world.world_size} x {backend.name}"
         )
-        with notes.timed("leak_check"):
-            leak = _find_leak(settings, ctx, models, holdout, process_group, notes)
         tokenizer = models.candidate.tokenizer()
         # The valid split is used to choose thresholds and to tune the weight of hybrid search.
         valid = (
@@ -197,9 +222,11 @@ class Evaluation:
             else open_valid(open_split, process_group)
         )
         self.settings, self.ctx, self.models, self.inputs, self.backend = settings, ctx, models, inputs, backend
-        self.notes, self.new, self.holdout, self.leak = notes, new, holdout, leak
+        self.notes, self.new, self.holdout = notes, new, holdout
         self.scorer = ModelScorer(settings, ctx, backend, process_group)
         self.search = ModelSearch(settings, ctx, backend, process_group, sets, holdout, valid, tokenizer, notes.warn)
+        with notes.timed("leak_check"):
+            self.leak, self.parts = _find_trained(models, self.search, notes)
 
     def run(self) -> EvaluationReport | None:
         """Score the models and the baselines, judge the candidate, and return the report on rank 0."""
@@ -224,6 +251,7 @@ class Evaluation:
         if scores is None:
             return None
         rows = judged_slices(scores.rows, self.new)
+        rows = replace(rows, slices={**rows.slices, **self.parts.rows})
         if not checkpoint.state.trained_head:
             rows = replace(rows, meaningless=_UNTRAINED)
         gate_input = GateInput(
@@ -288,7 +316,7 @@ class Evaluation:
             precision=self.settings.train.precision,
             candidate=candidate_report,
             incumbent=production_report,
-            baselines=tuple(scored.report for scored in baselines),
+            baselines=tuple(map(self._with_parts, baselines)),
             golden=golden,
             holdout=HoldoutReport(
                 split=holdout.split,
@@ -303,6 +331,8 @@ class Evaluation:
                 unchecked_partitions=leak.unchecked if leak else (),
                 retrieval_queries=0 if isinstance(task, str) else len(task.queries.ids),
                 retrieval_items=0 if isinstance(task, str) else task.num_items,
+                parts=self.parts.counts,
+                part_column=next(iter(self.parts.rows), ""),
             ),
             verdict=verdict.model_copy(update={"advice": advice}),
             warnings=tuple(self.notes.warnings),
@@ -311,6 +341,12 @@ class Evaluation:
             code_version=ctx.code_version,
             at=datetime.now(UTC),
         )
+
+    def _with_parts(self, scored: ScoredBaseline) -> BaselineReport:
+        baseline, config = scored.baseline, self.settings.evaluate.metrics
+        rows = None if baseline.rows is None else replace(baseline.rows, slices=self.parts.rows)
+        slices = self.parts.reports(rows, config, baseline.threshold, baseline.retrieval)
+        return scored.report.model_copy(update={"slices": slices})
 
     def _store_digest(self, candidate: ScoredModel, production: ScoredModel | None) -> None:
         def texts_of(numbers: Int64s) -> dict[int, tuple[str, str]]:
@@ -351,7 +387,7 @@ class Evaluation:
             retrieval=retrieval.report if retrieval else None,
             ndcg_by_width=retrieval.by_width if retrieval else {},
             hybrids=fuse(self.search, baselines, retrieval.ranked) if retrieval else (),
-            slices=slice_reports(rows, metrics, threshold),
+            slices=self.parts.reports(rows, metrics, threshold, model.gate_input.retrieval),
             threshold=threshold,
         )
         self.ctx.events.emit(

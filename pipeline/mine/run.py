@@ -22,7 +22,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import TokenRows
+from pipeline.data.shards import TokenRows, text_hashes
 from pipeline.data.token_sets import TokenSet, select_partitions
 from pipeline.data.tokenizer import Tokens, token_windows
 from pipeline.embed.plan import longest_text
@@ -31,7 +31,7 @@ from pipeline.io.storage import Storage
 from pipeline.mine.config import BM25, ITEMS_PER_QUERY, MineConfig
 from pipeline.mine.store import Negatives, NegativeSet, NegativesInfo, commit_negatives
 from pipeline.retrieval.bm25 import K1, B, Bm25
-from pipeline.retrieval.products import Products, decode_tokens, distinct_products, text_hashes, to_tokens
+from pipeline.retrieval.products import Products, decode_tokens, distinct_products, to_tokens
 from pipeline.retrieval.search import exact_scores, search_vectors
 from pipeline.settings import Settings
 

@@ -133,6 +133,11 @@ class TrainConfig(Record):
         " for each query, and combined is the mean of macro_f1 and retrieval_ndcg. If loss.graded_weight is 0,"
         " retrieval_ndcg is always used",
     )
+    metric_rows: Literal["all", "unseen"] = Field(
+        "all",
+        description="Validation rows on which the best checkpoint is selected: all of them, or only those with a query"
+        " or a product that is not in the training data",
+    )
     patience: int = Field(
         0, ge=0, description="Stop training after this many evaluations without improvement (0: never stop early)"
     )

@@ -136,7 +136,7 @@ class BestStep:
         run, train, started = self.run, self.run.config.train, time.monotonic()
         metric = train.best_metric
         searching = metric in ("retrieval_ndcg", "combined")
-        figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
+        figures = _score(run, run.metric_rows, train.evaluate_rows, searching=searching)
         value: float | None = getattr(figures, metric)
         if value is None or value != value:  # no later value would ever beat NaN, and JSON cannot represent it
             if math.isfinite(figures.loss):

@@ -13,8 +13,15 @@ from safetensors.numpy import save_file
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.judgements import JudgementCounts, count_judgements, hundredths, prepared_warnings, sum_judgements
-from pipeline.data.token_sets import ShardInfo
+from pipeline.data.judgements import (
+    JudgementCounts,
+    count_judgements,
+    hundredths,
+    prepared_warnings,
+    shared_products,
+    sum_judgements,
+)
+from pipeline.data.token_sets import ShardInfo, TokenSetInfo
 from pipeline.data.tokenizer import train_tokenizer
 from tests.train.rows import token_set_info, write_shard
 
@@ -93,8 +100,9 @@ WORDS = ["a thing of many words that do not fit", *(f"query {number}" for number
 TOKENIZER = train_tokenizer(WORDS, TokenizerConfig(vocab_size=256))
 
 
-def row(query: int, label: str, split: str = "train", title: str = "a thing", gain: float | None = None) -> Row:
+def row(query: int, label: str, split: str = "train", title: str = "", gain: float | None = None) -> Row:
     gain = GAIN_OF[label] if gain is None else gain
+    title = title or f"a thing of {query}"
     return {"query": f"query {query}", "title": title, "label": label, "gain": gain, "split": split}
 
 
@@ -105,13 +113,18 @@ def good(queries: range = range(100), labels: tuple[str, ...] = LABELS) -> Itera
 
 
 def warnings(workplace: Callable[[str], Any], rows: list[Row]) -> list[str]:
+    return prepared_warnings(prepared(workplace, rows), 0.99, contrastive=True)
+
+
+def prepared(workplace: Callable[[str], Any], rows: list[Row]) -> tuple[TokenSetInfo, ...]:
     place = workplace("one")
     path = place.folder / "rows.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
     config = DataConfig(path=str(path), labels=LABELS, buckets=("8x8", "16x24"), num_workers=1, rows_per_chunk=100)
     data = place.prepare(config, TOKENIZER)
     assert data.infos == place.prepare(config, TOKENIZER).infos, "what was committed says the same"
-    return prepared_warnings(data.infos, 0.99, contrastive=True)
+    infos: tuple[TokenSetInfo, ...] = data.infos
+    return infos
 
 
 @pytest.mark.stage
@@ -136,6 +149,37 @@ def test_each_thing_that_costs_quality_is_a_warning_with_counts(
     found = warnings(workplace, [*good(), *rows])
     assert len(found) == (words is not None)
     assert words is None or words in found[0]
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize(
+    ("old", "words"),
+    [
+        (0, []),
+        (1, []),  # few
+        (4, ["4 of 20 products (20%) of split valid are also in split train", "Only the 80% of its rows"]),
+        (20, ["20 of 20 products (100%) of split valid", "Only the 0% of its rows"]),
+    ],
+)
+@pytest.mark.parametrize("ids", [False, True])
+def test_products_of_a_holdout_that_are_trained_on(
+    workplace: Callable[[str], Any], old: int, words: list[str], ids: bool
+) -> None:
+    """By id if there is one, though the titles differ."""
+    shared = [row(200 + query, label, title=f"a thing of {5 * query}") for query in range(old) for label in LABELS]
+    rows = [*good(), *shared]
+    if ids:
+        rows = [row | {"product_id": row["title"], "title": f"{row['title']} {row['split']}"} for row in rows]
+    (info,) = prepared(workplace, rows)
+    judged = info.judged["valid"]
+    assert (judged.products, judged.products_in_train, judged.rows_new_product) == (20, old, 60 - 3 * old)
+    assert info.judged["train"].products == info.judged["train"].rows_new_product == 0
+    found = list(shared_products([info]))
+    assert [text for text, _ in found if not all(each in text for each in words)] == []
+    assert [loud for _, loud in found] == ([old == 20] if words else [])
+    assert prepared_warnings([info], 0.99, contrastive=True) == [text for text, loud in found if loud]
+    # Splits that were made by product share the other side on purpose.
+    assert not list(shared_products([info.model_copy(update={"split_by": "both"})]))
 
 
 @pytest.mark.stage

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from pydantic import Field
@@ -34,6 +34,7 @@ from pipeline.evaluate.metrics.scored_rows import (
     PerQuery,
     QueryGroups,
     ScoredRows,
+    SliceColumn,
     Statistic,
     mean_over_queries,
     value_of,
@@ -201,6 +202,17 @@ def slice_reports(rows: ScoredRows, config: MetricsConfig, threshold: float | No
         for name, column in rows.slices.items()
         for code in np.unique(column.codes[column.codes >= 0])
     )
+
+
+def retrieval_slices(per_query: PerQuery, name: str, column: SliceColumn) -> tuple[SliceReport, ...]:
+    """Average retrieval metrics over the queries of every slice. `column` has one code for each query."""
+    reports = list[SliceReport]()
+    for code in np.unique(column.codes[column.codes >= 0]):
+        mask = column.codes == code
+        part = PerQuery(per_query.query_id[mask], {name: values[mask] for name, values in per_query.values.items()})
+        report = _report(part.values, partial(measure_retrieval, part), 0, int(mask.sum()))
+        reports.append(SliceReport(column=name, value=column.names[code], report=report))
+    return tuple(reports)
 
 
 def retrieval_report(
