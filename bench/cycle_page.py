@@ -229,12 +229,17 @@ def _model(cycle: str, shift: float) -> ModelReport:
 
 def _parts(shift: float, *reports: MetricReport) -> tuple[SliceReport, ...]:
     """The metrics by what was trained on, as of rows and of queries."""
-    names = (("trained_on", PARTS), ("relevant_products", ("trained_on", "new")))
+    names = (("trained_on", PARTS), ("relevant_products", ("seen", "new")))
     return tuple(
         SliceReport(
             column=column,
             value=value,
-            report=report.model_copy(update={"values": {name: 0.7 + shift + 0.01 * i for name in report.values}}),
+            report=report.model_copy(
+                update={
+                    "values": {name: 0.7 + shift + 0.01 * i for name in report.values},
+                    "num_rows": 22_500 if column == "trained_on" else 0,
+                }
+            ),
         )
         for (column, values), report in zip(names, reports, strict=True)
         for i, value in enumerate(values)

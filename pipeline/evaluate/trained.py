@@ -175,7 +175,7 @@ class TrainedParts:
             is_trained = np.isin(ids, query_id[items.texts.look_up(texts)])
             by_query = np.where(is_trained, 0, np.where(np.isin(ids, query_id), 1, -1))
             if {0, 1}.issubset(by_query.tolist()):
-                queries = SliceColumn(by_query, ("trained_on", "new"))
+                queries = SliceColumn(by_query, ("seen", "new"))
         several = sum(count > 0 for count in counts.values()) > 1
         return TrainedParts({name: SliceColumn(codes, PARTS)} if several else {}, queries, counts)
 
