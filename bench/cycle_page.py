@@ -269,7 +269,7 @@ def _evaluation(cycle: str, parent: str, slices: int, text: str) -> EvaluationRe
         holdout=HoldoutReport(
             split="test", partitions=("flat",), new_partitions=(), rows=90_000, rows_in_split=90_000, queries=9000,
             leaked_by_id=0, leaked_by_text=0, leak_checked=True, unchecked_partitions=(), retrieval_queries=9000,
-            retrieval_items=1_000_000, parts=dict.fromkeys(PARTS, 22_500), part_column="trained_on",
+            retrieval_items=1_000_000, parts=dict.fromkeys(PARTS, 22_500),
         ),
         verdict=Verdict(
             promote=True, checks=tuple(checks), num_rows=90_000, num_queries=9000, confidence=0.95,

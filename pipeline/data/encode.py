@@ -181,9 +181,8 @@ def bucket_arrays(
         "categorical": rows.categorical,
         "sample_id": rows.sample_id,
         "query_id": rows.query_id,
+        "product_id": rows.product_id,
     }
-    if rows.product_id is not None:
-        columns["product_id"] = rows.product_id
     if rows.slices.names:
         columns["slice"] = rows.slices.values
     pad_id, sep_id, dtype = tokenizer.pad_id, tokenizer.sep_id, id_dtype(tokenizer.vocab_size)

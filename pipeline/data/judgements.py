@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ import numpy.typing as npt
 from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import TokenRows, map_safetensors
-from pipeline.data.token_sets import JudgedSplit, ShardInfo, Split, TokenSetInfo
-from pipeline.data.trained_items import FIELDS, TrainedItems, row_blocks
+from pipeline.data.shards import TokenRows
+from pipeline.data.token_sets import JudgedSplit, Split, TokenSetInfo
+from pipeline.data.trained_items import FIELDS, TrainedItems
 
 _BINS = 101
 _GRID = (np.arange(_BINS) / (_BINS - 1)).astype(np.float32)
@@ -30,68 +29,50 @@ def hundredths(gain: npt.ArrayLike) -> npt.NDArray[np.intp]:
     return np.searchsorted(_GRID, np.asarray(gain, dtype=np.float32), side="right") - 1
 
 
-def count_judgements(
-    folder: Path, splits: Mapping[Split, Sequence[ShardInfo]], num_labels: int, stop: StopSignal
-) -> dict[Split, JudgedSplit]:
-    """Count the judgements in the shards of each split.
+def count_judgements(rows: Mapping[Split, TokenRows], num_labels: int, stop: StopSignal) -> dict[Split, JudgedSplit]:
+    """Count the judgements in each split of a partition, and the items that the others share with train.
 
-    This needs about 10 bytes of memory for each query in each shard.
+    This needs about 100 bytes of memory for each validation and test row.
     """
-    counted = {split: _count(folder, shards, num_labels, stop) for split, shards in splits.items()}
-    train_ids = counted["train"][1] if "train" in counted else np.zeros(0, dtype=np.int64)
-    return {
-        split: judged
-        if split == "train"
-        else judged.model_copy(update={"queries_in_train": len(np.intersect1d(ids, train_ids, assume_unique=True))})
-        for split, (judged, ids) in counted.items()
-    }
-
-
-def count_products(
-    judged: Mapping[Split, JudgedSplit], rows: Mapping[Split, TokenRows], stop: StopSignal
-) -> dict[Split, JudgedSplit]:
-    """Add the counts of the products that the validation and test rows of a partition share with its train rows."""
-    counted, holdouts = dict(judged), [split for split in rows if split != "train"]
-    if not holdouts or "train" not in rows:
-        return counted
-    pad_id, train = rows["train"].pad_id, rows["train"]
-    items = {split: TrainedItems(row_blocks(rows[split]), pad_id) for split in holdouts}
-    for arrays in row_blocks(train, FIELDS[:-1]):
-        stop.raise_if_set("counting products")
+    items = {s: TrainedItems(each.read_blocks(FIELDS), each.pad_id) for s, each in rows.items() if s != "train"}
+    for arrays in rows["train"].read_blocks(FIELDS) if items and "train" in rows else ():
+        stop.raise_if_set("counting judgements")
         for each in items.values():
-            each.mark(arrays, pad_id)
-    for split, each in items.items():
-        is_trained, first = each.product_is_trained, each.first_of_products
-        counts = {"products": len(first), "products_in_train": int(is_trained[first].sum())}
-        counted[split] = judged[split].model_copy(update=counts | {"rows_new_product": int((~is_trained).sum())})
-    return counted
+            each.mark(arrays, rows["train"].pad_id)
+    shared: dict[Split, dict[str, int]] = {
+        split: {
+            "queries_in_train": int(each.query_ids.trained.sum()),
+            "products": len(each.product_ids.values),
+            "products_in_train": int(each.product_ids.trained.sum()),
+            "rows_new_product": int((~each.product_is_trained).sum()),
+        }
+        for split, each in items.items()
+    }
+    return {s: _count(each, num_labels, stop).model_copy(update=shared.get(s, {})) for s, each in rows.items()}
 
 
-def _count(folder: Path, shards: Sequence[ShardInfo], num_labels: int, stop: StopSignal) -> tuple[JudgedSplit, Int64s]:
-    """Count the judgements in one split. Returns the counts and the ids of the queries in the split."""
-    gains = np.zeros((len(shards[0].rows), _BINS), dtype=np.int64)
+def _count(source: TokenRows, num_labels: int, stop: StopSignal) -> JudgedSplit:
+    gains = np.zeros((len(source.buckets), _BINS), dtype=np.int64)
     rows, sums = np.zeros(num_labels, dtype=np.int64), np.zeros(num_labels, dtype=np.float64)
     queries: list[tuple[Any, Any, Any]] = []
-    for shard in shards:
+    for bucket, numbers in source.blocks():
         stop.raise_if_set("counting judgements")
-        arrays = map_safetensors(folder / shard.file)
-        for bucket in np.flatnonzero(shard.rows).tolist():
-            gain, label, query = (np.asarray(arrays[f"b{bucket}.{name}"]) for name in ("gain", "label", "query_id"))
-            bins = hundredths(gain).astype(np.uint8)
-            gains[bucket] += np.bincount(bins, minlength=_BINS)
-            has_label = label >= 0
-            rows += np.bincount(label[has_label], minlength=num_labels)
-            sums += np.bincount(label[has_label], weights=gain[has_label], minlength=num_labels)
-            queries.append(_reduce_by_query(query, bins, bins))
-    ids, worst, best = _reduce_by_query(*(np.concatenate(column) for column in zip(*queries, strict=True)))
-    judged = JudgedSplit(
+        arrays = source.read(np.full(len(numbers), bucket), numbers, bucket, ("gain", "label", "query_id"))
+        gain, label = arrays["gain"], arrays["label"]
+        bins = hundredths(gain).astype(np.uint8)
+        gains[bucket] += np.bincount(bins, minlength=_BINS)
+        has_label = label >= 0
+        rows += np.bincount(label[has_label], minlength=num_labels)
+        sums += np.bincount(label[has_label], weights=gain[has_label], minlength=num_labels)
+        queries.append(_reduce_by_query(arrays["query_id"], bins, bins))
+    _, worst, best = _reduce_by_query(*(np.concatenate(column) for column in zip(*queries, strict=True)))
+    return JudgedSplit(
         gains=tuple(map(_nonzero, gains)),
         labels=tuple(rows.tolist()),
         label_gain_sums=tuple(sums.tolist()),
         query_best=_nonzero(np.bincount(best)),
         query_worst=_nonzero(np.bincount(worst)),
     )
-    return judged, ids
 
 
 def _reduce_by_query(ids: Int64s, low: Any, high: Any) -> tuple[Int64s, Any, Any]:

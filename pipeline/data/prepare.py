@@ -24,7 +24,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import ChunkRecord, ChunkTask, Staging, encode_chunk
 from pipeline.data.input_files import InputFile, InputPartition
-from pipeline.data.judgements import count_judgements, count_products
+from pipeline.data.judgements import count_judgements
 from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
 from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
 from pipeline.data.shards import ShardFile, TokenRows
@@ -385,7 +385,6 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         split: TokenRows([ShardFile(work.staging.files / s.file, s.rows) for s in infos], buckets, tokenizer.pad_id)
         for split, infos in shards.items()
     }
-    judged = count_judgements(work.staging.files, shards, len(labels.gains), stop)
     is_counted = all(len(record.without_category) == len(categorical) for record in records)
     return TokenSetInfo(
         dataset=config.name,
@@ -411,7 +410,7 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         tokens=sum(record.tokens for record in records),
         slices=tuple(SliceInfo(column=column, names=names.get(column, ())) for column in config.slices),
         files=tuple(_file_rows(work, file, records) for file in work.rows),
-        judged=count_products(judged, staged, stop),
+        judged=count_judgements(staged, len(labels.gains), stop),
         without_category={
             info.column: sum(record.without_category[i] for record in records)
             for i, info in enumerate(categorical if is_counted else ())

@@ -4,25 +4,19 @@ A text counts as trained on regardless of the side that it was on, because in it
 be the product of another. Texts are compared by their tokens.
 """
 
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.arrays import Bools, Int64s, UInt64s
-from pipeline.data.shards import NO_ID, Arrays, TokenRows, text_hashes
+from pipeline.data.shards import NO_ID, Arrays, text_hashes
 
 TRAINED_ON = "trained_on"
 PARTS = ("both", "query", "product", "neither")  # values of the slice column TRAINED_ON
+_NO_TEXTS: UInt64s = np.zeros(0, dtype=np.uint64)
 FIELDS = ("query", "product", "query_id", "product_id", "sample_id")  # arrays that TrainedItems reads
-
-
-def row_blocks(rows: TokenRows, fields: Iterable[str] = FIELDS) -> Iterator[Arrays]:
-    """Yield the given arrays of all rows in order, one block of bounded size at a time."""
-    for bucket, numbers in rows.blocks():
-        yield rows.read(np.full(len(numbers), bucket), numbers, bucket, tuple(fields))
 
 
 class Keys:
@@ -45,42 +39,37 @@ class Keys:
 class TrainedItems:
     """The queries and products of the N rows of a holdout, of which those that were trained on can be marked.
 
-    This needs about 100 bytes of memory for each row of the holdout, and none for the training rows.
+    `rows` has the ids, and hashes of the texts. A product without an id is identified by its text. This needs about 100
+    bytes of memory for each row of the holdout, and none for the training rows.
     """
 
-    def __init__(self, blocks: Iterable[Arrays], pad_id: int, more_texts: UInt64s | None = None) -> None:
-        """Read at least one block of the holdout. `more_texts` are hashes of other texts to look for."""
-        columns: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in FIELDS}
-        for arrays in blocks:
-            for name, values in columns.items():
-                hashed = name in ("query", "product")
-                values.append(text_hashes(arrays[name], pad_id) if hashed else arrays[name])
-        self.rows = {name: np.concatenate(values) for name, values in columns.items()}
-        rows, more = self.rows, [] if more_texts is None else [more_texts]
-        self.texts = Keys(np.concatenate([rows["query"], rows["product"], *more]))
-        self.queries, self.query_ids, self.product_ids = (
-            Keys(rows[name]) for name in ("query", "query_id", "product_id")
-        )
+    def __init__(self, blocks: Iterable[Arrays], pad_id: int, more_texts: UInt64s = _NO_TEXTS) -> None:
+        """Read the blocks of a holdout, with all FIELDS. `more_texts` are hashes of other texts to look for."""
+        parts = [_hashed(arrays, pad_id) for arrays in blocks]
+        self.rows: Arrays = {name: np.concatenate([part[name] for part in parts]) for name in FIELDS}
+        texts = np.concatenate([self.rows["query"], self.rows["product"], more_texts])
+        self.texts, self.queries = Keys(texts), Keys(self.rows["query"])
+        self.query_ids, self.product_ids = Keys(self.rows["query_id"]), Keys(self.rows["product_id"])
 
     def mark(self, arrays: Arrays, pad_id: int) -> None:
-        """Mark the items of a block of training rows, which has all FIELDS except sample_id."""
-        query, product = (np.unique(text_hashes(arrays[side], pad_id)) for side in ("query", "product"))
+        """Mark the items of a block of training rows."""
+        rows = _hashed(arrays, pad_id)
+        query, product = np.unique(rows["query"]), np.unique(rows["product"])
         for keys, values in ((self.texts, query), (self.texts, product), (self.queries, query)):
             keys.mark(values)
-        self.query_ids.mark(arrays["query_id"])
-        self.product_ids.mark(arrays["product_id"][arrays["product_id"] != NO_ID])
+        self.query_ids.mark(rows["query_id"])
+        self.product_ids.mark(rows["product_id"])
 
     @property
     def masks(self) -> list[Bools]:
-        """The masks of the keys that were trained on, which can be merged with those of other ranks in place."""
+        """The masks of the keys that were trained on. They can be changed in place to add those of other ranks."""
         return [keys.trained for keys in (self.texts, self.queries, self.query_ids, self.product_ids)]
 
-    @cached_property
+    @property
     def query_is_trained(self) -> Bools:
-        """A mask [N] of the rows whose query was trained on. Do not access it before all training rows are marked."""
         return self.query_ids.look_up(self.rows["query_id"]) | self.texts.look_up(self.rows["query"])
 
-    @cached_property
+    @property
     def product_is_trained(self) -> Bools:
         return self.product_ids.look_up(self.rows["product_id"]) | self.texts.look_up(self.rows["product"])
 
@@ -90,10 +79,8 @@ class TrainedItems:
         query, product = self.query_is_trained.astype(np.int64), self.product_is_trained.astype(np.int64)
         return 3 - 2 * query - product
 
-    @property
-    def first_of_products(self) -> Int64s:
-        """The first row of each distinct product, which is identified by its id or, if it has none, by its text."""
-        rows = self.rows
-        has_id = rows["product_id"] != NO_ID
-        keys = np.where(has_id, rows["product_id"], rows["product"].view(np.int64))
-        return np.unique(keys, return_index=True)[1].astype(np.int64)
+
+def _hashed(arrays: Arrays, pad_id: int) -> Arrays:
+    rows = arrays | {side: text_hashes(arrays[side], pad_id) for side in ("query", "product")}
+    has_id = rows["product_id"] != NO_ID
+    return rows | {"product_id": np.where(has_id, rows["product_id"], rows["product"].view(np.int64))}

@@ -106,10 +106,7 @@ class RowRules:
 
 @dataclass(frozen=True)
 class CleanRows:
-    """N valid rows. `split` contains indices into SPLITS, and `label` is -1 if the data has no labels.
-
-    `product_id` is None if the input has no product ids.
-    """
+    """N valid rows. `split` contains indices into SPLITS, and `label` is -1 if the data has no labels."""
 
     query: list[str]
     title: list[str]
@@ -120,7 +117,7 @@ class CleanRows:
     categorical: npt.NDArray[np.int32]
     sample_id: Int64s
     query_id: Int64s
-    product_id: Int64s | None
+    product_id: Int64s
     split: npt.NDArray[np.int8]
     slices: Slices
 
@@ -214,7 +211,7 @@ def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[Ba
         categorical[good],
         np.array([hash63(f"{prefix}{rows.rows[row]}") for row in kept], dtype=np.int64),
         query_id[good],
-        product_id[good] if "product_id" in rows.fields else None,
+        product_id[good],
         split[good],
         slice_rows({column: rows.table[SLICE + column].to_pylist() for column in rules.config.slices}, kept),
     )
@@ -269,18 +266,18 @@ def _ids_and_splits(
     """Return the hashed query id, the hashed product id and the split of each row.
 
     If a row does not have an id, the query or the title in lower case is hashed instead. Without a split column, the
-    split depends only on the items that `data.split_by` selects. If both sides are items, they are compared by their
-    texts, because ids of queries and products are usually numbered separately, whereas the same text can be the query
-    of one row and the product of another. A row is in the test split if either item is, otherwise in the validation
-    split if either item is.
+    split depends only on the items that `data.split_by` selects: a row is in the test split if any of its items is, or
+    else in the validation split if any of its items is. With `both`, items are texts rather than ids, because ids of
+    queries and products are often numbered separately although the same text may be on either side.
     """
     texts = [text.lower() for text in queries], [text.lower() for text in titles]
     query_id = _hashes([given or text for given, text in zip(rows.text("query_id"), texts[0], strict=True)])
-    has_ids, split_by = "product_id" in rows.fields, rules.config.split_by
-    given_ids = rows.table["product_id"].to_pylist() if has_ids else [None] * len(titles)
+    given_ids = rows.table["product_id"].to_pylist() if "product_id" in rows.fields else [None] * len(titles)
     product_id = _hashes([(given or b"").strip() or text for given, text in zip(given_ids, texts[1], strict=True)])
-    items = map(_hashes, texts) if split_by == "both" else [query_id if split_by == "query" else product_id]
-    score = np.minimum.reduce([_split_scores(side) for side in items])
+    items = {"query": [query_id], "product": [product_id]}.get(rules.config.split_by) or list(map(_hashes, texts))
+    unique, inverse = np.unique(np.stack(items), return_inverse=True)
+    scores = np.array([hash63(f"split|{value}") / 2**63 for value in unique.tolist()])[inverse]
+    score = scores.reshape(len(items), -1).min(axis=0)
     test, held_out = rules.config.test_fraction, rules.config.test_fraction + rules.config.valid_fraction
     by_hash = np.where(score < test, 2, np.where(score < held_out, 1, 0)).astype(np.int8)
     if "split" not in rows.fields:
@@ -295,9 +292,3 @@ def _ids_and_splits(
 def _hashes(keys: Sequence[str | bytes]) -> Int64s:
     hashes = {key: hash63(key) for key in set(keys)}
     return np.array([hashes[key] for key in keys], dtype=np.int64)
-
-
-def _split_scores(items: Int64s) -> npt.NDArray[np.float64]:
-    """Return a number from 0 to 1 for each item, which is the same in every row, partition and worker."""
-    unique, inverse = np.unique(items, return_inverse=True)
-    return np.array([hash63(f"split|{value}") / 2**63 for value in unique.tolist()])[inverse]

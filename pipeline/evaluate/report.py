@@ -10,10 +10,11 @@ from pydantic import Field
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.format import aligned, shortened
 from pipeline.core.record import Record
+from pipeline.data.trained_items import TRAINED_ON
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck, GateInput, Verdict
 from pipeline.evaluate.metrics.labels import NUM_BINS, SMALLEST
-from pipeline.evaluate.metrics.measure import MetricReport, SliceReport
+from pipeline.evaluate.metrics.measure import RELEVANT_PRODUCTS, MetricReport, SliceReport
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
 from pipeline.io.storage import Storage, read_record
 
@@ -121,7 +122,6 @@ class HoldoutReport(Record):
     parts: dict[str, int] = Field(
         {}, description="Number of rows by which of their items were trained on (empty if that was not checked)"
     )
-    part_column: str = Field("", description="Slice column of the parts (empty if all rows are in the same part)")
 
 
 class EvaluationReport(Record):
@@ -173,7 +173,6 @@ def load_report(workspace: Storage, cycle: str) -> EvaluationReport | None:
 # The console output, which has a table of all models and baselines, the worst slices, and the verdict.
 
 _SLICES_SHOWN = 5
-RELEVANT_PRODUCTS = "relevant_products"  # slice column of queries, by whether any of these was trained on
 
 
 def table_lines(report: EvaluationReport) -> list[str]:
@@ -237,21 +236,19 @@ def _details(report: EvaluationReport) -> list[str]:
 
 
 def part_table(report: EvaluationReport) -> list[tuple[str, ...]]:
-    """Compare all models in each part of the test split, which are divided by which items were trained on.
+    """Compare all models in the parts of the test split that differ in which of their items were trained on.
 
-    Returns the head and the rows of a table, which is empty unless there are several parts.
+    Returns the head and the rows of a table, which is empty if there are no such parts.
     """
-    columns = (report.holdout.part_column, RELEVANT_PRODUCTS) if report.holdout.parts else ()
     models = [(role, model.slices) for role, model in _roles(report)]
     models += [(baseline.name, baseline.slices) for baseline in report.baselines if baseline.slices]
     slices = [{(part.column, part.value): part.report for part in parts} for _, parts in models]
     table = [("slice", "metric", "rows", "queries", *(role for role, _ in models))]
     for (column, value), part in slices[0].items():
-        if column not in columns or sum(other == column for other, _ in slices[0]) < 2:
-            continue
         recall = [name for name in part.values if name.startswith("retrieval_recall@")][-1:]
-        names = ("f1" if "f1" in part.values else "macro_f1", "ndcg@10", "retrieval_ndcg@10", *recall)
-        for name in (name for name in names if name in part.values):
+        names = ["f1" if "f1" in part.values else "macro_f1", "ndcg@10", "retrieval_ndcg@10", *recall]
+        is_part = column == RELEVANT_PRODUCTS or (column.endswith(TRAINED_ON) and value in report.holdout.parts)
+        for name in (name for name in names if is_part and name in part.values):
             reports = (of_model.get((column, value)) for of_model in slices)
             values = (_number(each.values.get(name) if each else None) for each in reports)
             rows = f"{part.num_rows:,}" if part.num_rows else ""

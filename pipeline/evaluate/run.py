@@ -6,47 +6,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-import numpy as np
-
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import ConfigError, DataError, TransientError
-from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets, select_partitions
-from pipeline.data.tokenizer import TextTokenizer
-from pipeline.data.trained_items import FIELDS, TrainedItems
+from pipeline.data.token_sets import Split, TokenSet, select_partitions
 from pipeline.evaluate.baselines import ScoredBaseline, fuse, score_baselines
 from pipeline.evaluate.gate.compare import GateInput
 from pipeline.evaluate.gate.judge import judge, verdict_advice
 from pipeline.evaluate.golden import golden_check
 from pipeline.evaluate.holdout import Holdout, judged_slices, open_holdout
 from pipeline.evaluate.metrics.labels import best_threshold
-from pipeline.evaluate.metrics.measure import metric_report
+from pipeline.evaluate.metrics.measure import metric_report, retrieval_slices, slice_reports
 from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.originals import with_originals
-from pipeline.evaluate.report import (
-    BaselineReport,
-    EvaluationReport,
-    HoldoutReport,
-    ModelReport,
-    MovedQuery,
-    digest_key,
-    score_digest,
-)
+from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, MovedQuery, digest_key, score_digest
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult, moved_queries
 from pipeline.evaluate.score import ScoreSet
-from pipeline.evaluate.trained import (
-    Leak,
-    TrainedParts,
-    find_leak,
-    leak_warnings,
-    mark_trained,
-    refuse_leak,
-    relevant_texts,
-)
+from pipeline.evaluate.trained import check_trained, leak_warnings
 from pipeline.health.device import diagnose_device_error
-from pipeline.io.commit import read_manifest
 from pipeline.parallel.process_group import ProcessGroup, open_ranks
 from pipeline.retrieval.products import decode_tokens
 from pipeline.settings import Settings
@@ -138,41 +117,6 @@ def open_valid(open_split: Callable[[Split], Holdout], process_group: ProcessGro
     return valid or reason
 
 
-def _find_trained(models: Models, search: ModelSearch, notes: Notes) -> tuple[Leak | None, TrainedParts]:
-    """Determine which parts of the holdout one of the models was trained on, and check for leaked queries.
-
-    Only training data that is still in the workspace can be checked.
-    """
-    settings, ctx, holdout = search.settings, search.ctx, search.holdout
-    config, workspace = settings.evaluate, ctx.workspace
-    if config.leak == "off":
-        return None, TrainedParts()
-    trained: dict[str, str] = {}
-    for model in (models.candidate, models.compared):
-        if model is not None:
-            trained |= model.state.also_seen | {digest: name for name, digest in model.state.partitions.items()}
-    prefixes = {digest: f"tokens/{settings.data.name}/{digest}" for digest in sorted(trained)}
-    prepared = [digest for digest, prefix in prefixes.items() if read_manifest(workspace, prefix) is not None]
-    unchecked = tuple(sorted(name for digest, name in trained.items() if digest not in prepared))
-    # Read the token sets one by one, because they may not be compatible with each other.
-    sets = [read_token_sets(workspace, [prefixes[digest]])[0] for digest in prepared]
-    total = sum(sum(shard.rows) for token_set in sets for shard in token_set.info.splits.get("train", ()))
-    rows = (open_rows(workspace, [token_set], "train", ctx.scratch / "tokens") for token_set in sets)
-    task = search.task if config.retrieval.enabled else ""
-    relevant = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint64)
-    if not isinstance(task, str):
-        sep_id = TextTokenizer(search.tokenizer).sep_id
-        relevant = relevant_texts(task, holdout, search.metrics, sep_id)
-    items = TrainedItems(holdout.blocks(FIELDS), holdout.rows.pad_id, relevant[1])
-    mark_trained(items, rows, search.process_group, ctx.stop, total)
-    leak = find_leak(items, holdout.sets[0].info.split_by, unchecked)
-    if config.leak == "refuse":
-        refuse_leak(leak)
-    for warning in leak_warnings(leak):
-        notes.warn(warning)
-    return leak, TrainedParts.of(items, holdout, None if isinstance(task, str) else task, relevant)
-
-
 class Evaluation:
     """An evaluation, as run by each rank. The constructor opens the holdout and checks it for leaked queries."""
 
@@ -226,7 +170,7 @@ class Evaluation:
         self.scorer = ModelScorer(settings, ctx, backend, process_group)
         self.search = ModelSearch(settings, ctx, backend, process_group, sets, holdout, valid, tokenizer, notes.warn)
         with notes.timed("leak_check"):
-            self.leak, self.parts = _find_trained(models, self.search, notes)
+            self.leak, self.parts = check_trained(models, self.search, notes.warn)
 
     def run(self) -> EvaluationReport | None:
         """Score the models and the baselines, judge the candidate, and return the report on rank 0."""
@@ -234,7 +178,7 @@ class Evaluation:
         production = None if self.models.compared is None else self._score("incumbent", self.models.compared)
         if candidate is None:
             return None
-        baselines = score_baselines(self.search, self.notes.timed)
+        baselines = [self._with_parts(scored) for scored in score_baselines(self.search, self.notes.timed)]
         with self.notes.timed("judging"):
             report = self._report(candidate, production, baselines)
             if not candidate.gate_input.rows.meaningless:
@@ -250,8 +194,7 @@ class Evaluation:
             retrieval = self.search.run(role, checkpoint, self.scorer.embed(checkpoint, self.holdout))
         if scores is None:
             return None
-        rows = judged_slices(scores.rows, self.new)
-        rows = replace(rows, slices={**rows.slices, **self.parts.rows})
+        rows = judged_slices(scores.rows, self.new, self.parts.rows)
         if not checkpoint.state.trained_head:
             rows = replace(rows, meaningless=_UNTRAINED)
         gate_input = GateInput(
@@ -316,7 +259,7 @@ class Evaluation:
             precision=self.settings.train.precision,
             candidate=candidate_report,
             incumbent=production_report,
-            baselines=tuple(map(self._with_parts, baselines)),
+            baselines=tuple(scored.report for scored in baselines),
             golden=golden,
             holdout=HoldoutReport(
                 split=holdout.split,
@@ -331,8 +274,7 @@ class Evaluation:
                 unchecked_partitions=leak.unchecked if leak else (),
                 retrieval_queries=0 if isinstance(task, str) else len(task.queries.ids),
                 retrieval_items=0 if isinstance(task, str) else task.num_items,
-                parts=self.parts.counts,
-                part_column=next(iter(self.parts.rows), ""),
+                parts=dict(self.parts.counts),
             ),
             verdict=verdict.model_copy(update={"advice": advice}),
             warnings=tuple(self.notes.warnings),
@@ -342,11 +284,12 @@ class Evaluation:
             at=datetime.now(UTC),
         )
 
-    def _with_parts(self, scored: ScoredBaseline) -> BaselineReport:
-        baseline, config = scored.baseline, self.settings.evaluate.metrics
-        rows = None if baseline.rows is None else replace(baseline.rows, slices=self.parts.rows)
-        slices = self.parts.reports(rows, config, baseline.threshold, baseline.retrieval)
-        return scored.report.model_copy(update={"slices": slices})
+    def _with_parts(self, scored: ScoredBaseline) -> ScoredBaseline:
+        baseline, slices = scored.baseline, retrieval_slices(scored.baseline.retrieval, self.parts.queries)
+        if baseline.rows is not None:
+            rows = replace(baseline.rows, slices=self.parts.rows)
+            slices += slice_reports(rows, self.settings.evaluate.metrics, baseline.threshold)
+        return replace(scored, report=scored.report.model_copy(update={"slices": slices}))
 
     def _store_digest(self, candidate: ScoredModel, production: ScoredModel | None) -> None:
         def texts_of(numbers: Int64s) -> dict[int, tuple[str, str]]:
@@ -387,7 +330,8 @@ class Evaluation:
             retrieval=retrieval.report if retrieval else None,
             ndcg_by_width=retrieval.by_width if retrieval else {},
             hybrids=fuse(self.search, baselines, retrieval.ranked) if retrieval else (),
-            slices=self.parts.reports(rows, metrics, threshold, model.gate_input.retrieval),
+            slices=slice_reports(rows, metrics, threshold)
+            + retrieval_slices(model.gate_input.retrieval, self.parts.queries),
             threshold=threshold,
         )
         self.ctx.events.emit(

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend, Batch, step_program
 from pipeline.compile.manifest import GraphPosition, GraphWatch
-from pipeline.core.arrays import Float32s, Float64s
+from pipeline.core.arrays import Float32s, Float64s, Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError, first_line
 from pipeline.core.progress import progress
@@ -453,13 +453,17 @@ def evaluate_holdout(
     process_group: ProcessGroup,
     stop: StopSignal,
     search_pad_id: int | None = None,
+    selected: Sequence[Int64s] | None = None,
 ) -> HoldoutFigures:
     """Compute the metrics of a model on at most `limit` evenly spaced rows, using all ranks.
 
+    `selected` are the numbers of the rows to choose from in each bucket (default: all rows).
     If `search_pad_id` (the padding token of products) is given, retrieval is also evaluated, which takes 8 D bytes of
     memory per row on every rank. Raises DataError if the validation split is empty, and Preempted on a stop signal.
     """
-    order = some_rows(rows.sizes, limit)
+    order = some_rows(tuple(map(len, selected)) if selected else rows.sizes, limit)
+    if selected:
+        order = HoldoutOrder(tuple(own[chosen] for own, chosen in zip(selected, order.rows, strict=True)))
     if not order.total:
         raise DataError(
             "the valid split is empty",

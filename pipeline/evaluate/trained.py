@@ -1,7 +1,9 @@
 """Determine which parts of a holdout were trained on, and whether any of it should not have been."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,15 +13,16 @@ from pipeline.core.format import format_percent
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import SplitBy
-from pipeline.data.shards import NO_ID, TokenRows, text_hashes
+from pipeline.data.shards import TokenRows, text_hashes
+from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.data.tokenizer import pack
 from pipeline.data.trained_items import FIELDS, PARTS, TRAINED_ON, TrainedItems
 from pipeline.evaluate.config import MAX_LEAK_SHARE, MetricsConfig
 from pipeline.evaluate.holdout import Holdout, own_column
-from pipeline.evaluate.metrics.measure import SliceReport, retrieval_slices, slice_reports
-from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows, SliceColumn
-from pipeline.evaluate.report import RELEVANT_PRODUCTS
-from pipeline.evaluate.retrieval import WINDOW_ROWS, RetrievalTask
+from pipeline.evaluate.metrics.scored_rows import SliceColumn
+from pipeline.evaluate.models import Models
+from pipeline.evaluate.retrieval import WINDOW_ROWS, ModelSearch, RetrievalTask
+from pipeline.io.commit import read_manifest
 from pipeline.parallel.process_group import ProcessGroup
 
 # Leaked items are those by which the splits were made, so that no holdout item should also be in the training data.
@@ -73,38 +76,33 @@ def mark_trained(
                 block += 1
                 if block % world.world_size == world.rank:
                     pools = np.full(len(numbers), bucket)
-                    items.mark(rows.read(pools, numbers, bucket, FIELDS[:-1]), rows.pad_id)
+                    items.mark(rows.read(pools, numbers, bucket, FIELDS), rows.pad_id)
     for mask, masks in zip(items.masks, zip(*process_group.gather(items.masks), strict=True), strict=True):
         mask[:] = np.logical_or.reduce(masks)
 
 
 def find_leak(items: TrainedItems, split_by: SplitBy = "query", unchecked: tuple[str, ...] = ()) -> Leak:
-    """Count the items that no model may be trained on, because the splits were made by them, but that are marked."""
-    rows = items.rows
+    """Count the items by which the splits were made, but that are marked."""
+    rows, products = items.rows, items.product_ids
+    if split_by == "product":
+        return Leak(len(products.values), int(products.trained.sum()), 0, unchecked, split_by)
     if split_by == "both":
         by_text = items.texts.look_up(rows["query"]) & items.texts.look_up(rows["product"])
         return Leak(len(by_text), 0, int(by_text.sum()), unchecked, split_by)
-    if split_by == "product":
-        first = items.first_of_products
-        by_id = items.product_ids.look_up(rows["product_id"][first])
-        by_text = items.texts.look_up(rows["product"][first]) & (rows["product_id"][first] == NO_ID)
-    else:
-        ids, first = np.unique(rows["query_id"], return_index=True)
-        by_id, by_text = items.query_ids.look_up(ids), items.queries.look_up(rows["query"][first])
-    return Leak(len(first), int(by_id.sum()), int((by_text & ~by_id).sum()), unchecked, split_by)
+    first = np.unique(rows["query_id"], return_index=True)[1]
+    by_id, by_text = items.query_ids.trained, items.queries.look_up(rows["query"][first])
+    return Leak(len(first), int(by_id.sum()), int((by_text & ~by_id).sum()), unchecked)
 
 
 def refuse_leak(leak: Leak) -> None:
     """Raise DataError if the leaked fraction exceeds MAX_LEAK_SHARE."""
     if leak.fraction > MAX_LEAK_SHARE:
-        remedy = "prepare and train again with --train.start scratch"
-        if leak.split_by == "query":
-            remedy = "add a split column that keeps each query in one split, then prepare and train again"
         raise DataError(
             leak.text(),
             expected=f"at most {format_percent(MAX_LEAK_SHARE)}, because metrics on these {_LEAKED[leak.split_by]} are"
             " too optimistic",
-            next_command=f"{remedy}, or use --evaluate.leak warn",
+            next_command="add a split column that keeps each query in one split (or train from scratch after a change"
+            " of data.split_by), then prepare and train again, or use --evaluate.leak warn",
         )
 
 
@@ -125,65 +123,74 @@ def leak_warnings(leak: Leak | None) -> list[str]:
 # The parts of a holdout, by which of its items were trained on.
 
 
-def relevant_texts(
-    task: RetrievalTask, holdout: Holdout, metrics: MetricsConfig, sep_id: int
-) -> tuple[Int64s, UInt64s]:
+def relevant_texts(task: RetrievalTask | None, holdout: Holdout, metrics: MetricsConfig) -> tuple[Int64s, UInt64s]:
     """Return the query id [J] and a hash [J] of the item's text for each pair of a query and an item relevant to it.
 
     Texts are truncated like those of prepared products.
     """
+    if task is None:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint64)
     judged, length, pad_id = task.queries.judged, holdout.rows.buckets[-1].product_tokens, holdout.rows.pad_id
     pairs = (judged.gain >= judged.relevant_gain(metrics)) & (judged.item_id >= 0)
     items, index = np.unique(judged.item_id[pairs], return_inverse=True)
     windows, hashes = set((items // WINDOW_ROWS).tolist()), np.zeros(len(items), dtype=np.uint64)
     for first, tokens in task.items(windows.__contains__):
         here = slice(*np.searchsorted(items, [first, first + len(tokens.lengths)]))
+        sep_id = int(tokens.ids[-1])  # every text ends with this token
         padded = pack(tokens, items[here] - first, length, pad_id=pad_id, sep_id=sep_id, dtype=np.int32)
         hashes[here] = text_hashes(padded, pad_id)
     return judged.query_id[pairs], hashes[index]
 
 
-@dataclass(frozen=True)
-class TrainedParts:
-    """The parts of a holdout.
+class TrainedParts(NamedTuple):
+    """The parts of a holdout, which are empty if they were not checked.
 
-    Attributes:
-        rows: The slice column by which side of each row was trained on, if there is more than one part. Rows are in
-            ascending order of their sample ids.
-        queries: The slice column by whether any relevant item of each retrieval query was trained on, if there is more
-            than one part.
-        counts: The number of rows in each part (empty if this was not checked).
+    `rows` is the slice column by which side of a row was trained on, for rows in ascending order of their sample ids,
+    and `counts` has the number of rows in each part. `queries` is the slice column by whether the text of any relevant
+    item of a retrieval query was trained on.
     """
 
-    rows: dict[str, SliceColumn] = field(default_factory=dict)
+    rows: Mapping[str, SliceColumn] = MappingProxyType({})
+    counts: Mapping[str, int] = MappingProxyType({})
     queries: SliceColumn | None = None
-    counts: dict[str, int] = field(default_factory=dict)
 
-    @staticmethod
-    def of(
-        items: TrainedItems, holdout: Holdout, task: RetrievalTask | None, relevant: tuple[Int64s, UInt64s]
-    ) -> "TrainedParts":
-        """Divide the holdout after all training rows are marked. `relevant` must be part of the texts of `items`.
 
-        Queries are divided by the texts of their relevant items. A query without any is in no part.
-        """
-        codes = items.parts[np.argsort(items.rows["sample_id"], kind="stable")]
-        counts = dict(zip(PARTS, np.bincount(codes, minlength=len(PARTS)).tolist(), strict=True))
-        name, queries = own_column(TRAINED_ON, holdout.sets[0].info.slice_columns), None
-        if task is not None:
-            ids, (query_id, texts) = task.queries.ids, relevant
-            is_trained = np.isin(ids, query_id[items.texts.look_up(texts)])
-            by_query = np.where(is_trained, 0, np.where(np.isin(ids, query_id), 1, -1))
-            if {0, 1}.issubset(by_query.tolist()):
-                queries = SliceColumn(by_query, ("seen", "new"))
-        several = sum(count > 0 for count in counts.values()) > 1
-        return TrainedParts({name: SliceColumn(codes, PARTS)} if several else {}, queries, counts)
+def check_trained(
+    models: Models, search: ModelSearch, warn: Callable[[str], object]
+) -> tuple[Leak | None, TrainedParts]:
+    """Determine which parts of the holdout one of the models was trained on, and check it for leaks.
 
-    def reports(
-        self, rows: ScoredRows | None, config: MetricsConfig, threshold: float | None, per_query: PerQuery | None
-    ) -> tuple[SliceReport, ...]:
-        """Compute the metrics of every slice of `rows`, and those of retrieval in every part."""
-        slices = () if rows is None else slice_reports(rows, config, threshold)
-        if per_query is None or self.queries is None:
-            return slices
-        return (*slices, *retrieval_slices(per_query, RELEVANT_PRODUCTS, self.queries))
+    Only training data that is still in the workspace can be checked. Raises DataError if too many items are leaked.
+    """
+    settings, ctx, holdout = search.settings, search.ctx, search.holdout
+    config, workspace = settings.evaluate, ctx.workspace
+    if config.leak == "off":
+        return None, TrainedParts()
+    trained: dict[str, str] = {}
+    for model in (models.candidate, models.compared):
+        if model is not None:
+            trained |= model.state.also_seen | {digest: name for name, digest in model.state.partitions.items()}
+    prefixes = {digest: f"tokens/{settings.data.name}/{digest}" for digest in sorted(trained)}
+    prepared = [digest for digest, prefix in prefixes.items() if read_manifest(workspace, prefix) is not None]
+    unchecked = tuple(sorted(name for digest, name in trained.items() if digest not in prepared))
+    # Read the token sets one by one, because they may not be compatible with each other.
+    sets = [read_token_sets(workspace, [prefixes[digest]])[0] for digest in prepared]
+    total = sum(sum(shard.rows) for token_set in sets for shard in token_set.info.splits.get("train", ()))
+    rows = (open_rows(workspace, [token_set], "train", ctx.scratch / "tokens") for token_set in sets)
+    task = search.task if config.retrieval.enabled and not isinstance(search.task, str) else None
+    query_id, texts = relevant_texts(task, holdout, search.metrics)
+    items = TrainedItems(holdout.blocks(FIELDS), holdout.rows.pad_id, texts)
+    mark_trained(items, rows, search.process_group, ctx.stop, total)
+    leak = find_leak(items, holdout.sets[0].info.split_by, unchecked)
+    if config.leak == "refuse":
+        refuse_leak(leak)
+    for warning in leak_warnings(leak):
+        warn(warning)
+    codes = items.parts[np.argsort(items.rows["sample_id"], kind="stable")]
+    counts = dict(zip(PARTS, np.bincount(codes, minlength=len(PARTS)).tolist(), strict=True))
+    columns = {own_column(TRAINED_ON, holdout.sets[0].info.slice_columns): SliceColumn(codes, PARTS)}
+    if task is None:
+        return leak, TrainedParts(columns, counts)
+    ids, is_seen = task.queries.ids, items.texts.look_up(texts)
+    by_query = np.where(np.isin(ids, query_id[is_seen]), 0, np.where(np.isin(ids, query_id), 1, -1))
+    return leak, TrainedParts(columns, counts, SliceColumn(by_query, ("seen", "new")))

@@ -16,13 +16,14 @@ from pipeline.checkpoint.save import CheckpointWriter, Snapshot
 from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, PublishedWeights, TrainState
 from pipeline.compile.manifest import GraphWatch
 from pipeline.context import StageContext
+from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import BatchPlan, Bucket, RankSlice
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import Split, open_rows
 from pipeline.data.tokenizer import has_vocabulary
-from pipeline.data.trained_items import TrainedItems, row_blocks
+from pipeline.data.trained_items import FIELDS, TrainedItems
 from pipeline.data.training_groups import MinedProducts, TrainingPools
 from pipeline.evaluate.trained import mark_trained
 from pipeline.health.config import HealthConfig
@@ -45,10 +46,8 @@ _NEEDS_GAINS = frozenset({"ndcg", "retrieval_ndcg", "combined"})
 """Metrics that are undefined unless at least one row has a gain above 0."""
 _FITTED_ROWS = 200_000
 """Maximum number of training rows used to fit the scaling of numeric features."""
-
-
 _MIN_QUERIES = 50
-"""Minimum number of queries with unseen rows to select the best step on them."""
+"""Minimum number of queries on which to select the best step if only unseen rows count."""
 
 
 @dataclass
@@ -148,8 +147,8 @@ class Run:
     plan: BatchPlan
     max_steps: int
     valid: TokenRows
-    metric_rows: TokenRows
-    """The validation rows on which the best step is selected."""
+    metric_rows: list[Int64s] | None
+    """The numbers of the validation rows in each bucket on which the best step is selected. None: all of them."""
     program: TrainProgram
     saver: Saver
     start: Position
@@ -182,8 +181,8 @@ def open_run(
         pools = _training_pools(train, ctx, inputs)
         plan = BatchPlan(pools.sizes, groups_per_batch(train), train.seed, train.queries_per_topic)
         max_steps = train.max_steps or max(1, round(train.epochs * plan.batches_per_epoch))
-        valid = _valid_rows(ctx, inputs)
-        metric_rows = _metric_rows(train, ctx, inputs, valid, process_group)
+        valid = _valid_rows(train, ctx, inputs)
+        metric_rows = _unseen_rows(ctx, inputs, valid, process_group) if train.metric_rows == "unseen" else None
 
         folder = config.model.init_from
         same_vocabulary = folder is not None and has_vocabulary(folder, tokenizer)
@@ -232,10 +231,8 @@ def open_run(
         )
         saver = Saver(program, store, writer, process_group, base, tokenizer, ctx.console.warn)
         start = _load_start(saver, ctx, inputs)
-        rows = valid, metric_rows
-        yield Run(
-            config, ctx, inputs, share, process_group, backend, pools, plan, max_steps, *rows, program, saver, start
-        )
+        opened = share, process_group, backend, pools, plan, max_steps, valid, metric_rows, program, saver, start
+        yield Run(config, ctx, inputs, *opened)
 
 
 @contextmanager
@@ -293,8 +290,8 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
     return pools
 
 
-def _valid_rows(ctx: StageContext, inputs: RunInputs) -> TokenRows:
-    """Open the validation rows. Raises DataError if there are none."""
+def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> TokenRows:
+    """Open the validation rows. Raises DataError if there are none or if the best metric is undefined for them."""
     rows = holdout_rows(ctx, inputs, "valid")
     if not sum(rows.sizes):
         raise DataError(
@@ -302,33 +299,6 @@ def _valid_rows(ctx: StageContext, inputs: RunInputs) -> TokenRows:
             expected="validation rows, which are used to select the best checkpoint",
             next_command="raise data.valid_fraction or set a split column, then run trnpipe prepare again",
         )
-    return rows
-
-
-def _metric_rows(
-    train: TrainConfig, ctx: StageContext, inputs: RunInputs, valid: TokenRows, process_group: ProcessGroup
-) -> TokenRows:
-    """Select the validation rows that `train.metric_rows` asks for, or all of them if they have too few queries.
-
-    Raises DataError if the best metric is undefined for these rows.
-    """
-    rows = valid
-    if train.metric_rows == "unseen":
-        items = TrainedItems(row_blocks(valid), valid.pad_id)
-        trained = open_rows(ctx.workspace, inputs.sets, "train", ctx.scratch / "tokens")
-        mark_trained(items, [trained], process_group, ctx.stop, sum(trained.sizes))
-        is_unseen = ~(items.query_is_trained & items.product_is_trained)
-        queries = len(np.unique(items.rows["query_id"][is_unseen]))
-        unseen = f"{is_unseen.sum():,} of {len(is_unseen):,} validation rows ({queries:,} queries)"
-        if queries < _MIN_QUERIES:
-            ctx.console.warn(
-                f"train.metric_rows is unseen, but only {unseen} have a query or a product that is not in the training"
-                f" data, so the best step is selected on all rows (at least {_MIN_QUERIES} queries are needed)"
-            )
-        else:
-            ctx.console.info(f"train: the best step is selected on {unseen}, which are unseen")
-            by_bucket = np.split(is_unseen, np.cumsum(valid.sizes)[:-1])
-            rows = valid.select([np.flatnonzero(part) for part in by_bucket])
     has_gains = train.best_metric not in _NEEDS_GAINS or any(
         (rows.read(np.full(len(numbers), bucket), numbers, bucket, ("gain",))["gain"] > 0).any()
         for bucket, numbers in rows.blocks()
@@ -336,6 +306,24 @@ def _metric_rows(
     if not has_gains:
         raise metric_undefined_error(train)
     return rows
+
+
+def _unseen_rows(
+    ctx: StageContext, inputs: RunInputs, valid: TokenRows, process_group: ProcessGroup
+) -> list[Int64s] | None:
+    """Select the validation rows with an item that is not trained on, or return None if they have too few queries."""
+    items = TrainedItems(valid.read_blocks(FIELDS), valid.pad_id)
+    trained = open_rows(ctx.workspace, inputs.sets, "train", ctx.scratch / "tokens")
+    mark_trained(items, [trained], process_group, ctx.stop, sum(trained.sizes))
+    is_unseen = ~(items.query_is_trained & items.product_is_trained)
+    queries = len(np.unique(items.rows["query_id"][is_unseen]))
+    unseen = f"{is_unseen.sum():,} of {len(is_unseen):,} validation rows ({queries:,} queries)"
+    unseen += " with a query or a product that is not trained on"
+    if queries < _MIN_QUERIES:
+        ctx.console.warn(f"only {unseen}, so the best step is selected on all rows (train.metric_rows)")
+        return None
+    ctx.console.info(f"train: the best step is selected on the {unseen}")
+    return [np.flatnonzero(part) for part in np.split(is_unseen, np.cumsum(valid.sizes)[:-1])]
 
 
 def holdout_rows(ctx: StageContext, inputs: RunInputs, split: Split) -> TokenRows:

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from pipeline.backends import Batch
 from pipeline.checkpoint.store import Best, prefix_of
+from pipeline.core.arrays import Int64s
 from pipeline.core.errors import CheckpointError, NumericError, Preempted, TransientError
 from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
@@ -136,7 +137,7 @@ class BestStep:
         run, train, started = self.run, self.run.config.train, time.monotonic()
         metric = train.best_metric
         searching = metric in ("retrieval_ndcg", "combined")
-        figures = _score(run, run.metric_rows, train.evaluate_rows, searching=searching)
+        figures = _score(run, run.valid, train.evaluate_rows, searching=searching, selected=run.metric_rows)
         value: float | None = getattr(figures, metric)
         if value is None or value != value:  # no later value would ever beat NaN, and JSON cannot represent it
             if math.isfinite(figures.loss):
@@ -208,7 +209,9 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
     )
 
 
-def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) -> HoldoutFigures:
+def _score(
+    run: Run, rows: TokenRows, limit: int, *, searching: bool = False, selected: Sequence[Int64s] | None = None
+) -> HoldoutFigures:
     return evaluate_holdout(
         run.program.outputs,
         run.backend,
@@ -219,6 +222,7 @@ def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) ->
         process_group=run.process_group,
         stop=run.ctx.stop,
         search_pad_id=rows.pad_id if searching else None,
+        selected=selected,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
@@ -21,21 +21,22 @@ from pipeline.data.judgements import (
     shared_products,
     sum_judgements,
 )
-from pipeline.data.token_sets import ShardInfo, TokenSetInfo
+from pipeline.data.shards import ShardFile, TokenRows
+from pipeline.data.token_sets import Split, TokenSetInfo
 from pipeline.data.tokenizer import train_tokenizer
-from tests.train.rows import token_set_info, write_shard
+from tests.train.rows import BUCKETS, PAD, token_set_info, write_shard
 
 GAINS = np.array([0.0, 0.01, 0.1, 0.29, 0.333, 0.99, 1.0], dtype=np.float32)
 SIZES = ((70, 0), (50, 40), (0, 90))
 
 
-def write(folder: Path) -> tuple[tuple[ShardInfo, ...], list[tuple[int, int, float]]]:
+def write(folder: Path) -> tuple[tuple[ShardFile, ...], list[tuple[int, int, float]]]:
     """Shards with random judgements; and their rows as (query id, label, gain)."""
-    rng, shards, rows = np.random.default_rng(5), list[ShardInfo](), list[tuple[int, int, float]]()
+    rng, shards, rows = np.random.default_rng(5), list[ShardFile](), list[tuple[int, int, float]]()
     ids = np.array([hash63(f"query {number}") for number in range(40)], dtype=np.int64)
     for number, sizes in enumerate(SIZES):
         file = write_shard(folder / f"train-{number}.safetensors", sizes, 1 + 1000 * number)
-        arrays: dict[str, Any] = {}
+        arrays: dict[str, Any] = load_file(file.path)
         for bucket, count in enumerate(sizes):
             query, gain = rng.choice(ids, count), rng.choice(GAINS, count)
             label = (gain > 0.2).astype(np.int16)
@@ -44,14 +45,14 @@ def write(folder: Path) -> tuple[tuple[ShardInfo, ...], list[tuple[int, int, flo
                 names = {"query_id": query, "label": label, "gain": gain}
                 arrays |= {f"b{bucket}.{name}": values for name, values in names.items()}
         save_file(arrays, file.path)
-        shards.append(ShardInfo(file=file.path.name, rows=sizes))
+        shards.append(file)
     return tuple(shards), rows
 
 
 @pytest.mark.parametrize("positive_gain", [0.0, 0.01, 0.1, 0.29, 0.3, 0.99, 1.0])
 def test_counts_are_those_of_a_plain_loop(tmp_path: Path, positive_gain: float) -> None:
     shards, rows = write(tmp_path)
-    judged = count_judgements(tmp_path, {"train": shards}, 2, StopSignal())
+    judged = count_judgements({"train": TokenRows(shards, BUCKETS, PAD)}, 2, StopSignal())
     info = token_set_info("flat").model_copy(update={"judged": judged})
     before = token_set_info("flat")  # of an earlier version
     one, two = (sum_judgements(infos, "train", positive_gain) for infos in ([info, before], [info, info]))
@@ -75,7 +76,9 @@ def test_counts_are_those_of_a_plain_loop(tmp_path: Path, positive_gain: float) 
 
 def test_queries_of_a_holdout_that_are_trained_on_are_counted(tmp_path: Path) -> None:
     shards, rows = write(tmp_path)
-    counts = count_judgements(tmp_path, {"train": shards[:1], "valid": shards[1:], "test": shards[2:]}, 2, StopSignal())
+    parts: dict[Split, tuple[ShardFile, ...]] = {"train": shards[:1], "valid": shards[1:], "test": shards[2:]}
+    splits = {split: TokenRows(part, BUCKETS, PAD) for split, part in parts.items()}
+    counts = count_judgements(splits, 2, StopSignal())
     ends = np.cumsum([0, *(sum(size) for size in SIZES)])
     first, second, third = ({query for query, _, _ in rows[ends[i] : ends[i + 1]]} for i in range(3))
     assert 0 < len(first & third) < len(third)

@@ -158,6 +158,8 @@ def _measured(statistic: Statistic, undefined: str) -> Measured | Missing:
 
 # Records with all metrics of a holdout and of its slices.
 
+RELEVANT_PRODUCTS = "relevant_products"  # name of the slices of queries, by whether any of these was trained on
+
 
 class MetricReport(Record):
     """Metrics by name. If a metric could not be computed, `missing` has the reason."""
@@ -204,14 +206,16 @@ def slice_reports(rows: ScoredRows, config: MetricsConfig, threshold: float | No
     )
 
 
-def retrieval_slices(per_query: PerQuery, name: str, column: SliceColumn) -> tuple[SliceReport, ...]:
-    """Average retrieval metrics over the queries of every slice. `column` has one code for each query."""
+def retrieval_slices(per_query: PerQuery | None, column: SliceColumn | None) -> tuple[SliceReport, ...]:
+    """Average retrieval metrics over the queries with each code in `column`, if there are several."""
+    if per_query is None or column is None or len(np.unique(column.codes)) < 2:
+        return ()
     reports = list[SliceReport]()
     for code in np.unique(column.codes[column.codes >= 0]):
         mask = column.codes == code
         part = PerQuery(per_query.query_id[mask], {name: values[mask] for name, values in per_query.values.items()})
         report = _report(part.values, partial(measure_retrieval, part), 0, int(mask.sum()))
-        reports.append(SliceReport(column=name, value=column.names[code], report=report))
+        reports.append(SliceReport(column=RELEVANT_PRODUCTS, value=column.names[code], report=report))
     return tuple(reports)
 
 
