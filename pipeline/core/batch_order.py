@@ -64,6 +64,41 @@ def check_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
     return ordered
 
 
+MAX_BUCKETS, LONGEST = 3, 128
+"""Limits of chosen buckets. Three buckets result in four lengths of training rows (see `row_lengths`). With texts of up
+to LONGEST tokens, all presets fit into 16 GiB, but with 192 the largest does not, so that has to be an explicit choice.
+"""
+_TRUNCATED, _SAVING = 0.005, 0.05
+
+
+def fit_buckets(query_lengths: Int64s, product_lengths: Int64s, longest: int = LONGEST) -> tuple[Bucket, ...]:
+    """Choose up to MAX_BUCKETS nested buckets with the least padding for a sample of N pairs of texts.
+
+    All sizes are multiples of 8 and at most `longest`. Apart from that limit, at most 0.5% of the texts on each side
+    are truncated. A bucket that saves less than 5% of the tokens is left out, because it would require further graphs.
+    """
+    units = [np.minimum(-(-lengths // 8), max(8, longest) // 8) for lengths in (query_lengths, product_lengths)]
+    query, product = (np.minimum(side, int(np.quantile(side, 1 - _TRUNCATED, method="higher"))) for side in units)
+    counts = np.zeros((query.max(), product.max()))
+    np.add.at(counts, (query - 1, product - 1), 1)
+    fitting = counts.cumsum(axis=0).cumsum(axis=1).reshape(-1)  # number of pairs that fit each shape
+    queries, products = (np.indices(counts.shape).reshape(2, -1) + 1) * 8
+    size = queries + products
+    is_nested = (queries[:, None] <= queries) & (products[:, None] <= products)
+    # For each shape, the least number of tokens of all pairs that fit it, using 1, 2, ... buckets.
+    tokens, smaller = [fitting * size], list[Int64s]()
+    for _ in range(MAX_BUCKETS - 1):
+        totals = np.where(is_nested, tokens[-1][:, None] + (fitting - fitting[:, None]) * size, np.inf)
+        tokens.append(totals.min(axis=0))
+        smaller.append(totals.argmin(axis=0))
+    while smaller and tokens[len(smaller)][-1] > (1 - _SAVING) * tokens[len(smaller) - 1][-1]:
+        smaller.pop()
+    chosen = [len(size) - 1]
+    for shapes in reversed(smaller):
+        chosen.append(int(shapes[chosen[-1]]))
+    return check_buckets([Bucket(int(queries[index]), int(products[index])) for index in chosen])
+
+
 def assign_buckets(
     query_lengths: npt.NDArray[np.int64], product_lengths: npt.NDArray[np.int64], buckets: Sequence[Bucket]
 ) -> npt.NDArray[np.int64]:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.core.batch_order import Bucket, check_buckets
+from pipeline.core.batch_order import LONGEST, Bucket, check_buckets
 from pipeline.core.record import Record
 
 SplitBy = Literal["query", "product", "both"]
@@ -97,7 +97,9 @@ class DataConfig(Record):
     )
     max_bad_fraction: float = Field(0.05, ge=0, le=1, description="Fraction of bad rows above which prepare fails")
     buckets: tuple[str, ...] = Field(
-        ("16x16", "16x32", "64x64"), description="Static input shapes, as QUERYxPRODUCT numbers of tokens"
+        (),
+        description="Static input shapes, as QUERYxPRODUCT numbers of tokens (default: those of the parent model, or up"
+        " to 3 that fit the texts, chosen when a dataset is prepared for the first time)",
     )
     rows_per_chunk: int = Field(
         50_000, ge=100, description="Number of rows that a process tokenises at a time. Lower it to save memory"
@@ -116,7 +118,7 @@ class DataConfig(Record):
     @field_validator("buckets")
     @classmethod
     def _nested(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(bucket.name for bucket in check_buckets([Bucket.parse(text) for text in value]))
+        return tuple(bucket.name for bucket in check_buckets([Bucket.parse(text) for text in value])) if value else ()
 
     @field_validator("labels", "numeric", "categorical", "slices")
     @classmethod
@@ -135,4 +137,5 @@ class DataConfig(Record):
 
     @property
     def bucket_shapes(self) -> tuple[Bucket, ...]:
-        return tuple(Bucket.parse(text) for text in self.buckets)
+        """The configured buckets, or the largest one that could be chosen."""
+        return tuple(Bucket.parse(text) for text in self.buckets) or (Bucket(LONGEST, LONGEST),)

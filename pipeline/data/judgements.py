@@ -174,9 +174,12 @@ def prepared_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, co
     warnings, truncated = list[str](), sum(info.truncated_rows for info in infos)
     rows = sum(info.rows for info in infos)
     if truncated > _MAX_TRUNCATED * rows:
+        largest = Bucket.parse(infos[0].buckets[-1])
+        larger = Bucket(2 * largest.query_tokens, 2 * largest.product_tokens)
         warnings.append(
             f"{truncated:,} of {rows:,} rows ({truncated / rows:.0%}) have a text that is truncated to the largest"
-            f" bucket {Bucket.parse(infos[0].buckets[-1]).name}. Add a larger bucket to data.buckets"
+            f" bucket {largest.name}. To prepare all data and compile all graphs with a larger one, use --data.buckets"
+            f" {','.join((*infos[0].buckets, larger.name))}"
         )
     warnings += training_warnings(infos, positive_gain, contrastive=contrastive).values()
     warnings += [text for text, few_new in shared_products(infos) if few_new]

@@ -171,7 +171,7 @@ CHARACTERS_PER_TOKEN = 16  # number of characters to tokenise for each token, su
 
 def text_characters(buckets: Sequence[Bucket]) -> int:
     """Return the number of characters that suffice to fill the largest bucket. Longer texts can be truncated."""
-    return CHARACTERS_PER_TOKEN * buckets[-1].product_tokens
+    return CHARACTERS_PER_TOKEN * max(buckets[-1].query_tokens, buckets[-1].product_tokens)
 
 
 def product_text(title: str, text: str, limit: int) -> str:

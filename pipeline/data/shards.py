@@ -67,7 +67,12 @@ class TokenRows:
     """
 
     def __init__(
-        self, shards: Sequence[ShardFile], buckets: Sequence[Bucket], pad_id: int, extra: Sequence[str] = ()
+        self,
+        shards: Sequence[ShardFile],
+        buckets: Sequence[Bucket],
+        pad_id: int,
+        extra: Sequence[str] = (),
+        selected: Sequence[Int64s] | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self.pad_id = pad_id
@@ -76,11 +81,16 @@ class TokenRows:
         counts = np.array([shard.rows for shard in shards], dtype=np.int64).reshape(len(shards), len(self.buckets))
         self._starts = np.vstack([np.zeros((1, len(self.buckets)), dtype=np.int64), np.cumsum(counts, axis=0)])
         self._maps: dict[int, Arrays] = {}
+        self._selected = selected
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of rows in each bucket."""
-        return tuple(int(size) for size in self._starts[-1])
+        return tuple(map(len, self._selected)) if self._selected else tuple(int(size) for size in self._starts[-1])
+
+    def select(self, rows: Sequence[Int64s]) -> "TokenRows":
+        """Return only the rows with the given numbers in each bucket, which are numbered from 0 again."""
+        return TokenRows(self._shards, self.buckets, self.pad_id, self._fields[len(FIELDS) :], rows)
 
     def blocks(self) -> Iterator[tuple[int, Int64s]]:
         """Iterate over all rows in order, yielding a bucket and the numbers of a bounded number of its rows."""
@@ -104,10 +114,11 @@ class TokenRows:
         result: Arrays = {}
         for pool in np.unique(pools):
             indices = np.flatnonzero(pools == pool)
-            shard_of = np.searchsorted(self._starts[:, pool], rows[indices], side="right") - 1
+            numbers = self._selected[pool][rows[indices]] if self._selected else rows[indices]
+            shard_of = np.searchsorted(self._starts[:, pool], numbers, side="right") - 1
             for shard in np.unique(shard_of):
                 chosen = indices[shard_of == shard]
-                local = rows[chosen] - self._starts[shard, pool]
+                local = numbers[shard_of == shard] - self._starts[shard, pool]
                 values: npt.NDArray[Any]
                 for field in fields or self._fields:
                     values = self._map(int(shard))[f"b{pool}.{field}"][local]

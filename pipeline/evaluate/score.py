@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend, Batch, step_program
 from pipeline.compile.manifest import GraphPosition, GraphWatch
-from pipeline.core.arrays import Float32s, Float64s, Int64s
+from pipeline.core.arrays import Float32s, Float64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError, first_line
 from pipeline.core.progress import progress
@@ -29,8 +29,8 @@ from pipeline.data.loader import RowSource, to_tensors
 from pipeline.data.shards import Arrays, text_hashes
 from pipeline.data.token_sets import TokenSetInfo
 from pipeline.evaluate.config import MetricsConfig
-from pipeline.evaluate.holdout import HoldoutOrder, Span, some_rows
-from pipeline.evaluate.metrics.labels import accuracy, label_f1
+from pipeline.evaluate.holdout import HoldoutOrder, Span, choose_rows, read_query_ids, some_rows
+from pipeline.evaluate.metrics.labels import accuracy, fit_temperature, label_f1
 from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements, Ranking, ndcg_by_query
 from pipeline.evaluate.metrics.scored_rows import QueryGroups, ScoredRows, SliceColumn, mean_over_queries, value_of
@@ -401,7 +401,7 @@ def scored_rows(
     return ScoredRows(query_id, label, gain, probabilities, info.labels, info.label_gains, slices)
 
 
-def to_probabilities(logits: Float32s) -> Float64s:
+def to_probabilities(logits: Float32s | Float64s) -> Float64s:
     """Compute the softmax of logits [N, K]. If a row has a NaN or infinite logit, its probabilities are NaN."""
     wide = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):
@@ -421,7 +421,7 @@ class HoldoutFigures:
 
     `ndcg` is the nDCG@10 when rows are ranked by expected gain, or NaN if no row has a gain. `retrieval_ndcg` is the
     nDCG@10 of a search over the distinct products of the scored rows by cosine similarity. It is None if retrieval was
-    not requested, or if no product is relevant.
+    not requested, or if no product is relevant. `temperature` is the one that fits these rows best.
     """
 
     rows: int
@@ -431,6 +431,7 @@ class HoldoutFigures:
     positive_f1: float
     ndcg: float
     retrieval_ndcg: float | None = None
+    temperature: float = 1.0
 
     @property
     def combined(self) -> float | None:
@@ -453,17 +454,20 @@ def evaluate_holdout(
     process_group: ProcessGroup,
     stop: StopSignal,
     search_pad_id: int | None = None,
-    selected: Sequence[Int64s] | None = None,
+    temperature: float = 1.0,
+    whole_queries: bool = False,
 ) -> HoldoutFigures:
     """Compute the metrics of a model on at most `limit` evenly spaced rows, using all ranks.
 
-    `selected` are the numbers of the rows to choose from in each bucket (default: all rows).
-    If `search_pad_id` (the padding token of products) is given, retrieval is also evaluated, which takes 8 D bytes of
-    memory per row on every rank. Raises DataError if the validation split is empty, and Preempted on a stop signal.
+    The logits are divided by `temperature`. If `whole_queries` is set, queries are selected with all their rows
+    instead, because a query with a single row is always ranked perfectly. If `search_pad_id` (the padding token of
+    products) is given, retrieval is also evaluated, which takes 8 D bytes of memory per row on every rank. Raises
+    DataError if the validation split is empty, and Preempted on a stop signal.
     """
-    order = some_rows(tuple(map(len, selected)) if selected else rows.sizes, limit)
-    if selected:
-        order = HoldoutOrder(tuple(own[chosen] for own, chosen in zip(selected, order.rows, strict=True)))
+    order = some_rows(rows.sizes, limit)
+    if whole_queries and order.total < sum(rows.sizes):
+        selected = choose_rows(read_query_ids(rows), limit)
+        order = selected if selected.total else order  # unless the first query has too many rows
     if not order.total:
         raise DataError(
             "the valid split is empty",
@@ -481,16 +485,18 @@ def evaluate_holdout(
 
     with progress("scoring the holdout", order.total, "rows") as advance:
         arrays = Scorer(backend, process_group, stop, batch_size).run(scores, rows, order, None, advance, kept)
-    return figures(arrays, label_gains)
+    return figures(arrays, label_gains, temperature)
 
 
-def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...]) -> HoldoutFigures:
+def figures(
+    joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...], temperature: float = 1.0
+) -> HoldoutFigures:
     """Compute metrics from the arrays logits [N, K], label [N], gain [N] and query_id [N].
 
     Retrieval is also evaluated if there are embeddings (`query` and `product`, [N, D]) and hashes of the products'
     texts (`text`, [N]).
     """
-    probabilities = to_probabilities(joined["logits"])
+    probabilities = to_probabilities(joined["logits"] / temperature)
     label, predicted = joined["label"].astype(np.int64), probabilities.argmax(axis=1)
     chosen = probabilities[label >= 0, label[label >= 0]]
     if not len(chosen):
@@ -506,6 +512,7 @@ def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...])
         positive_f1=float(np.nan_to_num(value_of(label_f1(queries, label, predicted, classes, classes - 1)))),
         ndcg=value_of(mean_over_queries(by_query)),
         retrieval_ndcg=_retrieval_ndcg(joined) if "product" in joined else None,
+        temperature=fit_temperature(joined["logits"], label),
     )
 
 

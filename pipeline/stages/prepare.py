@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
+from pipeline.core.batch_order import LONGEST
 from pipeline.data.input_files import names_of
 from pipeline.data.judgements import prepared_warnings, shared_products, sum_judgements
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.token_sets import QUARANTINE, store_digest
-from pipeline.evaluate.gate.judge import count_queries, size_advice
+from pipeline.evaluate.gate.judge import count_queries, precision_warning, size_advice
 from pipeline.evaluate.golden import read_golden
 from pipeline.parallel.world import job_index
-from pipeline.registry.checkpoints import parent_tokenizer
+from pipeline.registry.checkpoints import parent_buckets, parent_tokenizer
 from pipeline.settings import Settings
 
 NAME = "prepare"
@@ -41,11 +42,19 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.workspace,
         scratch=ctx.scratch,
         tokenizer=tokenizer,
+        parent_buckets=() if config.buckets else parent_buckets(settings, ctx.workspace),
+        longest=min(LONGEST, settings.model.max_positions),
         worker=job_index(config.workers, os.environ, "data"),
         events=ctx.events.emit,
         stop=ctx.stop,
     )
     ctx.console.info(summary(data))
+    if data.rows_measured and data.infos:
+        buckets = ",".join(data.infos[0].buckets)
+        ctx.console.info(
+            f"prepare: buckets {buckets} were chosen from {data.rows_measured:,} rows when this dataset was first"
+            " prepared (to change them, set data.buckets)"
+        )
     if data.missing:
         ctx.console.info(f"prepare: {data.missing} partition(s) have not been prepared by other workers yet")
         return ctx.finish(NAME, started, inputs={}, outputs={}, figures={"partitions_missing": data.missing})
@@ -63,7 +72,9 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     split, queries, few = settings.evaluate.split, count_queries(data.infos), dict[str, Figure]()
     if queries and queries[split] < settings.gate.min_queries:
         few = {"few_queries": size_advice(split, queries[split], settings.gate.min_queries, queries)}
-    for message in (*warnings, *few.values()):
+    judged = {"valid": queries, split: {} if few else queries}  # valid selects checkpoints
+    imprecise = (precision_warning(name, counts) for name, counts in judged.items())
+    for message in (*warnings, *few.values(), *filter(None, imprecise)):
         ctx.console.warn(f"prepare: {message}")
     for message, is_warned in shared_products(data.infos):
         if not is_warned:
