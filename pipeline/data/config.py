@@ -79,21 +79,15 @@ class DataConfig(Record):
     lexical: bool = Field(True, description="Add features that measure the word overlap between query and title")
     filter: dict[str, str] = Field({}, description="Keep only rows that match: column=value or column=a|b")
     valid_fraction: float = Field(
-        0.05,
-        ge=0,
-        lt=0.5,
-        description="Fraction of queries (see split_by) held out for validation if the input has no split column",
+        0.05, ge=0, lt=0.5, description="Fraction of queries held out for validation if the input has no split column"
     )
     test_fraction: float = Field(
-        0.05,
-        ge=0,
-        lt=0.5,
-        description="Fraction of queries (see split_by) held out for testing if the input has no split column",
+        0.05, ge=0, lt=0.5, description="Fraction of queries held out for testing if the input has no split column"
     )
     split_by: SplitBy = Field(
         "query",
-        description="What is held out if the input has no split column: queries, products, or both. With both, a row is"
-        " in the test split if its query or its product is a test item, and the fractions are those of items",
+        description="What is held out if the input has no split column: queries, products (the fractions are then those"
+        " of products), or both (a row is in the test split if either its query or its product is)",
     )
     max_bad_fraction: float = Field(0.05, ge=0, le=1, description="Fraction of bad rows above which prepare fails")
     buckets: tuple[str, ...] = Field(

@@ -50,20 +50,14 @@ class TrainedItems:
         texts = np.concatenate([self.rows["query"], self.rows["product"], more_texts])
         self.texts, self.queries = Keys(texts), Keys(self.rows["query"])
         self.query_ids, self.product_ids = Keys(self.rows["query_id"]), Keys(self.rows["product_id"])
+        self.keys = self.texts, self.queries, self.query_ids, self.product_ids
 
     def mark(self, arrays: Arrays, pad_id: int) -> None:
         """Mark the items of a block of training rows."""
         rows = _hashed(arrays, pad_id)
-        query, product = np.unique(rows["query"]), np.unique(rows["product"])
-        for keys, values in ((self.texts, query), (self.texts, product), (self.queries, query)):
-            keys.mark(values)
-        self.query_ids.mark(rows["query_id"])
-        self.product_ids.mark(rows["product_id"])
-
-    @property
-    def masks(self) -> list[Bools]:
-        """The masks of the keys that were trained on. They can be changed in place to add those of other ranks."""
-        return [keys.trained for keys in (self.texts, self.queries, self.query_ids, self.product_ids)]
+        for keys, name in zip(self.keys, ("query", "query", "query_id", "product_id"), strict=True):
+            keys.mark(rows[name])
+        self.texts.mark(rows["product"])
 
     @property
     def query_is_trained(self) -> Bools:

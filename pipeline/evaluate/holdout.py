@@ -1,9 +1,8 @@
 """The holdout on which models are evaluated: which rows to score, in what order, and their slices."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -203,15 +202,13 @@ def open_holdout(
     return Holdout(split, sets, rows, order, max_rows)
 
 
-def judged_slices(
-    rows: ScoredRows, new_partitions: Collection[str], more: Mapping[str, SliceColumn] = MappingProxyType({})
-) -> ScoredRows:
-    """Prepare the slice columns, and `more` of them, for the gate.
+def judged_slices(rows: ScoredRows, new_partitions: Collection[str]) -> ScoredRows:
+    """Prepare the slice columns for the gate.
 
     Partitions are replaced with two slices, depending on whether the production model was trained on them (old) or not
     (new). Columns with only one value are dropped, because their only slice is the whole holdout.
     """
-    columns = {**rows.slices, **more}
+    columns = dict(rows.slices)
     own = own_column(PARTITION, columns)
     partition = columns.pop(own if own in columns else PARTITION, None)
     if partition is not None:

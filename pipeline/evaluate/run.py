@@ -195,7 +195,8 @@ class Evaluation:
             retrieval = self.search.run(role, checkpoint, self.scorer.embed(checkpoint, self.holdout))
         if scores is None:
             return None
-        rows = judged_slices(scores.rows, self.new, self.parts.rows)
+        slices = {**scores.rows.slices, **self.parts.rows}
+        rows = judged_slices(replace(scores.rows, slices=slices), self.new)
         if not checkpoint.state.trained_head:
             rows = replace(rows, meaningless=_UNTRAINED)
         gate_input = GateInput(

@@ -77,8 +77,9 @@ def mark_trained(
                 if block % world.world_size == world.rank:
                     pools = np.full(len(numbers), bucket)
                     items.mark(rows.read(pools, numbers, bucket, FIELDS), rows.pad_id)
-    for mask, masks in zip(items.masks, zip(*process_group.gather(items.masks), strict=True), strict=True):
-        mask[:] = np.logical_or.reduce(masks)
+    gathered = process_group.gather([keys.trained for keys in items.keys])
+    for keys, masks in zip(items.keys, zip(*gathered, strict=True), strict=True):
+        keys.trained = np.logical_or.reduce(masks)
 
 
 def find_leak(items: TrainedItems, split_by: SplitBy = "query", unchecked: tuple[str, ...] = ()) -> Leak:

@@ -181,13 +181,12 @@ def make_task(
     types = {"query_id": np.int64, "product": np.uint64, "gain": np.float32, "partition": np.int64}
     columns: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, dtype=kind)] for name, kind in types.items()}
     with progress("reading judgements", sum(rows.sizes), "rows") as advance:
-        for bucket, numbers in rows.blocks():
+        for arrays in rows.read_blocks(tuple(types)):
             stop.raise_if_set("reading judgements")
-            arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, tuple(types))
             arrays["product"] = text_hashes(arrays["product"], rows.pad_id)
             for name, values in arrays.items():
                 columns[name].append(values)
-            advance(len(numbers))
+            advance(len(arrays["gain"]))
     table = {name: np.concatenate(blocks) for name, blocks in columns.items()}
     positive = table["gain"] >= np.float32(positive_gain)
     query_ids = np.unique(table["query_id"][positive])

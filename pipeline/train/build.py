@@ -326,8 +326,7 @@ def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> Tok
             next_command="raise data.valid_fraction or set a split column, then run trnpipe prepare again",
         )
     has_gains = train.best_metric not in _NEEDS_GAINS or any(
-        (rows.read(np.full(len(numbers), bucket), numbers, bucket, ("gain",))["gain"] > 0).any()
-        for bucket, numbers in rows.blocks()
+        (block["gain"] > 0).any() for block in rows.read_blocks(("gain",))
     )
     if not has_gains:
         raise metric_undefined_error(train)
