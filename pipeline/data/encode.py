@@ -181,6 +181,7 @@ def bucket_arrays(
         "categorical": rows.categorical,
         "sample_id": rows.sample_id,
         "query_id": rows.query_id,
+        "product_id": rows.product_id,
     }
     if rows.slices.names:
         columns["slice"] = rows.slices.values

@@ -29,6 +29,7 @@ from pipeline.data.input_files import InputFile, InputPartition
 from pipeline.data.judgements import count_judgements
 from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
 from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
+from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.sources import Source, list_input_objects, open_source, reading_progress
 from pipeline.data.survey import LabelSet, TextSample, decide_labels, survey
 from pipeline.data.token_sets import (
@@ -277,6 +278,7 @@ def name_partition(encoding: Encoding, partition: InputPartition, *, carve_valid
         {
             # Omit defaults so that data prepared before these settings were introduced keeps its name.
             **{name: value for name, value in newer.items() if value},
+            **({"split_by": config.split_by} if config.split_by != "query" else {}),
             "format": FORMAT_VERSION,
             "content": partition.content_id,
             "tokenizer": encoding.tokenizer.fingerprint,
@@ -394,6 +396,11 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
     shards = {split: infos for split, infos in by_split.items() if infos}
     reasons = sum((Counter(record.reasons) for record in records), Counter[str]())
     names = merge_names(record.slices for record in records)
+    buckets = config.bucket_shapes
+    staged = {
+        split: TokenRows([ShardFile(work.staging.files / s.file, s.rows) for s in infos], buckets, tokenizer.pad_id)
+        for split, infos in shards.items()
+    }
     is_counted = all(len(record.without_category) == len(categorical) for record in records)
     return TokenSetInfo(
         dataset=config.name,
@@ -405,6 +412,7 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         pad_id=tokenizer.pad_id,
         query_prefix=config.query_prefix,
         product_prefix=config.product_prefix,
+        split_by="query" if work.rules.carve_valid else config.split_by,  # a given test split has other queries
         buckets=config.buckets,
         labels=tuple(labels.gains),
         label_gains=tuple(labels.gains.values()),
@@ -418,7 +426,7 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         tokens=sum(record.tokens for record in records),
         slices=tuple(SliceInfo(column=column, names=names.get(column, ())) for column in config.slices),
         files=tuple(_file_rows(work, file, records) for file in work.rows),
-        judged=count_judgements(work.staging.files, shards, len(labels.gains), stop),
+        judged=count_judgements(staged, len(labels.gains), stop),
         without_category={
             info.column: sum(record.without_category[i] for record in records)
             for i, info in enumerate(categorical if is_counted else ())

@@ -26,7 +26,7 @@ from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import RowSource, to_tensors
-from pipeline.data.shards import Arrays
+from pipeline.data.shards import Arrays, text_hashes
 from pipeline.data.token_sets import TokenSetInfo
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.holdout import HoldoutOrder, Span, choose_rows, read_query_ids, some_rows
@@ -43,7 +43,6 @@ from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.strategies import Precision
 from pipeline.parallel.strategies.flat import FlatLayout, flat_forward, parameters_to_meta
-from pipeline.retrieval.products import text_hashes
 from pipeline.retrieval.search import search_vectors
 
 # The program that scores batches on a device. It uses the same graphs as the evaluation steps of a training run.

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.batch_order import LONGEST
 from pipeline.data.input_files import names_of
-from pipeline.data.judgements import prepared_warnings, sum_judgements
+from pipeline.data.judgements import prepared_warnings, shared_products, sum_judgements
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.token_sets import QUARANTINE, store_digest
 from pipeline.evaluate.gate.judge import count_queries, precision_warning, size_advice
@@ -76,6 +76,9 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     imprecise = (precision_warning(name, counts) for name, counts in judged.items())
     for message in (*warnings, *few.values(), *filter(None, imprecise)):
         ctx.console.warn(f"prepare: {message}")
+    for message, is_warned in shared_products(data.infos):
+        if not is_warned:
+            ctx.console.info(f"prepare: {message}")
     by_prefix = dict(zip(data.token_set_prefixes, data.infos, strict=True))
     store_digest(ctx.workspace, ctx.cycle, by_prefix, labels=data.labels, examples=settings.report.examples)
     query_figures = {f"queries_{name}": number for name, number in queries.items()} | few

@@ -142,6 +142,11 @@ class TrainConfig(Record):
         " for each query, and combined is the mean of macro_f1 and retrieval_ndcg. If loss.graded_weight is 0,"
         " retrieval_ndcg is always used",
     )
+    metric_rows: Literal["all", "unseen"] = Field(
+        "all",
+        description="Validation rows on which the best checkpoint is selected: all of them, or only those with a query"
+        " or a product that is not in the training data",
+    )
     average: Literal["off", "start"] = Field(
         "off",
         description="start: at the end of training, average the best weights with those that the run started from (of"

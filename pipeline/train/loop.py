@@ -60,7 +60,7 @@ def train(run: Run) -> Outcome:
     """
     ctx, config = run.ctx, run.config
     save_every, log_every = config.checkpoint.every_steps, config.log.every_steps
-    cadence = choose_cadence(config.train, save_every, log_every, steps=run.max_steps, rows=sum(run.valid.sizes))
+    cadence = choose_cadence(config.train, save_every, log_every, steps=run.max_steps, rows=sum(run.metric_rows.sizes))
     _announce(run, cadence)
     best = BestStep(run, cadence)
     with ExitStack() as stack:
@@ -146,7 +146,7 @@ class BestStep:
         """Score the validation split with the weights on the device. Return the metric that selects the best step."""
         run, metric = self.run, self.run.config.train.best_metric
         searching = metric in ("retrieval_ndcg", "combined")
-        figures = _score(run, run.valid, self.cadence.rows, searching=searching, whole_queries=metric == "ndcg")
+        figures = _score(run, run.metric_rows, self.cadence.rows, searching=searching, whole_queries=metric == "ndcg")
         value: float | None = getattr(figures, metric)
         return value, figures
 
