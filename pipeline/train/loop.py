@@ -143,7 +143,7 @@ class BestStep:
         run, train, started = self.run, self.run.config.train, time.monotonic()
         metric = train.best_metric
         searching = metric in ("retrieval_ndcg", "combined")
-        figures = _score(run, run.valid, self.cadence.rows, searching=searching, whole_queries=metric == "ndcg")
+        figures = _score(run, run.valid, self.cadence.rows, searching=searching)
         value: float | None = getattr(figures, metric)
         if value is None or value != value:  # no later value would ever beat NaN, and JSON cannot represent it
             if math.isfinite(figures.loss):
@@ -215,9 +215,7 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
     )
 
 
-def _score(
-    run: Run, rows: TokenRows, limit: int, *, searching: bool = False, whole_queries: bool = False
-) -> HoldoutFigures:
+def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) -> HoldoutFigures:
     return evaluate_holdout(
         run.program.outputs,
         run.backend,
@@ -228,7 +226,6 @@ def _score(
         process_group=run.process_group,
         stop=run.ctx.stop,
         search_pad_id=rows.pad_id if searching else None,
-        whole_queries=whole_queries,
     )
 
 
