@@ -286,7 +286,7 @@ class ModelScorer:
                 self._watch(checkpoint, holdout),
                 has_one_rate=self.settings.train.optimizer.has_one_rate,
             )
-        self._programs[name].load(from_hf(checkpoint.weights(), template, source=checkpoint.prefix))
+        self._programs[name].load(from_hf(checkpoint.calibrated_weights(), template, source=checkpoint.prefix))
         return self._programs[name]
 
     def _watch(self, checkpoint: Checkpoint, holdout: Holdout) -> GraphWatch:

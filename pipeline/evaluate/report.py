@@ -96,6 +96,15 @@ class ModelReport(Record):
     hybrids: tuple[HybridReport, ...] = ()
     slices: tuple[SliceReport, ...]
     threshold: float | None = Field(description="Minimum probability of a match (only with two labels)")
+    temperature: float = Field(1.0, description="Divisor of the logits, fitted to the validation split")
+    ece_before: float | None = Field(None, description="Calibration error without the temperature, None if undefined")
+
+    @property
+    def calibration(self) -> str:
+        """Describe how the temperature changes the calibration error, or return an empty string if there is none."""
+        if self.temperature == 1.0 or self.ece_before is None or "ece" not in self.metrics.values:
+            return ""
+        return f"{self.metrics.values['ece']:.4f}, {self.ece_before:.4f} without temperature {self.temperature:g}"
 
     @property
     def figures(self) -> dict[str, float]:
@@ -214,6 +223,9 @@ def _details(report: EvaluationReport) -> list[str]:
             f"search with {role} vectors truncated to {width} dimensions: nDCG {ndcg:.4f}"
             for width, ndcg in model.ndcg_by_width.items()
         ]
+    lines += [
+        f"calibration error of {role}: {model.calibration}" for role, model in _roles(report) if model.calibration
+    ]
     hybrids = [(role, hybrid) for role, model in _roles(report) for hybrid in model.hybrids]
     if not hybrids:
         return lines

@@ -13,12 +13,13 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.baselines import ScoredBaseline, fuse, score_baselines
+from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateInput
 from pipeline.evaluate.gate.judge import judge, verdict_advice
 from pipeline.evaluate.golden import golden_check
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, leak_warnings, open_holdout, refuse_leak
 from pipeline.evaluate.metrics.labels import best_threshold
-from pipeline.evaluate.metrics.measure import metric_report, slice_reports
+from pipeline.evaluate.metrics.measure import RowMetrics, metric_report, slice_reports
 from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.originals import with_originals
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, MovedQuery, digest_key, score_digest
@@ -340,6 +341,8 @@ class Evaluation:
     def _measure(self, model: ScoredModel, baselines: list[ScoredBaseline]) -> ModelReport:
         state, metrics, retrieval = model.checkpoint.state, self.settings.evaluate.metrics, model.retrieval
         rows, threshold = model.gate_input.rows, model.gate_input.threshold
+        powers = rows.probabilities**state.temperature  # the probabilities without the temperature, times a constant
+        uncalibrated = replace(rows, probabilities=powers / powers.sum(axis=1, keepdims=True))
         report = ModelReport(
             checkpoint=model.checkpoint.uri,
             digest=model.checkpoint.digest,
@@ -353,6 +356,8 @@ class Evaluation:
             hybrids=fuse(self.search, baselines, retrieval.ranked) if retrieval else (),
             slices=slice_reports(rows, metrics, threshold),
             threshold=threshold,
+            temperature=state.temperature,
+            ece_before=RowMetrics(uncalibrated, metrics).measure(MetricName.parse("ece")).value,
         )
         self.ctx.events.emit(
             EventName.HOLDOUT_EVALUATED,

@@ -254,7 +254,7 @@ class Model:
             model = RelevanceModel(state.model, state.inputs)
         template = model.state_dict()
         program = ScoreProgram(model, self._backend, self._settings.train.precision)
-        program.load(from_hf(self.checkpoint.weights(), template, source=self.checkpoint.uri))
+        program.load(from_hf(self.checkpoint.calibrated_weights(), template, source=self.checkpoint.uri))
         return program
 
     def _scored(self, rows: CleanRows) -> PairScores:

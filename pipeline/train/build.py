@@ -4,20 +4,30 @@ This module opens the process group and the device, selects the training rows, b
 program, and restores the starting checkpoint. The run itself is in `loop`, which calls `step` and `optimizer`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.backends import Backend
-from pipeline.checkpoint.save import CheckpointWriter, Snapshot
-from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, PublishedWeights, TrainState
+from pipeline.checkpoint.save import CheckpointWriter, Snapshot, commit_snapshot
+from pipeline.checkpoint.store import (
+    Best,
+    Checkpoint,
+    CheckpointStore,
+    PublishedWeights,
+    TrainState,
+    averaged_prefix,
+    open_checkpoint,
+)
 from pipeline.compile.manifest import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.batch_order import BatchPlan, Bucket, RankSlice
-from pipeline.core.errors import DataError, TransientError
+from pipeline.core.errors import CheckpointError, DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import Split, open_rows
@@ -54,7 +64,7 @@ class Saver:
     writer: CheckpointWriter
     process_group: ProcessGroup
     base: TrainState
-    """The state at step 0. Only `step`, `best` and `published` differ in later checkpoints."""
+    """The state at step 0. Only `step`, `best`, `temperature` and `published` differ in later checkpoints."""
     tokenizer: bytes
     warn: Callable[[str], None]
     _reported_failure: str = field(init=False, default="")
@@ -78,7 +88,7 @@ class Saver:
         weights = from_hf(checkpoint.weights(), self.program.strategy.template, source=checkpoint.prefix)
         self.program.restore(weights, None if is_parent else checkpoint.optimizer())
 
-    def save(self, step: int, best: Best | None) -> None:
+    def save(self, step: int, best: Best | None, temperature: float) -> None:
         """Copy the training state to the host and queue it for writing. Logs a warning if an earlier save failed."""
         if self.writer.failure and self.writer.failure != self._reported_failure:
             self._reported_failure = self.writer.failure
@@ -86,9 +96,26 @@ class Saver:
         weights, optimizer = self.program.snapshot()
         if not self.process_group.world.is_main:
             return
-        state = self.base.model_copy(update={"step": step, "best": best})
+        state = self.base.model_copy(update={"step": step, "best": best, "temperature": temperature})
         config = hf_config(state.model, state.inputs)
         self.writer.submit(Snapshot(state, to_hf(weights), optimizer, config, self.tokenizer))
+
+    def save_average(self, state: TrainState, weights: Mapping[str, Tensor]) -> str:
+        """Commit an average of weights, unless an earlier attempt has done so, and return its prefix."""
+        store, prefix = self.store, averaged_prefix(state.cycle, state.step)
+        if self.process_group.world.is_main:
+            started, size_bytes = time.monotonic(), 0
+            earlier = None
+            with suppress(CheckpointError):
+                earlier = open_checkpoint(store.storage, prefix, store.cache_dir).state
+            if earlier != state:
+                config = hf_config(state.model, state.inputs)
+                snapshot = Snapshot(state, to_hf(weights), {}, config, self.tokenizer)  # no optimizer moments
+                size_bytes = commit_snapshot(store.storage, snapshot, self.writer.staging).size_bytes
+            seconds = round(time.monotonic() - started, 3)
+            fields = {"step": state.step, "prefix": prefix, "size_bytes": size_bytes, "seconds": seconds}
+            store.emit(EventName.CHECKPOINT_SAVED, **fields)
+        return prefix
 
     def wait_saved(self, step: int) -> None:
         """Block until the checkpoint of `step` is committed. Raises TransientError if it could not be saved."""

@@ -139,6 +139,11 @@ class TrainConfig(Record):
         " for each query, and combined is the mean of macro_f1 and retrieval_ndcg. If loss.graded_weight is 0,"
         " retrieval_ndcg is always used",
     )
+    average: Literal["off", "start"] = Field(
+        "off",
+        description="start: at the end of training, average the best weights with those that the run started from (of"
+        " the parent, or of the published encoder), and use the average if it has a better validation metric",
+    )
     patience: int | None = Field(
         None,
         ge=0,

@@ -78,6 +78,7 @@ def test_every_field_of_the_model_and_its_inputs_is_in_the_identity() -> None:
         ({"negatives": "digest"}, "negatives"),
         ({"train_queries_per_topic": 4}, "train.queries_per_topic"),
         ({"train_link_queries": True}, "train.link_queries"),
+        ({"train_average": "start"}, "train.average"),
         ({"selection": Selection((Partition("dt=2026-01-02", "2026-01-02", "rewritten"),), (), ())}, "data.new"),
         ({"selection": Selection(SELECTION.new, SELECTION.new, ())}, "data.old"),
     ],
@@ -96,8 +97,8 @@ def test_a_run_under_way_continues_with_another_cadence() -> None:
     check_identity(stored, identity(), where="a run of an earlier version, which stored them")
 
 
-def test_runs_from_before_there_were_topics_and_links_are_those_without() -> None:
-    assert not {"train.queries_per_topic", "train.link_queries"} & set(identity())
+def test_runs_from_before_there_were_topics_links_and_averages_are_those_without() -> None:
+    assert not {"train.queries_per_topic", "train.link_queries", "train.average"} & set(identity())
 
 
 def test_a_retired_setting_stands_in_the_identity_as_it_was() -> None:
