@@ -8,6 +8,8 @@ from pydantic import Field, field_validator
 from pipeline.core.batch_order import LONGEST, Bucket, check_buckets
 from pipeline.core.record import Record
 
+SplitBy = Literal["query", "product", "both"]
+
 
 class ColumnMapping(Record):
     """Names of the input columns. Optional columns may be missing from the input."""
@@ -19,9 +21,7 @@ class ColumnMapping(Record):
     gain: str = Field("gain", description="Column with the graded gain, from 0 to 1 (optional)")
     query_id: str = Field("query_id", description="Column with the query id (optional, default: hash of the query)")
     product_id: str = Field("product_id", description="Column with the product id (optional, default: hash of title)")
-    split: str = Field(
-        "split", description="Column with train, valid or test (optional, default: split by hash of the query id)"
-    )
+    split: str = Field("split", description="Column with train, valid or test (optional, default: see split_by)")
 
 
 class CategoricalFeature(Record):
@@ -83,6 +83,11 @@ class DataConfig(Record):
     )
     test_fraction: float = Field(
         0.05, ge=0, lt=0.5, description="Fraction of queries held out for testing if the input has no split column"
+    )
+    split_by: SplitBy = Field(
+        "query",
+        description="What is held out if the input has no split column: queries, products (the fractions are then those"
+        " of products), or both (a row is in the test split if either its query or its product is)",
     )
     max_bad_fraction: float = Field(0.05, ge=0, le=1, description="Fraction of bad rows above which prepare fails")
     buckets: tuple[str, ...] = Field(

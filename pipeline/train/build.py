@@ -32,7 +32,9 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import Split, open_rows
 from pipeline.data.tokenizer import has_vocabulary
+from pipeline.data.trained_items import FIELDS, TrainedItems
 from pipeline.data.training_groups import MinedProducts, TrainingPools
+from pipeline.evaluate.trained import mark_trained
 from pipeline.health.config import HealthConfig
 from pipeline.health.device import diagnose_device_error
 from pipeline.mine.store import open_negatives
@@ -53,6 +55,8 @@ _NEEDS_GAINS = frozenset({"ndcg", "retrieval_ndcg", "combined"})
 """Metrics that are undefined unless at least one row has a gain above 0."""
 _FITTED_ROWS = 200_000
 """Maximum number of training rows used to fit the scaling of numeric features."""
+_MIN_QUERIES = 50
+"""Minimum number of queries on which to select the best step if only unseen rows count."""
 
 
 @dataclass
@@ -169,6 +173,8 @@ class Run:
     plan: BatchPlan
     max_steps: int
     valid: TokenRows
+    metric_rows: TokenRows
+    """The validation rows on which the best step is selected."""
     program: TrainProgram
     saver: Saver
     start: Position
@@ -202,6 +208,7 @@ def open_run(
         plan = BatchPlan(pools.sizes, groups_per_batch(train), train.seed, train.queries_per_topic)
         max_steps = train.max_steps or max(1, round(train.epochs * plan.batches_per_epoch))
         valid = _valid_rows(train, ctx, inputs)
+        metric_rows = _unseen_rows(ctx, inputs, valid, process_group) if train.metric_rows == "unseen" else valid
 
         folder = config.model.init_from
         same_vocabulary = folder is not None and has_vocabulary(folder, tokenizer)
@@ -250,9 +257,8 @@ def open_run(
         )
         saver = Saver(program, store, writer, process_group, base, tokenizer, ctx.console.warn)
         start = _load_start(saver, ctx, inputs)
-        yield Run(
-            config, ctx, inputs, share, process_group, backend, pools, plan, max_steps, valid, program, saver, start
-        )
+        opened = share, process_group, backend, pools, plan, max_steps, valid, metric_rows, program, saver, start
+        yield Run(config, ctx, inputs, *opened)
 
 
 @contextmanager
@@ -320,12 +326,27 @@ def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> Tok
             next_command="raise data.valid_fraction or set a split column, then run trnpipe prepare again",
         )
     has_gains = train.best_metric not in _NEEDS_GAINS or any(
-        (rows.read(np.full(len(numbers), bucket), numbers, bucket, ("gain",))["gain"] > 0).any()
-        for bucket, numbers in rows.blocks()
+        (block["gain"] > 0).any() for block in rows.read_blocks(("gain",))
     )
     if not has_gains:
         raise metric_undefined_error(train)
     return rows
+
+
+def _unseen_rows(ctx: StageContext, inputs: RunInputs, valid: TokenRows, process_group: ProcessGroup) -> TokenRows:
+    """Select the validation rows with an item that is not trained on, or all rows if they have too few queries."""
+    items = TrainedItems(valid.read_blocks(FIELDS), valid.pad_id)
+    trained = open_rows(ctx.workspace, inputs.sets, "train", ctx.scratch / "tokens")
+    mark_trained(items, [trained], process_group, ctx.stop, sum(trained.sizes))
+    is_unseen = ~(items.query_is_trained & items.product_is_trained)
+    queries = len(np.unique(items.rows["query_id"][is_unseen]))
+    unseen = f"{is_unseen.sum():,} of {len(is_unseen):,} validation rows ({queries:,} queries)"
+    unseen += " with a query or a product that is not trained on"
+    if queries < _MIN_QUERIES:
+        ctx.console.warn(f"only {unseen}, so the best step is selected on all rows (train.metric_rows)")
+        return valid
+    ctx.console.info(f"train: the best step is selected on the {unseen}")
+    return valid.select([np.flatnonzero(part) for part in np.split(is_unseen, np.cumsum(valid.sizes)[:-1])])
 
 
 def holdout_rows(ctx: StageContext, inputs: RunInputs, split: Split) -> TokenRows:
