@@ -157,12 +157,6 @@ class Checkpoint:
         """Load the fp32 weights, which use Hugging Face names."""
         return _load_tensors(self.folder / WEIGHTS)
 
-    def calibrated_weights(self) -> "dict[str, Tensor]":
-        """Load the weights for inference: the head is divided by the temperature, so that its logits are calibrated."""
-        weights = self.weights()
-        head = {name: weights[name] / self.state.temperature for name in ("head.weight", "head.bias")}
-        return weights if self.state.temperature == 1.0 else weights | head
-
     def optimizer(self) -> "dict[str, Tensor]":
         """Load the optimizer state, which uses the names defined by TrainProgram."""
         return _load_tensors(self.folder / OPTIMIZER)

@@ -23,7 +23,7 @@ from pipeline.data.config import DataConfig
 from pipeline.data.input_files import open_files
 from pipeline.data.rows import LIKELY_NAMES, SLICE, ColumnPlan, by_spelling
 from pipeline.data.survey import common_labels, infer_gains
-from pipeline.evaluate.gate.judge import detectable_difference, fraction_for
+from pipeline.evaluate.gate.judge import HALF_WIDTH, fraction_for
 from pipeline.io.atomic import create_atomic
 from pipeline.io.storage import os_errors
 from pipeline.settings import PROJECT_FILE, Settings, flatten, leaves
@@ -272,7 +272,7 @@ def _split(
             " queries, or promote a first model without a comparison by --gate.first-without-comparison"
         )
     else:
-        drop = detectable_difference(sizes["test"])
+        drop = HALF_WIDTH / sizes["test"] ** 0.5
         lines.append(f"with {sizes['test']:.0f} test queries, the gate can detect nDCG differences of about {drop:.2g}")
     return (fraction if fraction != settings.data.test_fraction else None), lines
 

@@ -12,7 +12,7 @@ spread evenly over its groups, and every row of the data belongs to exactly one 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -64,39 +64,28 @@ def check_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
     return ordered
 
 
-MAX_BUCKETS, LONGEST = 3, 128
-"""Limits of chosen buckets. Three buckets result in four lengths of training rows (see `row_lengths`). With texts of up
-to LONGEST tokens, all presets fit into 16 GiB, but with 192 the largest does not, so that has to be an explicit choice.
-"""
-_TRUNCATED, _SAVING = 0.005, 0.05
+LONGEST = 128
+"""Maximum number of tokens of chosen buckets. It is the most with which all presets fit into 16 GiB."""
 
 
 def fit_buckets(query_lengths: Int64s, product_lengths: Int64s, longest: int = LONGEST) -> tuple[Bucket, ...]:
-    """Choose up to MAX_BUCKETS nested buckets with the least padding for a sample of N pairs of texts.
+    """Choose up to three buckets, which result in up to four lengths of training rows, for N pairs of texts.
 
-    All sizes are multiples of 8 and at most `longest`. Apart from that limit, at most 0.5% of the texts on each side
-    are truncated. A bucket that saves less than 5% of the tokens is left out, because it would require further graphs.
+    All sizes are multiples of 8 and at most `longest`. Apart from that, at most 0.5% of the texts of each side are
+    truncated. Smaller buckets minimise padding, but each one must save 5% of the tokens, because it requires graphs.
     """
-    units = [np.minimum(-(-lengths // 8), max(8, longest) // 8) for lengths in (query_lengths, product_lengths)]
-    query, product = (np.minimum(side, int(np.quantile(side, 1 - _TRUNCATED, method="higher"))) for side in units)
-    counts = np.zeros((query.max(), product.max()))
-    np.add.at(counts, (query - 1, product - 1), 1)
-    fitting = counts.cumsum(axis=0).cumsum(axis=1).reshape(-1)  # number of pairs that fit each shape
-    queries, products = (np.indices(counts.shape).reshape(2, -1) + 1) * 8
-    size = queries + products
-    is_nested = (queries[:, None] <= queries) & (products[:, None] <= products)
-    # For each shape, the least number of tokens of all pairs that fit it, using 1, 2, ... buckets.
-    tokens, smaller = [fitting * size], list[Int64s]()
-    for _ in range(MAX_BUCKETS - 1):
-        totals = np.where(is_nested, tokens[-1][:, None] + (fitting - fitting[:, None]) * size, np.inf)
-        tokens.append(totals.min(axis=0))
-        smaller.append(totals.argmin(axis=0))
-    while smaller and tokens[len(smaller)][-1] > (1 - _SAVING) * tokens[len(smaller) - 1][-1]:
-        smaller.pop()
-    chosen = [len(size) - 1]
-    for shapes in reversed(smaller):
-        chosen.append(int(shapes[chosen[-1]]))
-    return check_buckets([Bucket(int(queries[index]), int(products[index])) for index in chosen])
+
+    def at(fraction: float) -> Bucket:
+        sides = (np.quantile(lengths, fraction, method="higher") for lengths in (query_lengths, product_lengths))
+        return Bucket(*(8 * min(longest // 8, -(-int(side) // 8)) for side in sides))
+
+    def cost(buckets: tuple[Bucket, ...]) -> float:
+        sizes = np.array([bucket.query_tokens + bucket.product_tokens for bucket in buckets])
+        return float(sizes[assign_buckets(query_lengths, product_lengths, buckets)].sum() * 1.05 ** len(buckets))
+
+    largest = at(0.995)
+    shapes = sorted({largest, *(at(step / 20) for step in range(1, 20))})
+    return min((check_buckets([*pair, largest]) for pair in combinations_with_replacement(shapes, 2)), key=cost)
 
 
 def assign_buckets(

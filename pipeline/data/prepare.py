@@ -22,7 +22,7 @@ from pipeline.core.batch_order import LONGEST
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
-from pipeline.data.buckets import known_buckets, pin_buckets
+from pipeline.data.buckets import choose_buckets
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import ChunkRecord, ChunkTask, Staging, encode_chunk
 from pipeline.data.input_files import InputFile, InputPartition
@@ -62,8 +62,7 @@ class PreparedData:
 
     `prepared` and `rows_prepared` (both good and bad rows) only count the partitions that this run has prepared.
     `rows`, `rows_bad` and `rows_filtered` add up to the total number of rows in the input. `missing` is the number of
-    partitions that other workers have not committed yet. `rows_measured` is the number of rows that the buckets were
-    chosen from, or 0 if they were not chosen from texts.
+    partitions that other workers have not committed yet.
     """
 
     token_set_prefixes: list[str]
@@ -81,7 +80,6 @@ class PreparedData:
     labels: tuple[str, ...]
     skipped: tuple[str, ...]
     input_warnings: tuple[str, ...]
-    rows_measured: int
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,6 @@ def prepare(
     *,
     scratch: Path,
     tokenizer: bytes | None = None,
-    parent_buckets: tuple[str, ...] = (),
     longest: int = LONGEST,
     worker: int = 0,
     events: Emit,
@@ -141,24 +138,19 @@ def prepare(
     Args:
         scratch: Local folder for staged chunks. A rerun must use the same folder to be able to skip finished chunks.
         tokenizer: The tokenizer.json of the parent model. `config.tokenizer.path` takes precedence.
-        parent_buckets: The buckets that the parent model was trained with. `config.buckets` takes precedence.
-        longest: The maximum number of tokens per text if buckets have to be chosen.
+        longest: The maximum number of tokens per text if `config.buckets` is empty and none were chosen before.
         worker: Index of this worker, below `config.workers`.
 
     Raises DataError if the input is unusable or has too many bad rows, ConfigError if the tokenizer does not exist,
     Preempted if a stop is requested, and TransientError if the input changes while it is being read.
     """
     listed = list_input_objects(config, stop) if config.workers > 1 else frozenset()
-    known = known_buckets(config, workspace, parent_buckets)
-    if known is not None and not known.rows:
-        # Until buckets that fit the texts are chosen, longer texts are read. Continue to do so afterwards, so that the
-        # vocabulary does not depend on whether this run is the one that chooses them.
-        config = config.model_copy(update={"buckets": known.buckets})
     source = open_source(config, scratch=scratch, stop=stop)
     scratch = scratch / f"worker-{worker}" if config.workers > 1 else scratch  # workers may share a machine
     encoding, tokenizer_prefix = _labels_and_tokenizer(config, source, workspace, scratch, tokenizer, events, stop)
-    buckets = known or pin_buckets(config, source, encoding.tokenizer, encoding.labels, workspace, longest, stop)
-    encoding = replace(encoding, config=config.model_copy(update={"buckets": buckets.buckets}))
+    if not config.buckets:  # set them only now, because the vocabulary must not depend on which run chooses them
+        buckets = choose_buckets(config, source, workspace, encoding.tokenizer, longest, stop)
+        encoding = replace(encoding, config=config.model_copy(update={"buckets": buckets}))
     infos: dict[str, TokenSetInfo] = {}
     works, prefixes = list[_PartitionWork](), list[str]()
     for number, partition in enumerate(source.partitions):
@@ -215,7 +207,6 @@ def prepare(
         labels=tuple(encoding.labels.gains),
         skipped=source.skipped,
         input_warnings=source.warnings,
-        rows_measured=buckets.rows,
     )
 
 

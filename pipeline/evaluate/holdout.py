@@ -12,7 +12,6 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.shuffle import mix64
-from pipeline.data.loader import RowSource
 from pipeline.data.shards import EXTRA, Arrays, TokenRows
 from pipeline.data.token_sets import Split, TokenSet, open_rows
 from pipeline.data.tokenizer import Tokens
@@ -81,15 +80,6 @@ def choose_rows(query_ids: Sequence[Int64s], max_rows: int) -> HoldoutOrder:
     fitting = np.cumsum(counts[order]) <= max_rows
     kept = np.sort(queries[order][fitting])
     return HoldoutOrder(tuple(np.flatnonzero(np.isin(ids, kept)).astype(np.int64) for ids in query_ids))
-
-
-def read_query_ids(rows: RowSource) -> list[Int64s]:
-    """Read the query id of each row, by bucket."""
-    query_ids = [np.zeros(0, dtype=np.int64)] * len(rows.sizes)
-    for bucket, size in ((bucket, size) for bucket, size in enumerate(rows.sizes) if size):
-        numbers = np.arange(size, dtype=np.int64)
-        query_ids[bucket] = rows.read(np.full(size, bucket), numbers, bucket, ("query_id",))["query_id"]
-    return query_ids
 
 
 def some_rows(sizes: Sequence[int], limit: int) -> HoldoutOrder:
@@ -190,7 +180,10 @@ def open_holdout(
             next_command=f"raise --data.{split}-fraction or add a split column and prepare again,"
             " or use a different --evaluate.split",
         )
-    query_ids = read_query_ids(rows)
+    query_ids = [np.zeros(0, dtype=np.int64)] * len(rows.sizes)
+    for bucket, size in ((bucket, size) for bucket, size in enumerate(rows.sizes) if size):
+        numbers = np.arange(size, dtype=np.int64)
+        query_ids[bucket] = rows.read(np.full(size, bucket), numbers, bucket, ("query_id",))["query_id"]
     order = choose_rows(query_ids, max_rows)
     if not order.total:
         largest = int(np.unique(np.concatenate(query_ids), return_counts=True)[1].max())

@@ -235,6 +235,7 @@ class ModelScorer:
             arrays = scorer.run(logits, holdout.rows, holdout.order, parts, advance)
         if not ctx.world.is_main:
             return None, key
+        arrays["logits"] = arrays["logits"] / checkpoint.state.temperature
         info, columns = holdout.sets[0].info, holdout.slices(arrays)
         scores = ScoreSet(
             info=ScoreInfo(
@@ -286,7 +287,7 @@ class ModelScorer:
                 self._watch(checkpoint, holdout),
                 has_one_rate=self.settings.train.optimizer.has_one_rate,
             )
-        self._programs[name].load(from_hf(checkpoint.calibrated_weights(), template, source=checkpoint.prefix))
+        self._programs[name].load(from_hf(checkpoint.weights(), template, source=checkpoint.prefix))
         return self._programs[name]
 
     def _watch(self, checkpoint: Checkpoint, holdout: Holdout) -> GraphWatch:

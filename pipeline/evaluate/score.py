@@ -29,7 +29,7 @@ from pipeline.data.loader import RowSource, to_tensors
 from pipeline.data.shards import Arrays, text_hashes
 from pipeline.data.token_sets import TokenSetInfo
 from pipeline.evaluate.config import MetricsConfig
-from pipeline.evaluate.holdout import HoldoutOrder, Span, choose_rows, read_query_ids, some_rows
+from pipeline.evaluate.holdout import HoldoutOrder, Span, some_rows
 from pipeline.evaluate.metrics.labels import accuracy, fit_temperature, label_f1
 from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements, Ranking, ndcg_by_query
@@ -455,19 +455,14 @@ def evaluate_holdout(
     stop: StopSignal,
     search_pad_id: int | None = None,
     temperature: float = 1.0,
-    whole_queries: bool = False,
 ) -> HoldoutFigures:
     """Compute the metrics of a model on at most `limit` evenly spaced rows, using all ranks.
 
-    The logits are divided by `temperature`. If `whole_queries` is set, queries are selected with all their rows
-    instead, because a query with a single row is always ranked perfectly. If `search_pad_id` (the padding token of
-    products) is given, retrieval is also evaluated, which takes 8 D bytes of memory per row on every rank. Raises
-    DataError if the validation split is empty, and Preempted on a stop signal.
+    The logits are divided by `temperature`. If `search_pad_id` (the padding token of products) is given, retrieval is
+    also evaluated, which takes 8 D bytes of memory per row on every rank. Raises DataError if the validation split is
+    empty, and Preempted on a stop signal.
     """
     order = some_rows(rows.sizes, limit)
-    if whole_queries and order.total < sum(rows.sizes):
-        selected = choose_rows(read_query_ids(rows), limit)
-        order = selected if selected.total else order  # unless the first query has too many rows
     if not order.total:
         raise DataError(
             "the valid split is empty",

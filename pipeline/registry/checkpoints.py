@@ -20,10 +20,8 @@ from pipeline.checkpoint.store import (
     checkpoint_manifest,
     parse_state,
 )
-from pipeline.context import load_result
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, first_line
-from pipeline.data.buckets import buckets_of
-from pipeline.data.token_sets import token_set_prefixes
+from pipeline.data.token_sets import load_digest
 from pipeline.io.commit import check_record, stream_record, verify_dir
 from pipeline.io.storage import KeyNotFound, Storage, join_key, open_parent
 from pipeline.registry.records import CheckpointRef, check_prefix, load_verdict, one_line, pointer_key
@@ -125,16 +123,12 @@ def parent_tokenizer(settings: Settings, workspace: Storage) -> bytes | None:
 
 
 def parent_buckets(settings: Settings, workspace: Storage) -> tuple[str, ...]:
-    """Return the buckets that the parent was trained with, or an empty tuple if there is no parent or they are unknown.
-
-    They are unknown if the parent is in another workspace, or if its training data was deleted.
-    """
+    """Return the buckets of the parent's data. Returns an empty tuple if it has no parent in this workspace."""
     location = locate_start(settings.train.start, settings, workspace)
-    if location is None or location[0] is not workspace:
+    if location is None or location[0] is not workspace or not location[1].startswith(CHECKPOINTS):
         return ()
-    cycle = location[1].removeprefix(CHECKPOINTS).partition("/")[0]
-    prepared = load_result(workspace, cycle, "prepare") if location[1].startswith(CHECKPOINTS) else None
-    return () if prepared is None else buckets_of(workspace, token_set_prefixes(prepared.outputs)[0])
+    digest = load_digest(workspace, location[1].split("/")[1])
+    return digest.buckets if digest else ()
 
 
 # Reading and verifying checkpoints in this workspace.

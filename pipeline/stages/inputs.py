@@ -12,7 +12,7 @@ from pipeline.context import StageContext
 from pipeline.core.batch_order import LONGEST, Bucket
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
-from pipeline.data.buckets import known_buckets
+from pipeline.data.buckets import given_buckets, pinned_buckets
 from pipeline.data.lexical import numeric_names
 from pipeline.data.token_sets import read_token_sets, spec_of, token_set_prefixes
 from pipeline.model.config import InputSpec
@@ -120,8 +120,8 @@ def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], objec
     """
     prepared = find_prepared(ctx)
     if prepared is None:
-        known = known_buckets(settings.data, ctx.workspace, parent_buckets(settings, ctx.workspace))
-        shapes = expected_shapes(settings, known.buckets if known else ())
+        given = given_buckets(settings.data, ctx.workspace, parent_buckets(settings, ctx.workspace))
+        shapes = expected_shapes(settings, given or pinned_buckets(settings.data, ctx.workspace))
         warn(
             f"no data has been prepared yet, assuming a vocabulary of {shapes.spec.vocab_size:,} tokens, "
             f"{shapes.spec.num_classes} labels, and texts of up to {shapes.buckets[-1].product_tokens} tokens"

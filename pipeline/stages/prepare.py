@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.batch_order import LONGEST
+from pipeline.data.buckets import given_buckets
 from pipeline.data.input_files import names_of
 from pipeline.data.judgements import prepared_warnings, shared_products, sum_judgements
 from pipeline.data.prepare import PreparedData, prepare
@@ -37,24 +38,18 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     started, config = datetime.now(UTC), settings.data
     read_golden(settings, ctx.stop)  # report errors in the golden queries now, rather than after training
     tokenizer = None if config.tokenizer.path else parent_tokenizer(settings, ctx.workspace)
+    given = given_buckets(config, ctx.workspace, parent_buckets(settings, ctx.workspace))
     data = prepare(
-        config,
+        config.model_copy(update={"buckets": given}),
         ctx.workspace,
         scratch=ctx.scratch,
         tokenizer=tokenizer,
-        parent_buckets=() if config.buckets else parent_buckets(settings, ctx.workspace),
         longest=min(LONGEST, settings.model.max_positions),
         worker=job_index(config.workers, os.environ, "data"),
         events=ctx.events.emit,
         stop=ctx.stop,
     )
     ctx.console.info(summary(data))
-    if data.rows_measured and data.infos:
-        buckets = ",".join(data.infos[0].buckets)
-        ctx.console.info(
-            f"prepare: buckets {buckets} were chosen from {data.rows_measured:,} rows when this dataset was first"
-            " prepared (to change them, set data.buckets)"
-        )
     if data.missing:
         ctx.console.info(f"prepare: {data.missing} partition(s) have not been prepared by other workers yet")
         return ctx.finish(NAME, started, inputs={}, outputs={}, figures={"partitions_missing": data.missing})
@@ -106,7 +101,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 
 def summary(data: PreparedData) -> str:
     """Summarise in one line which partitions were prepared or reused and which rows were quarantined."""
-    bad = ""
+    bad, buckets = "", f" | buckets {' '.join(data.infos[0].buckets)}" if data.infos else ""
     if data.rows_bad:
         reasons = sum((Counter(info.reasons) for info in data.infos), Counter[str]()).most_common()
         shown = [f"{rows:,} {reason}" for reason, rows in reasons[:_MAX_REASONS]]
@@ -114,7 +109,7 @@ def summary(data: PreparedData) -> str:
         bad = f", {data.rows_bad:,} quarantined: {', '.join(shown)}"
     return (
         f"prepare: {data.prepared} partition(s) prepared, {data.reused} reused | "
-        f"{data.rows:,} rows{bad} | labels {' < '.join(data.labels)}"
+        f"{data.rows:,} rows{bad} | labels {' < '.join(data.labels)}{buckets}"
     )
 
 

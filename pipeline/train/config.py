@@ -83,10 +83,7 @@ class TrainConfig(Record):
         0.1, ge=0, lt=1, description="Fraction of the samples in an incremental run that comes from older partitions"
     )
     epochs: float = Field(
-        2.0,
-        gt=0,
-        description="Number of passes over the training samples, each of which visits every positive pair once (used if"
-        " max_steps is 0)",
+        2.0, gt=0, description="Number of passes over the samples and thus the positives (used if max_steps is 0)"
     )
     max_steps: int = Field(0, ge=0, description="Number of optimizer steps (0: determined by epochs)")
     global_batch_size: int = Field(64, ge=2, description="Number of samples per optimizer step, across all ranks")
@@ -209,16 +206,11 @@ class CheckpointConfig(Record):
     )
 
 
-# The cadence of a run. It is a function of the length of the run rather than of measured times, so that a resumed run
-# and a run with another world size make the same choice.
+# The cadence of a run depends on its length rather than on measured times, so that a resumed run makes the same choice.
 
-NUM_EVALUATIONS = 8
-_MIN_ROWS, _MAX_ROWS = 500, 5000
-"""Range of the number of rows to score in an evaluation. Metrics on fewer rows are too noisy to compare checkpoints."""
-_ROWS_PER_SAMPLE = 0.3
-"""Rows to score per trained sample. Scoring has no backward pass and takes a third of the time, so all evaluations of a
-run together take at most a tenth of its time."""
-_MAX_STEPS_UNSAVED = 500
+NUM_EVALUATIONS, _MAX_UNSAVED = 8, 500
+_MIN_ROWS, _MAX_ROWS = 500, 5000  # to score in an evaluation. Metrics on fewer rows are too noisy
+_ROWS_PER_SAMPLE = 0.3  # scoring a row costs a third of training on a sample, so this takes a tenth of the time
 
 
 @dataclass(frozen=True)
@@ -236,10 +228,7 @@ class Cadence:
 
 
 def choose_cadence(config: TrainConfig, save_every: int | None, log_every: int, *, steps: int, rows: int) -> Cadence:
-    """Determine the cadence of a run with `steps` steps and `rows` validation rows.
-
-    Explicit settings are used as they are. Evaluations and checkpoints are evenly spaced.
-    """
+    """Determine the cadence of a run with `steps` steps and `rows` validation rows, unless it is configured."""
     budget, every = int(_ROWS_PER_SAMPLE * steps * config.global_batch_size), config.evaluate_every
     if every is None:
         every = -(-steps // NUM_EVALUATIONS)
@@ -247,16 +236,13 @@ def choose_cadence(config: TrainConfig, save_every: int | None, log_every: int, 
             every = max(1, steps // NUM_EVALUATIONS)
     evaluations = -(-steps // every) if every else 1
     scored = config.evaluate_rows or min(max(budget // evaluations, _MIN_ROWS), _MAX_ROWS)
-    if config.evaluate_every is None:
-        affordable = budget // max(1, min(scored, rows))
-        if evaluations > affordable:
-            every = -(-steps // affordable) if affordable > 1 else 0
-        parts = max(1, -(-every // _MAX_STEPS_UNSAVED))
-        every = -(-every // parts) * parts  # so that a checkpoint is due at every evaluation
-    span = every or steps
-    save = save_every or -(-span // -(-span // _MAX_STEPS_UNSAVED))
+    if config.best_metric == "ndcg" and config.evaluate_rows is None:
+        scored = rows  # evenly spaced rows may be one per query, which is always ranked perfectly
+    affordable = budget // max(1, min(scored, rows))
+    if config.evaluate_every is None and evaluations > affordable:
+        every = -(-steps // affordable) if affordable > 1 else 0
     wait = -(-steps // 2) if config.patience is None else config.patience * every
-    return Cadence(log_every, every, save, scored, wait)
+    return Cadence(log_every, every, save_every or min(every or steps, _MAX_UNSAVED), scored, wait)
 
 
 # Functions that divide a global batch over ranks and micro-steps.

@@ -146,7 +146,7 @@ class BestStep:
         """Score the validation split with the weights on the device. Return the metric that selects the best step."""
         run, metric = self.run, self.run.config.train.best_metric
         searching = metric in ("retrieval_ndcg", "combined")
-        figures = _score(run, run.metric_rows, self.cadence.rows, searching=searching, whole_queries=metric == "ndcg")
+        figures = _score(run, run.metric_rows, self.cadence.rows, searching=searching)
         value: float | None = getattr(figures, metric)
         return value, figures
 
@@ -231,13 +231,7 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
 
 
 def _score(
-    run: Run,
-    rows: TokenRows,
-    limit: int,
-    *,
-    searching: bool = False,
-    temperature: float = 1.0,
-    whole_queries: bool = False,
+    run: Run, rows: TokenRows, limit: int, *, searching: bool = False, temperature: float = 1.0
 ) -> HoldoutFigures:
     return evaluate_holdout(
         run.program.outputs,
@@ -250,7 +244,6 @@ def _score(
         stop=run.ctx.stop,
         search_pad_id=rows.pad_id if searching else None,
         temperature=temperature,
-        whole_queries=whole_queries,
     )
 
 

@@ -242,13 +242,7 @@ def test_a_step_that_was_saved_before_it_was_evaluated_gets_its_temperature(plac
     place.writer.in_use = lambda: {prefix_of(CYCLE, 4)} if in_use else set()
     place.writer.submit(snapshot(4, temperature=2.0))
     place.writer.wait()
-    saved = place.store.open(4)
-    assert saved.state.temperature == (1.0 if in_use else 2.0) and place.writer.last_saved == 4
-    raw, calibrated = saved.weights(), saved.calibrated_weights()
-    assert raw.keys() == calibrated.keys()
-    for name, tensor in raw.items():
-        expected = tensor / saved.state.temperature if name.startswith("head.") else tensor
-        assert torch.equal(calibrated[name], expected)
+    assert place.store.open(4).state.temperature == (1.0 if in_use else 2.0) and place.writer.last_saved == 4
 
 
 @pytest.fixture

@@ -42,8 +42,6 @@ def evaluate(
     batch_size: int = 4,
     stop: StopSignal | None = None,
     searching: bool = True,
-    limit: int = 1000,
-    whole_queries: bool = False,
 ) -> HoldoutFigures:
     return evaluate_holdout(
         score,
@@ -51,8 +49,7 @@ def evaluate(
         rows,
         label_gains=GAINS,
         batch_size=batch_size,
-        limit=limit,
-        whole_queries=whole_queries,
+        limit=1000,
         process_group=process_group or alone(),
         stop=stop or StopSignal(),
         search_pad_id=rows.pad_id if searching else None,
@@ -84,17 +81,6 @@ def test_retrieval_against_a_search_written_out(rows: TokenRows) -> None:
     assert seen.retrieval_ndcg == pytest.approx(np.mean(values))
     assert seen.combined == pytest.approx((seen.macro_f1 + np.mean(values)) / 2)
     assert evaluate(rows, searching=False).retrieval_ndcg is None
-
-
-def test_a_limit_on_whole_queries_ranks_all_rows_of_each(rows: TokenRows) -> None:
-    joined = every_row(rows)
-    sizes = dict(zip(*np.unique(joined["query_id"], return_counts=True), strict=True))
-    largest = max(sizes.values())
-    found = evaluate(rows, limit=10, whole_queries=True)
-    assert max(largest, 10 - largest) < found.rows <= 10 < len(joined["label"])
-    assert found.ndcg < 1, "not every query has a single row"
-    assert evaluate(rows, limit=1, whole_queries=True).rows == 1, "a first query of more rows is no empty split"
-    assert evaluate(rows, whole_queries=True) == evaluate(rows)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 40])

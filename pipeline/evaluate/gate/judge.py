@@ -385,30 +385,6 @@ def fraction_for(total: int, needed: int) -> float | None:
     return next((p for p in FRACTIONS if p * total - 2 * sqrt(p * (1 - p) * total) >= needed), None)
 
 
-_HALF_WIDTH = 0.5
-"""Half the width of the 95% confidence interval of a mean nDCG difference, multiplied by the square root of the number
-of queries. This is 1.96 times an assumed standard deviation of 0.25."""
-_DIFFERENCE = 0.01  # difference in nDCG that matters
-
-
-def detectable_difference(queries: float) -> float:
-    """Return the smallest difference in nDCG between two models that a number of queries typically reveals."""
-    return _HALF_WIDTH / sqrt(queries)
-
-
-def precision_warning(split: Split, counts: Mapping[Split, int]) -> str:
-    """Return a warning if a split has too few queries to reveal a difference of 0.01, otherwise an empty string."""
-    queries, needed = counts.get(split, 0), round((_HALF_WIDTH / _DIFFERENCE) ** 2)
-    if not 0 < queries < needed:
-        return ""
-    fraction = fraction_for(sum(counts.values()), needed)
-    enough = f" (without a split column, --data.{split}-fraction {fraction:g})" if fraction else ""
-    return (
-        f"split {split} has {queries:,} queries, which only reveal differences in nDCG of about"
-        f" {detectable_difference(queries):.2g}. A difference of {_DIFFERENCE} requires about {needed:,}{enough}"
-    )
-
-
 def size_advice(split: Split, queries: int, needed: int, counts: Mapping[Split, int], remedy: str = MIN_QUERIES) -> str:
     """Explain how to get enough queries into a split in which only `queries` of them contribute to a metric.
 
@@ -428,6 +404,18 @@ def size_advice(split: Split, queries: int, needed: int, counts: Mapping[Split, 
     if total:
         few += f", and all splits together have about {total:,}"
     return f"{few}: judge more queries, or {remedy}"
+
+
+HALF_WIDTH = 0.5
+"""Half the width of the 95% confidence interval of a mean nDCG difference, multiplied by the square root of the number
+of queries. This is 1.96 times an assumed standard deviation of 0.25."""
+
+
+def precision_warning(split: Split, counts: Mapping[Split, int]) -> str:
+    """Return a warning if a split has too few queries to reveal an nDCG difference of 0.01, or an empty string."""
+    queries, needed = counts.get(split, 0), round((HALF_WIDTH / 0.01) ** 2)
+    remedy = f"do not rely on nDCG differences below {HALF_WIDTH / sqrt(max(1, queries)):.2g} (0.01 needs {needed:,})"
+    return size_advice(split, queries, needed, counts, remedy) if 0 < queries < needed else ""
 
 
 def verdict_advice(
