@@ -22,7 +22,7 @@ from pipeline.data.config import CategoricalFeature, DataConfig
 from pipeline.data.input_files import open_files
 from pipeline.data.rows import LIKELY_NAMES, SLICE, ColumnPlan, by_spelling
 from pipeline.data.survey import common_labels, infer_gains
-from pipeline.evaluate.gate.judge import fraction_for
+from pipeline.evaluate.gate.judge import HALF_WIDTH, fraction_for
 from pipeline.io.atomic import create_atomic
 from pipeline.io.storage import os_errors
 from pipeline.model.config import Attribute
@@ -44,9 +44,6 @@ _LONG = 40
 _IDS = re.compile(r"(?i)(^|_)(id|ids|uri|url|link|cluster)(_|$)")
 _CODES = ("model", "model_number", "model_no", "mpn", "part_number", "sku", "ean", "gtin", "upc", "isbn")
 _BRAND_NAMES = ("brand", "manufacturer", "maker", "vendor")
-_HALF_WIDTH = 0.5
-"""Half the width of the 95% confidence interval of a mean nDCG difference, multiplied by the square root of the number
-of queries. This is 1.96 times an assumed standard deviation of 0.25."""
 
 
 @dataclass
@@ -332,7 +329,7 @@ def _split(
             " queries, or promote a first model without a comparison by --gate.first-without-comparison"
         )
     else:
-        drop = _HALF_WIDTH / sizes["test"] ** 0.5
+        drop = HALF_WIDTH / sizes["test"] ** 0.5
         lines.append(f"with {sizes['test']:.0f} test queries, the gate can detect nDCG differences of about {drop:.2g}")
     return (fraction if fraction != settings.data.test_fraction else None), lines
 

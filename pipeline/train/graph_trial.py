@@ -25,8 +25,8 @@ from pipeline.parallel.mesh import check_plan
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
-from pipeline.train.config import batch_lengths, groups_per_batch, needs_two_passes, rank_slice
-from pipeline.train.loop import Cadence, EvaluationOutcome, TrainLoop
+from pipeline.train.config import Cadence, batch_lengths, groups_per_batch, needs_two_passes, rank_slice
+from pipeline.train.loop import EvaluationOutcome, TrainLoop
 from pipeline.train.step import open_program
 from pipeline.train.stream import BatchStream
 

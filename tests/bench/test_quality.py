@@ -13,7 +13,7 @@ from bench.quality.incremental import DAYS, Arm, Chain, deal_days
 from bench.quality.part import KEPT, Budget, PartResult, is_kept, keep, read_part, read_parts, reads_of_test
 from bench.quality.sides import Incomplete, Table, best_peer, sides_of
 from bench.quality.table import tables
-from bench.quality.tasks import TASKS
+from bench.quality.tasks import TASKS, write_items
 from bench.results import ROOT
 from pipeline.settings import resolve
 
@@ -150,6 +150,43 @@ def test_pairs_are_held_against_boosting_and_the_best_bi_encoder() -> None:
     assert found["ahead_of_boosting"][0] == pytest.approx(0.05)
     assert found["ahead_of_bi_encoder"][0] == pytest.approx(-0.01)
     assert verdicts(table) == {"ahead_of_boosting": True, "ahead_of_bi_encoder": False}
+
+
+def test_offers_that_were_not_trained_on_are_a_table_with_bounds() -> None:
+    figures = {"f1": 0.86, "boosting_f1": 0.8, "ndcg@10": 0.7, "bm25_ndcg@10": 0.5}
+    bounds = {"f1_ahead_of_boosting_low": 0.03, "retrieval_ndcg@10_ahead_of_bm25_low": 0.1}
+    own = [
+        part("ours", 0.7, task="cameras_items", seed=seed, figures=figures | bounds | {"ece": 0.02 * seed})
+        for seed in (1, 2)
+    ]
+    with_lower = own[1].model_copy(update={"figures": own[1].figures | {"f1_ahead_of_boosting_low": -0.01}})
+    assert "the published weights were not searched" in tables(own)[1][0]
+    table = only([own[0], with_lower, part("ours", 0.4, task="cameras_items", variant="published")])
+    found = figures_of(table)
+    assert found["ahead_of_boosting"][0] == pytest.approx(0.06) and found["boosting_lowest"][0] == -0.01
+    assert found["published_low"][0] == pytest.approx(0.3, abs=1e-6) and found["ours_ece"] == (0.03, 0.02, 0.04)
+    assert {name for name, holds in verdicts(table).items() if not holds} == {"boosting_lowest"}
+
+
+def test_pairs_are_written_once_without_their_split(tmp_path: Path) -> None:
+    rows = [
+        {"category": "cameras", "tier": tier, "split": split, "query": query, "title": "t", "label": label}
+        for tier, split, query, label in (
+            ("medium", "train", "a", "match"),
+            ("test", "test", "a", "match"),
+            ("test", "test", "b", "non_match"),
+            ("large", "train", "c", "match"),
+        )
+    ]
+    task = TASKS["cameras_items"]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / task.pairs)
+    write_items(tmp_path, task, tmp_path / "pairs.parquet")
+    written = pq.read_table(tmp_path / "pairs.parquet").to_pylist()
+    assert written == [
+        {"query": "a", "title": "t", "label": "match"},
+        {"query": "b", "title": "t", "label": "non_match"},
+    ]
+    assert "--data.split-by" in task.data_flags("test") and "--data.filter" not in task.data_flags("valid")
 
 
 def test_a_part_survives_its_file_and_counts_its_runs(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.io.storage import Storage, open_storage
-from pipeline.model.config import Attribute
 from pipeline.telemetry.events import EventName
 from tests.kit.real_data import real_file
 
@@ -39,23 +38,17 @@ class Workplace:
     def names(self) -> list[EventName]:
         return [name for name, _ in self.events]
 
-    def prepare(
-        self,
-        config: DataConfig,
-        tokenizer: bytes | None = None,
-        worker: int = 0,
-        attributes: tuple[Attribute, ...] = (),
-    ) -> PreparedData:
+    def prepare(self, config: DataConfig, tokenizer: bytes | None = None, worker: int = 0, **more: Any) -> PreparedData:
         self.events.clear()
         return prepare(
             config,
             self.storage,
             scratch=self.folder / "scratch",
             tokenizer=tokenizer,
-            attributes=attributes,
             worker=worker,
             events=self.emit,
             stop=self.stop,
+            **more,
         )
 
     def bytes_of(self, prefix: str) -> dict[str, bytes]:
