@@ -302,7 +302,7 @@ class InputSpec(Record):
 
 def difference(data: Any, model: Any) -> str:
     """Describe the difference between a field of the data and of a model. For tuples, lists missing and new values."""
-    if isinstance(data, tuple) and isinstance(model, tuple) and {*data} != {*model}:
+    if isinstance(data, tuple) and isinstance(model, tuple) and {*map(str, data)} != {*map(str, model)}:
         changes = (
             ("missing", [value for value in model if value not in data]),
             ("new", [value for value in data if value not in model]),

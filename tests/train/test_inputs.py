@@ -13,7 +13,7 @@ from pipeline.data.token_sets import JudgedSplit, TokenSet, TokenSetInfo, select
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
-from pipeline.model.config import LossConfig, ModelConfig
+from pipeline.model.config import Attribute, LossConfig, ModelConfig
 from pipeline.train.config import TrainConfig
 from pipeline.train.inputs import RunInputs, data_warnings, gather_inputs
 from tests.train.rows import MODEL, SPEC, TRAIN, checkpoint_of, grouped, make_rows, token_set_info
@@ -151,6 +151,11 @@ def other_inputs(**changes: Any) -> dict[str, Checkpoint]:
             other_inputs(numeric=("price", "brand_age")),
             ConfigError,
             "numeric differs between the data and .*: missing: brand_age\n",
+        ),
+        (
+            other_inputs(attributes=(Attribute(name="brand", kind="text"),)),
+            ConfigError,
+            "attributes differs between the data and .*: missing: {'name': 'brand', ",
         ),
         (other_inputs(labels=("a", "b")), ConfigError, "labels differs between the data and .*: missing: a, b; new: "),
         (
