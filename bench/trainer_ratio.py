@@ -38,7 +38,7 @@ METHOD = """
 Two processes, ours and Trainer's, each as its user would start it, take blocks of steps in turn; a block ends with the
 device waited for, and warm-up (compiles) is left out. The whole is repeated with fresh processes, because a process is
 up to 15 % faster or slower for its whole life on a virtual machine; a ratio is the median over repeats of (median of
-ours / median of Trainer's). Rows are the built-in catalogue's: ours in the default buckets, Trainer padded to the
+ours / median of Trainer's). Rows are the built-in catalogue's: ours in three buckets, Trainer padded to the
 largest one, since XLA needs static shapes; `one_shape` are random rows, padded to the same shape on both sides. Both
 sides start from the same weights (losses compared before the run), same pair head and loss, AdamW with clipping at
 1.0, fp32, no dropout. Ours: default settings, through MpDeviceLoader. Trainer: adamw_torch, no logging, saving,
@@ -92,6 +92,7 @@ def catalogue_task(shape: Shape, folder: Path, num_queries: int) -> Task:
     workspace = open_storage(str(folder / "workspace"))
     config = DataConfig(
         name="bench",
+        buckets=("16x16", "16x32", "64x64"),
         synthetic=SyntheticConfig(num_queries=num_queries),
         tokenizer=TokenizerConfig(vocab_size=shape.vocab_size),
     )

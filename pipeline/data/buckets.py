@@ -13,7 +13,7 @@ from pipeline.data.config import DataConfig
 from pipeline.data.encode import tokenize_pairs
 from pipeline.data.sources import Source
 from pipeline.data.survey import survey
-from pipeline.data.token_sets import KIND, TokenSetInfo
+from pipeline.data.token_sets import KIND
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, read_record
@@ -45,8 +45,9 @@ def given_buckets(config: DataConfig, workspace: Storage, parent: tuple[str, ...
         return config.buckets or parent
     folder = f"tokens/{config.name}"
     manifests = (read_manifest(workspace, f"{folder}/{name}") for name in workspace.list_dirs(folder))
-    with_rows = (each.fields for each in manifests if each and each.kind == KIND and each.fields["splits"])
-    return next((TokenSetInfo.model_validate(fields).buckets for fields in with_rows), ())
+    with_rows = (each.fields["buckets"] for each in manifests if each and each.kind == KIND and each.fields["splits"])
+    buckets = next(with_rows, None)
+    return tuple(map(str, buckets)) if isinstance(buckets, list) else ()
 
 
 def choose_buckets(

@@ -13,6 +13,7 @@ from pipeline.data.buckets import PinnedBuckets, given_buckets
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.prepare import PreparedData
 from pipeline.data.tokenizer import TextTokenizer
+from pipeline.model.config import Attribute
 
 OLD = ("16x16", "16x32", "64x64")  # the default of earlier versions
 PIN = "tokens/catalogue/buckets.json"
@@ -116,6 +117,21 @@ def test_the_parent_wins_over_what_is_pinned_and_the_settings_over_both(
 def test_texts_are_cut_at_the_positions_of_the_model(workplace: Callable[[str], Any], tmp_path: Path) -> None:
     prepared = workplace("one").prepare(config(days(tmp_path / "in", 60)), longest=20)
     assert prepared.infos[0].buckets[-1].split("x")[1] == "16" and prepared.infos[0].truncated_rows > 0
+
+
+def test_attributes_are_part_of_the_texts_that_are_measured(workplace: Callable[[str], Any], tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    brand = "one two three four five six seven eight nine ten eleven twelve"
+    rows = [f"red shoe,shoe {n % 7},{brand},{n % 2}" for n in range(200)]
+    (folder / "a.csv").write_text("query,title,brand,label\n" + "\n".join(rows) + "\n")
+    plain, longer = (
+        workplace(name).prepare(config(folder, labels=("0", "1"), **more)).infos[0]
+        for name, more in (("plain", {}), ("longer", {"attributes": (Attribute(name="brand"),)}))
+    )
+    assert plain.truncated_rows == longer.truncated_rows == 0
+    sides = [int(info.buckets[-1].split("x")[1]) for info in (plain, longer)]
+    assert sides[1] >= sides[0] + 8
 
 
 def test_a_large_input_is_sampled_evenly(

@@ -414,16 +414,19 @@ def test_the_best_checkpoint_may_be_named_by_retrieval(cycle: Cycle, metric: str
     assert 0 < best.value <= 1
 
 
-def test_training_ends_when_it_no_longer_gets_better_and_a_resume_agrees(cycle: Cycle) -> None:
-    cycle.train = CONFIG.model_copy(update={"patience": 1, "evaluate_every": 1, "max_steps": 30})
+@pytest.mark.parametrize(("patience", "steps"), [(1, 2), (None, 7)])  # the default: half of the run
+def test_training_ends_when_it_no_longer_gets_better_and_a_resume_agrees(
+    cycle: Cycle, patience: int | None, steps: int
+) -> None:
+    cycle.train = CONFIG.model_copy(update={"patience": patience, "evaluate_every": 1, "max_steps": 12})
     cycle.train = cycle.train.model_copy(
         update={"optimizer": cycle.train.optimizer.model_copy(update={"learning_rate": 1e-12})}
     )
     outcome = cycle.run()  # nothing is learnt, so nothing gets better than the first evaluation
-    assert (outcome.step, outcome.steps_done) == (1, 2)
+    assert (outcome.step, outcome.steps_done) == (1, steps)
     events = len(cycle.losses())
     again = cycle.run()
-    assert (again.step, again.steps_done) == (1, 2)
+    assert (again.step, again.steps_done) == (1, steps)
     assert len(cycle.losses()) == events  # no step more
 
 
