@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bench.quality import incremental, ours
-from bench.quality.incremental import DAYS, Arm, Chain, deal_days
+from bench.quality.incremental import DAYS, Arm, Chain, deal_days, shipped_arm
 from bench.quality.part import KEPT, Budget, PartResult, is_kept, keep, read_part, read_parts, reads_of_test
 from bench.quality.sides import Incomplete, Table, best_peer, sides_of
 from bench.quality.table import tables
@@ -218,12 +218,14 @@ def by_day(arm: str, value: float, **changes: Any) -> PartResult:
 
 
 def test_five_days_are_held_against_one_training() -> None:
-    shipped = Arm(resolve([ours.CONFIG], {}, []).settings.train.replay_share).name
-    runs = [by_day("together", 0.80), by_day(shipped, 0.795, reads=2), by_day("replay-0", 0.77)]
+    shipped, many = shipped_arm().name, shipped_arm(20).name
+    runs = [by_day("together", 0.80), by_day(shipped, 0.796, reads=2), by_day("replay-0", 0.77)]
     table = only(runs)
     found = figures_of(table)
-    assert found["behind"][0] == pytest.approx(0.005) and found["behind_without_replay"][0] == pytest.approx(0.03)
+    assert found["behind"][0] == pytest.approx(0.004) and found["behind_without_replay"][0] == pytest.approx(0.03)
     assert verdicts(table) == {"behind": True} and "was read 4 times" in table.method
+    slow = only([*runs, by_day(many, 0.785)])
+    assert verdicts(slow) == {"behind": True, "behind_20_days": False}
     late = by_day(shipped, 0.78, seed=2)
     assert not verdicts(only([*runs, late]))["behind"]
     assert tables(runs[1:])[1] == ["pricerunner by day, 16,000 pairs: together was not run on test"]
@@ -244,7 +246,7 @@ def test_rows_of_a_query_are_of_one_day_and_days_come_one_by_one(tmp_path: Path)
 
 def test_a_chain_goes_on_with_the_day_it_ended_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(pa.table({"query_id": ["a", "b"]}), tmp_path / TASKS["pricerunner"].pairs)
-    chain = Chain(Arm(0.2, 0.5), "pricerunner", tmp_path, tmp_path, "valid", 50, 64, "fp32", "cpu", 1)
+    chain = Chain(Arm(0.2, 0.5, averages=True), "pricerunner", tmp_path, tmp_path, "valid", 50, 64, "fp32", "cpu", 1)
     ran: list[dict[str, str]] = []
     done = {"day-1", "day-2"}
     monkeypatch.setattr(incremental, "WORK", tmp_path)
@@ -254,10 +256,10 @@ def test_a_chain_goes_on_with_the_day_it_ended_in(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ours, "figures_of", lambda report: {"ndcg@10": 0.5} if report == "day-5" else {})
     monkeypatch.setattr(ours, "ndcg_by_query", lambda workspace, scratch, cycle: (0.5,))
     found = chain.run()
-    assert found.figures == {"ndcg@10": 0.5} and found.variant == "replay-0.2-later-rate-0.5"
+    assert found.figures == {"ndcg@10": 0.5} and found.variant == "replay-0.2-later-rate-0.5-averaged"
     assert [flags["--cycle"] for flags in ran] == ["day-3", "day-4", "day-5"]
     assert {flags["--train.max-steps"] for flags in ran} == {"10"}
-    assert {flags["--train.replay-share"] for flags in ran} == {"0.2"}
+    assert {(flags["--train.replay-share"], flags["--train.average"]) for flags in ran} == {("0.2", "start")}
     peak = resolve([ours.CONFIG], {}, []).settings.train.optimizer.learning_rate
     assert {float(flags["--train.optimizer.learning-rate"]) for flags in ran} == {peak / 2}
     assert [flags.get("--evaluate.baselines.bm25") for flags in ran] == ["false", "false", None]
