@@ -44,7 +44,7 @@ def count_judgements(rows: Mapping[Split, TokenRows], num_labels: int, stop: Sto
             "queries_in_train": int(each.query_ids.trained.sum()),
             "products": len(each.product_ids.values),
             "products_in_train": int(each.product_ids.trained.sum()),
-            "rows_new_product": int((~each.product_is_trained).sum()),
+            "rows_new_product": int((each.parts % 2).sum()),  # query or neither
         }
         for split, each in items.items()
     }

@@ -60,18 +60,12 @@ class TrainedItems:
         self.texts.mark(rows["product"])
 
     @property
-    def query_is_trained(self) -> Bools:
-        return self.query_ids.look_up(self.rows["query_id"]) | self.texts.look_up(self.rows["query"])
-
-    @property
-    def product_is_trained(self) -> Bools:
-        return self.product_ids.look_up(self.rows["product_id"]) | self.texts.look_up(self.rows["product"])
-
-    @property
     def parts(self) -> Int64s:
         """The part of each row [N] as an index into PARTS."""
-        query, product = self.query_is_trained.astype(np.int64), self.product_is_trained.astype(np.int64)
-        return 3 - 2 * query - product
+        rows, texts = self.rows, self.texts
+        query = self.query_ids.look_up(rows["query_id"]) | texts.look_up(rows["query"])
+        product = self.product_ids.look_up(rows["product_id"]) | texts.look_up(rows["product"])
+        return 3 - 2 * query.astype(np.int64) - product
 
 
 def _hashed(arrays: Arrays, pad_id: int) -> Arrays:

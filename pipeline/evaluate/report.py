@@ -204,7 +204,10 @@ def table_lines(report: EvaluationReport) -> list[str]:
         cells = _compared(values[0], values[1] if len(values) > 1 else None)
         others = (_number(baseline.figures.get(name)) for baseline in baselines)
         table.append((name, *cells, _interval(delta), *others, worst))
-    return [*_table(table), *_details(report), *_part_lines(report), *_slice_lines(checks), *report.verdict.lines()]
+    counts = ", ".join(f"{part} {rows:,}" for part, rows in report.holdout.parts.items())
+    trained = [f"rows by which side was trained on, query or product: {counts}"] if counts else []
+    trained += _table(part_table(report))
+    return [*_table(table), *_details(report), *trained, *_slice_lines(checks), *report.verdict.lines()]
 
 
 def _roles(report: EvaluationReport) -> list[tuple[str, ModelReport]]:
@@ -268,13 +271,6 @@ def part_table(report: EvaluationReport) -> list[tuple[str, ...]]:
     return table if len(table) > 1 else []
 
 
-def _part_lines(report: EvaluationReport) -> list[str]:
-    if not (parts := report.holdout.parts):
-        return []
-    counts = ", ".join(f"{part} {rows:,}" for part, rows in parts.items())
-    return [f"rows by which side was trained on, query or product: {counts}", *_table(part_table(report))]
-
-
 def _slice_lines(checks: Sequence[GateCheck]) -> list[str]:
     """Format the slices that caused a refusal and those with the largest drops."""
     compared = [check for check in checks if check.kind == "slice" and check.low is not None]
@@ -318,7 +314,7 @@ def _interval(check: GateCheck | None) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format a table with names aligned to the left and numbers to the right."""
-    names = [column for column, title in enumerate(rows[0]) if title in ("metric", "slice", "gate")] if rows else []
+    names = [column for row in rows[:1] for column, title in enumerate(row) if title in ("metric", "slice", "gate")]
     return [f"  {line}" for line in aligned(rows, names)]
 
 

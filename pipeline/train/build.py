@@ -338,7 +338,7 @@ def _unseen_rows(ctx: StageContext, inputs: RunInputs, valid: TokenRows, process
     items = TrainedItems(valid.read_blocks(FIELDS), valid.pad_id)
     trained = open_rows(ctx.workspace, inputs.sets, "train", ctx.scratch / "tokens")
     mark_trained(items, [trained], process_group, ctx.stop, sum(trained.sizes))
-    is_unseen = ~(items.query_is_trained & items.product_is_trained)
+    is_unseen = items.parts > 0
     queries = len(np.unique(items.rows["query_id"][is_unseen]))
     unseen = f"{is_unseen.sum():,} of {len(is_unseen):,} validation rows ({queries:,} queries)"
     unseen += " with a query or a product that is not trained on"

@@ -101,3 +101,18 @@ def test_too_many_open_files_are_no_damaged_shard(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match=r"too many open files after opening 1 of 2 token shards") as caught:
         rows.read(np.zeros(1, dtype=np.int64), np.full(1, 3), 0)
     assert caught.value.next_command.startswith("ulimit -n")
+
+
+def test_selected_rows_are_numbered_anew(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, [(5, 3), (0, 4), (6, 0)])
+    kept = [np.array([0, 4, 5, 10]), np.array([2, 6])]
+    some = rows.select(kept)
+    assert some.sizes == (4, 2) and some.pad_id == rows.pad_id and rows.sizes == (11, 7)
+    ids = [part["sample_id"].tolist() for part in some.read_blocks(("sample_id",))]
+    every = [part["sample_id"] for part in rows.read_blocks(("sample_id",))]
+    assert ids == [part[chosen].tolist() for part, chosen in zip(every, kept, strict=True)]
+    pools, numbers = np.array([1, 0, 0]), np.array([1, 3, 0])
+    read, plain = some.read(pools, numbers, 1), rows.read(pools, np.array([6, 10, 0]), 1)
+    assert read.keys() == plain.keys() and all((read[name] == plain[name]).all() for name in read)
+    none = rows.select([np.zeros(0, dtype=np.int64)] * 2)
+    assert none.sizes == (0, 0) and list(none.read_blocks(("gain",))) == []
