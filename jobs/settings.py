@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from jobs.schedule import ScheduleConfig
-from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
-from pipeline.settings import Settings, flatten, leaves, resolve
+from pipeline.settings import Settings, flatten, hash_fields, leaves, resolve
 
 
 class StageJob(Record):
@@ -17,7 +16,7 @@ class StageJob(Record):
     nodes: int = Field(1, ge=1, le=1000, description="Number of machines (a multi-node job if more than 1)")
     processes: int = Field(1, ge=1, le=1024, description="Ranks per machine, one per device")
     workers: int = Field(
-        1, ge=1, le=10_000, description="Number of array children that divide the work (prepare, mine, embed)"
+        1, ge=1, le=10_000, description="Number of array children that divide the work (prepare, mine, teach, embed)"
     )
     instance: str = Field(
         "", description="Instance type, such as trn1.32xlarge, which determines devices, sizes and price"
@@ -36,7 +35,7 @@ class StageJob(Record):
         None,
         ge=60,
         description="Time limit of one attempt in seconds, after which the job fails without a retry (null: 1 h,"
-        " health 1.5 h, compile, mine and embed 12 h, train 24 h, or the limit of the stage if that is longer)",
+        " health 1.5 h, compile, mine, teach and embed 12 h, train 24 h, or the limit of the stage if that is longer)",
     )
 
     @property
@@ -154,6 +153,7 @@ class JobsConfig(Record):
     health: StageJob = StageJob()
     compile: StageJob = StageJob()
     mine: StageJob = StageJob()
+    teach: StageJob = StageJob()
     train: StageJob = StageJob()
     evaluate: StageJob = StageJob()
     embed: StageJob = StageJob()
@@ -185,7 +185,7 @@ def of_all_jobs(settings: CycleSettings) -> dict[str, Any]:
 
 def pipeline_fingerprint(settings: CycleSettings) -> str:
     """Return the fingerprint of the pipeline settings, without `[jobs]`, because the plan itself reflects these."""
-    return fingerprint(settings.model_dump(mode="json", exclude=_PER_JOB | {"jobs"}))
+    return hash_fields(settings.model_dump(mode="json", exclude=_PER_JOB | {"jobs"}))
 
 
 def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Look up the inputs of a stage: the prepared data and its shapes, mined negatives, and the parent checkpoint."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pipeline.backends import Backend
@@ -78,6 +78,12 @@ def mined_negatives(ctx: StageContext) -> str | None:
     return None if result is None else result.outputs.get("negatives")
 
 
+def taught_outputs(ctx: StageContext) -> Mapping[str, str] | None:
+    """Return the prefixes of what the teacher has computed in this cycle, or None if there is no result."""
+    result = ctx.earlier("teach")
+    return None if result is None else result.outputs
+
+
 ASSUMED_CLASSES = 4  # number of labels to assume if data.labels is not set, as in ESCI and the built-in catalogue
 
 
@@ -87,12 +93,13 @@ class Shapes:
 
     spec: InputSpec
     buckets: tuple[Bucket, ...]
+    teacher: int | None = None
+    """Size of the teacher's vectors (0: it has none), or None if there is no teacher."""
 
     def plan(self, settings: Settings, world: World, device: str) -> Plan:
         """Return the plan of a training run. Training runs with equal plans use the same graphs."""
-        return graph_plan(
-            settings, self.spec, self.buckets, rank_slice(settings.train, world.world_size, world.rank), device
-        )
+        share = rank_slice(settings.train, world.world_size, world.rank)
+        return graph_plan(settings, self.spec, self.buckets, share, device, self.teacher)
 
     def scoring_plan(self, settings: Settings, world_size: int, device: str) -> Plan:
         """Return the plan for jobs that only evaluate or embed."""
@@ -108,7 +115,7 @@ class Shapes:
         console: Console,
     ) -> Trial:
         """Build a trial run, which uses every graph that a cycle needs so that all of them are compiled."""
-        return Trial(settings, self.spec, self.buckets, backend, process_group, stop, console, watch)
+        return Trial(settings, self.spec, self.buckets, backend, process_group, stop, console, watch, self.teacher)
 
 
 def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], object]) -> Shapes:

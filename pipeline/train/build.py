@@ -20,7 +20,8 @@ from pipeline.core.batch_order import BatchPlan, Bucket, RankSlice
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.shards import TokenRows
-from pipeline.data.token_sets import Split, open_rows
+from pipeline.data.taught import TaughtRows
+from pipeline.data.token_sets import Split, TokenSet, open_rows
 from pipeline.data.tokenizer import has_vocabulary
 from pipeline.data.training_groups import MinedProducts, TrainingPools
 from pipeline.health.config import HealthConfig
@@ -33,6 +34,7 @@ from pipeline.parallel.mesh import check_plan, check_same
 from pipeline.parallel.process_group import ProcessGroup, open_ranks
 from pipeline.registry.records import checkpoints_in_use
 from pipeline.settings import LogConfig
+from pipeline.teach.store import open_mined_scores, open_taught
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import CheckpointConfig, TrainConfig, batch_lengths, groups_per_batch, rank_slice, run_layout
 from pipeline.train.inputs import RunInputs, check_identity
@@ -259,7 +261,12 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
     if inputs.negatives is not None:
         rows = open_rows(workspace, inputs.sets, "train", cache)
         pairs = open_negatives(workspace, inputs.negatives, rows.sizes, ctx.scratch / "negatives")
-        mined = MinedProducts(rows, rows.pad_id, pairs.query_id, pairs.product, train.mined_per_query, train.seed)
+        taught = _taught(ctx, inputs, inputs.sets)
+        score = None
+        if inputs.taught is not None:
+            score = open_mined_scores(workspace, inputs.taught, pairs.product.shape, ctx.scratch / "teach")
+        slots = train.mined_per_query
+        mined = MinedProducts(rows, rows.pad_id, pairs.query_id, pairs.product, slots, train.seed, taught, score)
     pools = TrainingPools.build(
         new,
         old,
@@ -271,6 +278,7 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
         mined=mined,
         topic=train.queries_per_topic,
         link_queries=train.link_queries and train.loss.contrastive_weight > 0,
+        taught=(_taught(ctx, inputs, inputs.new_sets), _taught(ctx, inputs, inputs.old_sets)),
     )
     groups, required = sum(pools.sizes), groups_per_batch(train)
     if groups < required:  # the message counts samples, as the settings do
@@ -281,6 +289,15 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
             next_command=f"--train.global-batch-size {max(1, groups) * pools.slots}, or add data",
         )
     return pools
+
+
+def _taught(ctx: StageContext, inputs: RunInputs, sets: Sequence[TokenSet]) -> TaughtRows | None:
+    """Open what the teacher computed for the rows of the given partitions, if there is a teacher."""
+    if inputs.taught is None or not sets:
+        return None
+    rows = [(one.info.fingerprint, open_rows(ctx.workspace, [one], "train", ctx.scratch / "tokens")) for one in sets]
+    sizes = [(name, part.sizes) for name, part in rows]
+    return open_taught(ctx.workspace, inputs.taught, sizes, ctx.scratch / "teach")
 
 
 def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> TokenRows:
