@@ -65,9 +65,8 @@ class TeachTask:
             if teacher.width:
                 sizes["vectors"] = sum(len(first) for first, _ in self._distinct.values()), PART_ROWS
         storage, cache = self.ctx.workspace_after_stop, self.ctx.scratch / "teach"
-        work = f"cycles/{self.ctx.cycle}/teach/{self.prefix.rpartition('/')[2]}"
         return {
-            name: ArrayParts(_part_store(storage, f"{work}-{per_part}/{name}"), cache, total, per_part)
+            name: ArrayParts(_part_store(storage, f"{self.prefix}-{per_part}/{name}"), cache, total, per_part)
             for name, (total, per_part) in sizes.items()
         }
 

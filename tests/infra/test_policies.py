@@ -105,7 +105,8 @@ KEYS: dict[str, tuple[str, str]] = {
     f"{C}/health/result.json": ("train", ""),
     f"{C}/mine/abc-4096/vectors/00000.npy": ("embed", "embed"),
     "negatives/esci/abc/MANIFEST.json": ("embed", "embed"),
-    f"{C}/teach/abc-16384/vectors/00000.npy": ("train", "train"),
+    f"{C}/teach/result.json": ("train", ""),
+    "tokens/esci/taught/abc-16384/vectors/00000.npy": ("train", "train"),
     "tokens/esci/taught/abc/MANIFEST.json": ("train", "train"),
     f"{C}/train/parent.json": ("train embed", ""),
     f"{C}/train/result.json": ("train", ""),
@@ -184,7 +185,7 @@ def test_each_key_is_written_and_deleted_by_those_whose_jobs_do(key: str) -> Non
     assert OURS.who("s3:DeleteObject", OURS.object_arn(key)) == [role for role in ROLES if role in deleters.split()]
     # Uploads in parts: files that a folder is committed of, or a compiler writes; all else is one request.
     folders = ("tokens/", "negatives/", "checkpoints/", "compile-cache/neuronxcc-")
-    in_parts = key.startswith((*folders, f"{E}/", f"{C}/parity/", f"{C}/mine/abc-", f"{C}/teach/abc-"))
+    in_parts = key.startswith((*folders, f"{E}/", f"{C}/parity/", f"{C}/mine/abc-"))
     found = OURS.who("s3:AbortMultipartUpload", OURS.object_arn(key))
     assert found == [role for role in ROLES if in_parts and role in writers.split()]
 
