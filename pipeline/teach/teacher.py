@@ -183,7 +183,8 @@ def score_pairs(teacher: Teacher, texts: RowTexts, queries: Int64s, products: In
             (host,) = teacher.backend.to_host([teacher.logits(batch)])
             chosen, logits = started.popleft(), host.numpy().astype(np.float64)
             best, others = logits[:, -1], logits[:, :-1]
-            score = best - np.logaddexp.reduce(others, axis=1) if others.shape[1] else best
+            with np.errstate(invalid="ignore"):  # the caller checks for NaN
+                score = best - np.logaddexp.reduce(others, axis=1) if others.shape[1] else best
             scores[chosen] = score[: len(chosen)]
     return scores
 
