@@ -20,11 +20,12 @@ from jobs.settings import JobsConfig
 from pipeline.context import Figure, StageResult, store_result
 from pipeline.data.token_sets import PartitionDigest, PrepareDigest, QuarantinedRow
 from pipeline.data.token_sets import digest_key as prepared_key
+from pipeline.data.trained_items import PARTS
 from pipeline.embed.digest import VectorCounts, VerifyCheck, VerifyDigest
 from pipeline.embed.digest import digest_key as vectors_key
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.metrics.labels import NUM_BINS
-from pipeline.evaluate.metrics.measure import MetricReport
+from pipeline.evaluate.metrics.measure import MetricReport, SliceReport
 from pipeline.evaluate.report import (
     SCORE_BINS,
     BaselineReport,
@@ -222,8 +223,27 @@ def _model(cycle: str, shift: float) -> ModelReport:
     found = MetricReport(values={"retrieval_ndcg@10": 0.7 + shift}, missing={}, num_rows=90_000, num_queries=9000)
     return ModelReport(
         checkpoint=f"s3://bucket/relevance/checkpoints/{cycle}/step-1", digest=f"d-{cycle}", cycle=cycle, step=1,
-        scores="x", metrics=rows, retrieval=found, slices=(), threshold=None,
+        scores="x", metrics=rows, retrieval=found, slices=_parts(shift, rows, found), threshold=None,
     )  # fmt: skip
+
+
+def _parts(shift: float, *reports: MetricReport) -> tuple[SliceReport, ...]:
+    """The metrics by what was trained on, as of rows and of queries."""
+    names = (("trained_on", PARTS), ("relevant_products", ("seen", "new")))
+    return tuple(
+        SliceReport(
+            column=column,
+            value=value,
+            report=report.model_copy(
+                update={
+                    "values": {name: 0.7 + shift + 0.01 * i for name in report.values},
+                    "num_rows": 22_500 if column == "trained_on" else 0,
+                }
+            ),
+        )
+        for (column, values), report in zip(names, reports, strict=True)
+        for i, value in enumerate(values)
+    )
 
 
 def _evaluation(cycle: str, parent: str, slices: int, text: str) -> EvaluationReport:
@@ -245,11 +265,11 @@ def _evaluation(cycle: str, parent: str, slices: int, text: str) -> EvaluationRe
     return EvaluationReport(
         cycle=cycle, inputs={}, backend="xla", device="xla", precision="fp32", candidate=_model(cycle, 0.01),
         incumbent=_model(parent, 0.0) if parent else None,
-        baselines=(BaselineReport(name="bm25", retrieval=bm25),),
+        baselines=(BaselineReport(name="bm25", retrieval=bm25, slices=_parts(-0.1, bm25, bm25)[4:]),),
         holdout=HoldoutReport(
             split="test", partitions=("flat",), new_partitions=(), rows=90_000, rows_in_split=90_000, queries=9000,
             leaked_by_id=0, leaked_by_text=0, leak_checked=True, unchecked_partitions=(), retrieval_queries=9000,
-            retrieval_items=1_000_000,
+            retrieval_items=1_000_000, parts=dict.fromkeys(PARTS, 22_500),
         ),
         verdict=Verdict(
             promote=True, checks=tuple(checks), num_rows=90_000, num_queries=9000, confidence=0.95,

@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from jobs.schedule import ScheduleConfig
+from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
-from pipeline.settings import Settings, flatten, hash_fields, leaves, resolve
+from pipeline.settings import Settings, flatten, leaves, resolve
 
 
 class StageJob(Record):
@@ -185,7 +186,7 @@ def of_all_jobs(settings: CycleSettings) -> dict[str, Any]:
 
 def pipeline_fingerprint(settings: CycleSettings) -> str:
     """Return the fingerprint of the pipeline settings, without `[jobs]`, because the plan itself reflects these."""
-    return hash_fields(settings.model_dump(mode="json", exclude=_PER_JOB | {"jobs"}))
+    return fingerprint(settings.model_dump(mode="json", exclude=_PER_JOB | {"jobs"}))
 
 
 def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:

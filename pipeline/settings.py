@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
-from operator import getitem
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Union, get_args, get_origin
@@ -160,23 +159,6 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "teach": True,
     "embed": {"worker": True, "workers": True},
 }
-_ADDED_LATER: dict[str, Any] = {
-    "teach": {"workers": 1},
-    "train.teacher": "",
-    "train.loss.teacher_weight": 1.0,
-    "train.loss.teacher_term": "listwise",
-}
-"""Settings that are only hashed if they do not have these values, so that existing hashes stay the same."""
-
-
-def hash_fields(fields: dict[str, Any]) -> str:
-    """Hash the fields of settings, except for those in `_ADDED_LATER` that have their default values."""
-    for name, default in _ADDED_LATER.items():
-        *sections, last = name.split(".")
-        section = reduce(getitem, sections, fields)
-        if section.get(last) == default:
-            del section[last]
-    return fingerprint(fields)
 
 
 def settings_hash(settings: Settings) -> str:
@@ -184,7 +166,7 @@ def settings_hash(settings: Settings) -> str:
 
     The hash is reproducible across machines and processes.
     """
-    return hash_fields(settings.model_dump(mode="json", exclude=_NOT_HASHED))
+    return fingerprint(settings.model_dump(mode="json", exclude=_NOT_HASHED))
 
 
 # Read the values from all sources. The text of a variable or flag is only split into a list or mapping here. All other

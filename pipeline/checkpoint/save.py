@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pipeline.checkpoint.store import (
     WEIGHTS,
     CheckpointStore,
     TrainState,
+    averaged_prefix,
     prefix_of,
 )
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, Preempted, TransientError
@@ -107,17 +109,21 @@ class CheckpointWriter:
         step, store, size_bytes = snapshot.state.step, self.store, 0
         started = time.monotonic()
         try:
-            is_complete = False
+            earlier: float | None = None
             if step in store.steps():
-                try:
-                    store.open(step)
-                    is_complete = True  # an earlier attempt has already saved an identical checkpoint
-                except CheckpointError:
+                with suppress(CheckpointError):
+                    earlier = store.open(step).state.temperature
+                # The weights are the same, but the earlier attempt may have been stopped before it evaluated them.
+                is_current = earlier is not None and (
+                    earlier == snapshot.state.temperature or prefix_of(store.cycle, step) in self.in_use()
+                )
+                if not is_current:
+                    earlier = None
                     store.delete(step)
-            if not is_complete:
+            if earlier is None:
                 size_bytes = commit_snapshot(store.storage, snapshot, self.staging, self.before_commit).size_bytes
         # safetensors raises SafetensorError when the disk is full.
-        except (TransientError, DataError, ConfigError, OSError, SafetensorError, Preempted) as error:
+        except (TransientError, DataError, ConfigError, CheckpointError, OSError, SafetensorError, Preempted) as error:
             self.failure = str(error)
             store.emit(EventName.CHECKPOINT_FAILED, step=step, reason=str(error))
             return False
@@ -175,4 +181,5 @@ def commit_snapshot(
             "tokenizer": state.tokenizer_fingerprint,
         }
         before_commit()
-        return commit_dir(storage, folder, prefix_of(state.cycle, state.step), kind=KIND, fields=fields)
+        name = prefix_of if state.averaged == 1.0 else averaged_prefix
+        return commit_dir(storage, folder, name(state.cycle, state.step), kind=KIND, fields=fields)

@@ -103,8 +103,17 @@ class TrainState(Record):
         None,
         description="Maximum length of texts used to train the encoder, including [CLS] and [SEP]; none if unknown",
     )
+    averaged: float = Field(
+        1.0, ge=0, le=1, description="Share of the trained weights; the rest are those that the run started from"
+    )
     trained_head: bool = Field(
         True, description="Whether the relevance head was trained, which is required for meaningful scores"
+    )
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="Divisor of the logits that makes probabilities reliable, fitted to the validation split when this"
+        " step was evaluated; 1 if it was not",
     )
     settings_hash: str
     code_version: str
@@ -159,6 +168,14 @@ class Checkpoint:
 def prefix_of(cycle: str, step: int) -> str:
     """Return the key prefix of a checkpoint in the workspace."""
     return f"checkpoints/{cycle}/step-{step}"
+
+
+def averaged_prefix(cycle: str, step: int) -> str:
+    """Return the key prefix of the average of a step with the weights that the run started from.
+
+    No run resumes from this checkpoint, because CheckpointStore only lists steps.
+    """
+    return f"checkpoints/{cycle}/averaged-{step}"
 
 
 def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoint:

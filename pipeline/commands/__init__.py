@@ -245,7 +245,7 @@ USAGE: dict[str, Usage] = {
         ),
         common="train.epochs train.max_steps train.global_batch_size train.micro_batch_size train.precision "
         "train.optimizer.learning_rate train.start train.evaluate_every model.preset model.init_from "
-        "checkpoint.every_steps launch.processes",
+        "launch.processes",
         reads="train model checkpoint data log launch compile",
     ),
     "evaluate": Usage(

@@ -184,8 +184,8 @@ def _check_digest(uri: str, digest: str, expected: str, tool: str) -> None:
 
 def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix: str, call: ToolCall) -> ExportPlan:
     state = checkpoint.state
-    # Use the buckets of the training data, or those of the settings if that data was deleted.
-    buckets = settings.data.bucket_shapes
+    # Use the buckets of the training data, or those to expect if that data was deleted.
+    buckets = expected_shapes(settings).buckets
     if prepared := find_prepared(replace(ctx, cycle=state.cycle)):
         info = read_token_sets(ctx.workspace, prepared.token_sets)[0].info
         buckets = tuple(map(Bucket.parse, info.buckets))

@@ -23,7 +23,7 @@ from pipeline.data.config import DataConfig
 from pipeline.data.input_files import open_files
 from pipeline.data.rows import LIKELY_NAMES, SLICE, ColumnPlan, by_spelling
 from pipeline.data.survey import common_labels, infer_gains
-from pipeline.evaluate.gate.judge import fraction_for
+from pipeline.evaluate.gate.judge import HALF_WIDTH, fraction_for
 from pipeline.io.atomic import create_atomic
 from pipeline.io.storage import os_errors
 from pipeline.settings import PROJECT_FILE, Settings, flatten, leaves
@@ -37,9 +37,6 @@ _MAX_LABELS, _MAX_CATEGORIES = 20, 1000
 _ROWS_PER_CATEGORY = 5
 _DISTINCT_NUMBERS = 10
 """Columns with at most this many distinct numbers are treated as categorical."""
-_HALF_WIDTH = 0.5
-"""Half the width of the 95% confidence interval of a mean nDCG difference, multiplied by the square root of the number
-of queries. This is 1.96 times an assumed standard deviation of 0.25."""
 
 
 @dataclass
@@ -275,7 +272,7 @@ def _split(
             " queries, or promote a first model without a comparison by --gate.first-without-comparison"
         )
     else:
-        drop = _HALF_WIDTH / sizes["test"] ** 0.5
+        drop = HALF_WIDTH / sizes["test"] ** 0.5
         lines.append(f"with {sizes['test']:.0f} test queries, the gate can detect nDCG differences of about {drop:.2g}")
     return (fraction if fraction != settings.data.test_fraction else None), lines
 

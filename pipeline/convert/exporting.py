@@ -130,6 +130,7 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
     write_tokenizer(folder, tokenizer, plan.max_tokens, has_types=has_types)
     stop.raise_if_set("exporting a model")
     weights = checkpoint.weights()
+    weights |= {name: tensor / state.temperature for name, tensor in weights.items() if name.startswith("head.")}
     model = build_model(state.model, state.inputs, seed=0)
     model.load_state_dict(from_hf(weights, model.state_dict(), source=checkpoint.uri))  # verifies names and shapes
     files: tuple[str, ...] = ()

@@ -228,10 +228,10 @@ class _Object(RootModel[dict[str, JsonValue]]):
     """A JSON object of sentence-transformers."""
 
 
-def _unsupported(where: str, seen: str, expected: str) -> ConfigError:
-    return ConfigError(
-        f"{where}: {seen}", expected=expected, next_command="correct the file, or import a different model"
-    )
+def _unsupported(
+    where: str, seen: str, expected: str, next_command: str = "correct the file, or import a different model"
+) -> ConfigError:
+    return ConfigError(f"{where}: {seen}", expected=expected, next_command=next_command)
 
 
 def _read_keys(source: ImportSource, name: str) -> dict[str, Any]:
@@ -265,7 +265,8 @@ def read_folder_settings(source: ImportSource, default_pooling: Pooling) -> Fold
     if not is_standard or kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         seen = f"modules {', '.join(module.type for module in modules) or 'none'}"
         expected = "Transformer, Pooling and optionally Normalize of sentence-transformers"
-        raise _unsupported(source.where(MODULES), seen, expected)
+        next_command = f"--model.init-from {source.where('').rstrip('/')}, which reads the encoder alone"
+        raise _unsupported(source.where(MODULES), seen, expected, next_command)
     folder, pooling = (f"{path}/" if (path := folder_key(module.path)) else "" for module in modules[:2])
     sentence = _read_keys(source, folder + SENTENCE) if source.has(folder + SENTENCE) else {}
     model = _read_keys(source, MODEL) if source.has(MODEL) else {}

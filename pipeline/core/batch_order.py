@@ -12,7 +12,7 @@ spread evenly over its groups, and every row of the data belongs to exactly one 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,30 @@ def check_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
                 expected="every bucket to be at least as long on both sides as the next smaller one",
             )
     return ordered
+
+
+LONGEST = 128
+"""Maximum number of tokens of chosen buckets. It is the most with which all presets fit into 16 GiB."""
+
+
+def fit_buckets(query_lengths: Int64s, product_lengths: Int64s, longest: int = LONGEST) -> tuple[Bucket, ...]:
+    """Choose up to three buckets, which result in up to four lengths of training rows, for N pairs of texts.
+
+    All sizes are multiples of 8 and at most `longest`. Apart from that, at most 0.5% of the texts of each side are
+    truncated. Smaller buckets minimise padding, but each one must save 5% of the tokens, because it requires graphs.
+    """
+
+    def at(fraction: float) -> Bucket:
+        sides = (np.quantile(lengths, fraction, method="higher") for lengths in (query_lengths, product_lengths))
+        return Bucket(*(8 * min(longest // 8, -(-int(side) // 8)) for side in sides))
+
+    def cost(buckets: tuple[Bucket, ...]) -> float:
+        sizes = np.array([bucket.query_tokens + bucket.product_tokens for bucket in buckets])
+        return float(sizes[assign_buckets(query_lengths, product_lengths, buckets)].sum() * 1.05 ** len(buckets))
+
+    largest = at(0.995)
+    shapes = sorted({largest, *(at(step / 20) for step in range(1, 20))})
+    return min((check_buckets([*pair, largest]) for pair in combinations_with_replacement(shapes, 2)), key=cost)
 
 
 def assign_buckets(

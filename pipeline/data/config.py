@@ -5,8 +5,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.core.batch_order import Bucket, check_buckets
+from pipeline.core.batch_order import LONGEST, Bucket, check_buckets
 from pipeline.core.record import Record
+
+SplitBy = Literal["query", "product", "both"]
 
 
 class ColumnMapping(Record):
@@ -19,9 +21,7 @@ class ColumnMapping(Record):
     gain: str = Field("gain", description="Column with the graded gain, from 0 to 1 (optional)")
     query_id: str = Field("query_id", description="Column with the query id (optional, default: hash of the query)")
     product_id: str = Field("product_id", description="Column with the product id (optional, default: hash of title)")
-    split: str = Field(
-        "split", description="Column with train, valid or test (optional, default: split by hash of the query id)"
-    )
+    split: str = Field("split", description="Column with train, valid or test (optional, default: see split_by)")
 
 
 class CategoricalFeature(Record):
@@ -84,9 +84,16 @@ class DataConfig(Record):
     test_fraction: float = Field(
         0.05, ge=0, lt=0.5, description="Fraction of queries held out for testing if the input has no split column"
     )
+    split_by: SplitBy = Field(
+        "query",
+        description="What is held out if the input has no split column: queries, products (the fractions are then those"
+        " of products), or both (a row is in the test split if either its query or its product is)",
+    )
     max_bad_fraction: float = Field(0.05, ge=0, le=1, description="Fraction of bad rows above which prepare fails")
     buckets: tuple[str, ...] = Field(
-        ("16x16", "16x32", "64x64"), description="Static input shapes, as QUERYxPRODUCT numbers of tokens"
+        (),
+        description="Static input shapes, as QUERYxPRODUCT numbers of tokens (default: those of the parent model, or up"
+        " to 3 that fit the texts, chosen when a dataset is prepared for the first time)",
     )
     rows_per_chunk: int = Field(
         50_000, ge=100, description="Number of rows that a process tokenises at a time. Lower it to save memory"
@@ -105,7 +112,7 @@ class DataConfig(Record):
     @field_validator("buckets")
     @classmethod
     def _nested(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(bucket.name for bucket in check_buckets([Bucket.parse(text) for text in value]))
+        return tuple(bucket.name for bucket in check_buckets([Bucket.parse(text) for text in value])) if value else ()
 
     @field_validator("labels", "numeric", "categorical", "slices")
     @classmethod
@@ -124,4 +131,5 @@ class DataConfig(Record):
 
     @property
     def bucket_shapes(self) -> tuple[Bucket, ...]:
-        return tuple(Bucket.parse(text) for text in self.buckets)
+        """The configured buckets, or the largest one that could be chosen."""
+        return tuple(Bucket.parse(text) for text in self.buckets) or (Bucket(LONGEST, LONGEST),)

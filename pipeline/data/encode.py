@@ -148,18 +148,22 @@ class EncodedRows:
     num_tokens: Int64s
 
 
+def tokenize_pairs(
+    config: DataConfig, tokenizer: TextTokenizer, queries: Sequence[str], titles: Sequence[str], texts: Sequence[str]
+) -> tuple[Tokens, Tokens]:
+    """Tokenise the queries and the products of N rows, without truncating them to a bucket."""
+    limit = text_characters(config.bucket_shapes)
+    products = (product_text(title, text, limit) for title, text in zip(titles, texts, strict=True))
+    return (
+        tokenizer.encode([config.query_prefix + query[:limit] for query in queries]),
+        tokenizer.encode([config.product_prefix + product for product in products]),
+    )
+
+
 def encode_rows(rows: CleanRows, config: DataConfig, tokenizer: TextTokenizer) -> EncodedRows:
     """Tokenise valid rows, assign each row to a bucket, and append the lexical features to the numeric features."""
-    buckets = config.bucket_shapes
-    limit = text_characters(buckets)
-    queries = tokenizer.encode([config.query_prefix + query[:limit] for query in rows.query])
-    products = tokenizer.encode(
-        [
-            config.product_prefix + product_text(title, text, limit)
-            for title, text in zip(rows.title, rows.text, strict=True)
-        ]
-    )
-    bucket, truncated, num_tokens = fit_pairs(queries, products, buckets)
+    queries, products = tokenize_pairs(config, tokenizer, rows.query, rows.title, rows.text)
+    bucket, truncated, num_tokens = fit_pairs(queries, products, config.bucket_shapes)
     numeric = rows.numeric
     if config.lexical:
         numeric = np.concatenate([numeric, lexical_features(rows.query, rows.title)], axis=1)
@@ -181,6 +185,7 @@ def bucket_arrays(
         "categorical": rows.categorical,
         "sample_id": rows.sample_id,
         "query_id": rows.query_id,
+        "product_id": rows.product_id,
     }
     if rows.slices.names:
         columns["slice"] = rows.slices.values

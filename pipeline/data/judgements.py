@@ -5,10 +5,9 @@ may change after the data has been prepared.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,9 @@ import numpy.typing as npt
 from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import map_safetensors
-from pipeline.data.token_sets import JudgedSplit, ShardInfo, Split, TokenSetInfo
+from pipeline.data.shards import TokenRows
+from pipeline.data.token_sets import JudgedSplit, Split, TokenSetInfo
+from pipeline.data.trained_items import FIELDS, TrainedItems
 
 _BINS = 101
 _GRID = (np.arange(_BINS) / (_BINS - 1)).astype(np.float32)
@@ -29,48 +29,50 @@ def hundredths(gain: npt.ArrayLike) -> npt.NDArray[np.intp]:
     return np.searchsorted(_GRID, np.asarray(gain, dtype=np.float32), side="right") - 1
 
 
-def count_judgements(
-    folder: Path, splits: Mapping[Split, Sequence[ShardInfo]], num_labels: int, stop: StopSignal
-) -> dict[Split, JudgedSplit]:
-    """Count the judgements in the shards of each split.
+def count_judgements(rows: Mapping[Split, TokenRows], num_labels: int, stop: StopSignal) -> dict[Split, JudgedSplit]:
+    """Count the judgements in each split of a partition, and the items that the others share with train.
 
-    This needs about 10 bytes of memory for each query in each shard.
+    This needs about 100 bytes of memory for each validation and test row.
     """
-    counted = {split: _count(folder, shards, num_labels, stop) for split, shards in splits.items()}
-    train_ids = counted["train"][1] if "train" in counted else np.zeros(0, dtype=np.int64)
-    return {
-        split: judged
-        if split == "train"
-        else judged.model_copy(update={"queries_in_train": len(np.intersect1d(ids, train_ids, assume_unique=True))})
-        for split, (judged, ids) in counted.items()
+    items = {s: TrainedItems(each.read_blocks(FIELDS), each.pad_id) for s, each in rows.items() if s != "train"}
+    for arrays in rows["train"].read_blocks(FIELDS) if items and "train" in rows else ():
+        stop.raise_if_set("counting judgements")
+        for each in items.values():
+            each.mark(arrays, rows["train"].pad_id)
+    shared: dict[Split, dict[str, int]] = {
+        split: {
+            "queries_in_train": int(each.query_ids.trained.sum()),
+            "products": len(each.product_ids.values),
+            "products_in_train": int(each.product_ids.trained.sum()),
+            "rows_new_product": int((~each.product_is_trained).sum()),
+        }
+        for split, each in items.items()
     }
+    return {s: _count(each, num_labels, stop).model_copy(update=shared.get(s, {})) for s, each in rows.items()}
 
 
-def _count(folder: Path, shards: Sequence[ShardInfo], num_labels: int, stop: StopSignal) -> tuple[JudgedSplit, Int64s]:
-    """Count the judgements in one split. Returns the counts and the ids of the queries in the split."""
-    gains = np.zeros((len(shards[0].rows), _BINS), dtype=np.int64)
+def _count(source: TokenRows, num_labels: int, stop: StopSignal) -> JudgedSplit:
+    gains = np.zeros((len(source.buckets), _BINS), dtype=np.int64)
     rows, sums = np.zeros(num_labels, dtype=np.int64), np.zeros(num_labels, dtype=np.float64)
     queries: list[tuple[Any, Any, Any]] = []
-    for shard in shards:
+    for bucket, numbers in source.blocks():
         stop.raise_if_set("counting judgements")
-        arrays = map_safetensors(folder / shard.file)
-        for bucket in np.flatnonzero(shard.rows).tolist():
-            gain, label, query = (np.asarray(arrays[f"b{bucket}.{name}"]) for name in ("gain", "label", "query_id"))
-            bins = hundredths(gain).astype(np.uint8)
-            gains[bucket] += np.bincount(bins, minlength=_BINS)
-            has_label = label >= 0
-            rows += np.bincount(label[has_label], minlength=num_labels)
-            sums += np.bincount(label[has_label], weights=gain[has_label], minlength=num_labels)
-            queries.append(_reduce_by_query(query, bins, bins))
-    ids, worst, best = _reduce_by_query(*(np.concatenate(column) for column in zip(*queries, strict=True)))
-    judged = JudgedSplit(
+        arrays = source.read(np.full(len(numbers), bucket), numbers, bucket, ("gain", "label", "query_id"))
+        gain, label = arrays["gain"], arrays["label"]
+        bins = hundredths(gain).astype(np.uint8)
+        gains[bucket] += np.bincount(bins, minlength=_BINS)
+        has_label = label >= 0
+        rows += np.bincount(label[has_label], minlength=num_labels)
+        sums += np.bincount(label[has_label], weights=gain[has_label], minlength=num_labels)
+        queries.append(_reduce_by_query(arrays["query_id"], bins, bins))
+    _, worst, best = _reduce_by_query(*(np.concatenate(column) for column in zip(*queries, strict=True)))
+    return JudgedSplit(
         gains=tuple(map(_nonzero, gains)),
         labels=tuple(rows.tolist()),
         label_gain_sums=tuple(sums.tolist()),
         query_best=_nonzero(np.bincount(best)),
         query_worst=_nonzero(np.bincount(worst)),
     )
-    return judged, ids
 
 
 def _reduce_by_query(ids: Int64s, low: Any, high: Any) -> tuple[Int64s, Any, Any]:
@@ -134,6 +136,8 @@ _MAX_UNUSABLE = 0.5  # maximum fraction of queries without a positive, or withou
 _MAX_TRUNCATED = 0.05  # maximum fraction of rows with a truncated text
 _GAIN_TOLERANCE = 1e-6
 _MAX_IN_TRAIN = 0.05  # maximum fraction of the queries in the validation or test split that are also in train
+_FEW_NEW = 0.05  # fraction of rows with a new product below which nothing is known about new products
+_HOLDOUTS: tuple[Split, ...] = ("valid", "test")
 
 
 def training_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, contrastive: bool) -> dict[str, str]:
@@ -170,13 +174,16 @@ def prepared_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, co
     warnings, truncated = list[str](), sum(info.truncated_rows for info in infos)
     rows = sum(info.rows for info in infos)
     if truncated > _MAX_TRUNCATED * rows:
+        largest = Bucket.parse(infos[0].buckets[-1])
+        larger = Bucket(2 * largest.query_tokens, 2 * largest.product_tokens)
         warnings.append(
             f"{truncated:,} of {rows:,} rows ({truncated / rows:.0%}) have a text that is truncated to the largest"
-            f" bucket {Bucket.parse(infos[0].buckets[-1]).name}. Add a larger bucket to data.buckets"
+            f" bucket {largest.name}. To prepare all data and compile all graphs with a larger one, use --data.buckets"
+            f" {','.join((*infos[0].buckets, larger.name))}"
         )
     warnings += training_warnings(infos, positive_gain, contrastive=contrastive).values()
-    holdouts: tuple[Split, ...] = ("valid", "test")
-    for split in holdouts:
+    warnings += [text for text, few_new in shared_products(infos) if few_new]
+    for split in _HOLDOUTS if infos[0].split_by == "query" else ():
         judged = [info.judged[split] for info in infos if split in info.judged]
         queries = sum(sum(counts.query_best.values()) for counts in judged)
         in_train = sum(counts.queries_in_train for counts in judged)
@@ -187,3 +194,23 @@ def prepared_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, co
                 " or set --evaluate.leak warn"
             )
     return warnings
+
+
+def shared_products(infos: Sequence[TokenSetInfo]) -> Iterator[tuple[str, bool]]:
+    """Describe how many products each holdout split shares with train, unless the splits were made by product.
+
+    Yields a sentence, and whether the split has so few new products that its metrics do not say anything about them.
+    """
+    for split in _HOLDOUTS if infos[0].split_by == "query" else ():
+        judged = [info.judged[split] for info in infos if split in info.judged and info.judged[split].products]
+        products, in_train = (sum(getattr(one, name) for one in judged) for name in ("products", "products_in_train"))
+        new = sum(one.rows_new_product for one in judged) / max(
+            1, sum(sum(part.values()) for one in judged for part in one.gains)
+        )
+        if in_train > _MAX_IN_TRAIN * products:
+            yield (
+                f"{in_train:,} of {products:,} products ({in_train / products:.0%}) of split {split} are also in split"
+                f" train, which is right for a fixed catalogue. Only the {new:.0%} of its rows with a new product"
+                " measure new products. For more of them, set --data.split-by both (without a split column)",
+                new < _FEW_NEW,
+            )

@@ -15,18 +15,21 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pipeline.core.batch_order import LONGEST
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
+from pipeline.data.buckets import choose_buckets
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import ChunkRecord, ChunkTask, Staging, encode_chunk
 from pipeline.data.input_files import InputFile, InputPartition
 from pipeline.data.judgements import count_judgements
 from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
 from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
+from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.sources import Source, list_input_objects, open_source, reading_progress
 from pipeline.data.survey import LabelSet, TextSample, decide_labels, survey
 from pipeline.data.token_sets import (
@@ -125,6 +128,7 @@ def prepare(
     *,
     scratch: Path,
     tokenizer: bytes | None = None,
+    longest: int = LONGEST,
     worker: int = 0,
     events: Emit,
     stop: StopSignal,
@@ -134,6 +138,7 @@ def prepare(
     Args:
         scratch: Local folder for staged chunks. A rerun must use the same folder to be able to skip finished chunks.
         tokenizer: The tokenizer.json of the parent model. `config.tokenizer.path` takes precedence.
+        longest: The maximum number of tokens per text if `config.buckets` is empty and none were chosen before.
         worker: Index of this worker, below `config.workers`.
 
     Raises DataError if the input is unusable or has too many bad rows, ConfigError if the tokenizer does not exist,
@@ -143,6 +148,9 @@ def prepare(
     source = open_source(config, scratch=scratch, stop=stop)
     scratch = scratch / f"worker-{worker}" if config.workers > 1 else scratch  # workers may share a machine
     encoding, tokenizer_prefix = _labels_and_tokenizer(config, source, workspace, scratch, tokenizer, events, stop)
+    if not config.buckets:  # set them only now, because the vocabulary must not depend on which run chooses them
+        buckets = choose_buckets(config, source, workspace, encoding.tokenizer, longest, stop)
+        encoding = replace(encoding, config=config.model_copy(update={"buckets": buckets}))
     infos: dict[str, TokenSetInfo] = {}
     works, prefixes = list[_PartitionWork](), list[str]()
     for number, partition in enumerate(source.partitions):
@@ -261,6 +269,7 @@ def name_partition(encoding: Encoding, partition: InputPartition, *, carve_valid
         {
             # Omit defaults so that data prepared before these settings were introduced keeps its name.
             **{name: value for name, value in newer.items() if value},
+            **({"split_by": config.split_by} if config.split_by != "query" else {}),
             "format": FORMAT_VERSION,
             "content": partition.content_id,
             "tokenizer": encoding.tokenizer.fingerprint,
@@ -378,6 +387,11 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
     shards = {split: infos for split, infos in by_split.items() if infos}
     reasons = sum((Counter(record.reasons) for record in records), Counter[str]())
     names = merge_names(record.slices for record in records)
+    buckets = config.bucket_shapes
+    staged = {
+        split: TokenRows([ShardFile(work.staging.files / s.file, s.rows) for s in infos], buckets, tokenizer.pad_id)
+        for split, infos in shards.items()
+    }
     is_counted = all(len(record.without_category) == len(categorical) for record in records)
     return TokenSetInfo(
         dataset=config.name,
@@ -389,6 +403,7 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         pad_id=tokenizer.pad_id,
         query_prefix=config.query_prefix,
         product_prefix=config.product_prefix,
+        split_by="query" if work.rules.carve_valid else config.split_by,  # a given test split has other queries
         buckets=config.buckets,
         labels=tuple(labels.gains),
         label_gains=tuple(labels.gains.values()),
@@ -402,7 +417,7 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         tokens=sum(record.tokens for record in records),
         slices=tuple(SliceInfo(column=column, names=names.get(column, ())) for column in config.slices),
         files=tuple(_file_rows(work, file, records) for file in work.rows),
-        judged=count_judgements(work.staging.files, shards, len(labels.gains), stop),
+        judged=count_judgements(staged, len(labels.gains), stop),
         without_category={
             info.column: sum(record.without_category[i] for record in records)
             for i, info in enumerate(categorical if is_counted else ())

@@ -171,7 +171,7 @@ CHARACTERS_PER_TOKEN = 16  # number of characters to tokenise for each token, su
 
 def text_characters(buckets: Sequence[Bucket]) -> int:
     """Return the number of characters that suffice to fill the largest bucket. Longer texts can be truncated."""
-    return CHARACTERS_PER_TOKEN * buckets[-1].product_tokens
+    return CHARACTERS_PER_TOKEN * max(buckets[-1].query_tokens, buckets[-1].product_tokens)
 
 
 def product_text(title: str, text: str, limit: int) -> str:
@@ -209,10 +209,16 @@ class ColumnPlan:
 def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
     """Match the configured fields with the columns of one file.
 
-    Raises DataError if the query or title column is missing, if there is neither a label nor a gain column, or if any
-    explicitly configured column is missing.
+    Raises DataError if the query or title column is missing, if there is neither a label nor a gain column, if any
+    explicitly configured column is missing, or if a split column contradicts `data.split_by`.
     """
     mapping, columns = config.columns, set(available)
+    if config.split_by != "query" and mapping.split in columns:
+        raise DataError(
+            f"{file} has a split column {mapping.split!r}, so data.split_by {config.split_by} has no effect",
+            expected="either a split column or data.split_by",
+            next_command="remove data.split_by, or write the file without this column",
+        )
     pairs = [("query", mapping.query), ("title", mapping.title)]
     if mapping.label in columns or config.labels or mapping.gain not in columns:
         pairs.append(("label", mapping.label))

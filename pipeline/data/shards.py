@@ -11,15 +11,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.arrays import Int64s
+from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.shuffle import mix64
 
 Arrays = dict[str, npt.NDArray[Any]]
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F32": np.float32}
 FIELDS = ("query", "product", "label", "gain", "numeric", "categorical", "sample_id", "query_id")
 EXTRA = ("slice", "partition")  # additional arrays for evaluation: int64 [N, S] (see data/validate.py), and int64 [N]
+NO_ID = -1  # value of the array `product_id`, int64 [N], in shards of earlier versions
 _BLOCK_ROWS = 65_536
+_POSITION_SHIFT = np.uint64(32)
+
+
+def text_hashes(padded: npt.NDArray[np.integer], pad_id: int) -> UInt64s:
+    """Hash N texts, given as padded token ids [N, T]. The hash of a text does not depend on the amount of padding."""
+    tokens = padded.astype(np.uint64)
+    positions = np.arange(padded.shape[1], dtype=np.uint64) << _POSITION_SHIFT
+    terms = np.where(padded == pad_id, np.uint64(0), mix64(tokens | positions))
+    return mix64(terms.sum(axis=1, dtype=np.uint64))
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,12 @@ class TokenRows:
     """
 
     def __init__(
-        self, shards: Sequence[ShardFile], buckets: Sequence[Bucket], pad_id: int, extra: Sequence[str] = ()
+        self,
+        shards: Sequence[ShardFile],
+        buckets: Sequence[Bucket],
+        pad_id: int,
+        extra: Sequence[str] = (),
+        selected: Sequence[Int64s] | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self.pad_id = pad_id
@@ -65,17 +81,27 @@ class TokenRows:
         counts = np.array([shard.rows for shard in shards], dtype=np.int64).reshape(len(shards), len(self.buckets))
         self._starts = np.vstack([np.zeros((1, len(self.buckets)), dtype=np.int64), np.cumsum(counts, axis=0)])
         self._maps: dict[int, Arrays] = {}
+        self._selected = selected
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of rows in each bucket."""
-        return tuple(int(size) for size in self._starts[-1])
+        return tuple(map(len, self._selected)) if self._selected else tuple(int(size) for size in self._starts[-1])
+
+    def select(self, rows: Sequence[Int64s]) -> "TokenRows":
+        """Return only the rows with the given numbers in each bucket, which are numbered from 0 again."""
+        return TokenRows(self._shards, self.buckets, self.pad_id, self._fields[len(FIELDS) :], rows)
 
     def blocks(self) -> Iterator[tuple[int, Int64s]]:
         """Iterate over all rows in order, yielding a bucket and the numbers of a bounded number of its rows."""
         for bucket, size in enumerate(self.sizes):
             for start in range(0, size, _BLOCK_ROWS):
                 yield bucket, np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
+
+    def read_blocks(self, fields: Sequence[str]) -> Iterator[Arrays]:
+        """Yield the given arrays of all rows in order, a bounded number of rows at a time."""
+        for bucket, numbers in self.blocks():
+            yield self.read(np.full(len(numbers), bucket), numbers, bucket, fields)
 
     def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
         """Read N rows, where row i has the number `rows[i]` in bucket `pools[i]`.
@@ -88,10 +114,11 @@ class TokenRows:
         result: Arrays = {}
         for pool in np.unique(pools):
             indices = np.flatnonzero(pools == pool)
-            shard_of = np.searchsorted(self._starts[:, pool], rows[indices], side="right") - 1
+            numbers = self._selected[pool][rows[indices]] if self._selected else rows[indices]
+            shard_of = np.searchsorted(self._starts[:, pool], numbers, side="right") - 1
             for shard in np.unique(shard_of):
                 chosen = indices[shard_of == shard]
-                local = rows[chosen] - self._starts[shard, pool]
+                local = numbers[shard_of == shard] - self._starts[shard, pool]
                 values: npt.NDArray[Any]
                 for field in fields or self._fields:
                     values = self._map(int(shard))[f"b{pool}.{field}"][local]
@@ -112,6 +139,7 @@ class TokenRows:
                 arrays = map_safetensors(path)
                 for bucket, count in enumerate(self._shards[shard].rows):
                     arrays[f"b{bucket}.partition"] = np.broadcast_to(partition, count)
+                    arrays.setdefault(f"b{bucket}.product_id", np.broadcast_to(np.int64(NO_ID), count))
                     for name in (f"b{bucket}.{field}" for field in self._fields if count):
                         if len(arrays[name]) != count:
                             raise ValueError(f"{name} has {len(arrays[name])} rows instead of {count}")

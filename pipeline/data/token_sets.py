@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.record import Record
+from pipeline.data.config import SplitBy
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, read_record
@@ -69,6 +70,9 @@ class JudgedSplit(Record):
     queries_in_train: int = Field(
         0, description="Number of validation or test queries that are also in the train split of the partition"
     )
+    products: int = Field(0, description="Number of products in the validation or test split (0 if not counted)")
+    products_in_train: int = Field(0, description="Number of these that are also in the train split of the partition")
+    rows_new_product: int = Field(0, description="Number of rows whose product is not in the train split")
 
 
 QUARANTINE = "quarantine.jsonl"  # contains the first bad rows, stored in the same folder as the shards
@@ -113,6 +117,7 @@ class TokenSetInfo(Record):
     pad_id: int
     query_prefix: str = Field("", description="Text prepended to every query")
     product_prefix: str = Field("", description="Text prepended to every product text")
+    split_by: SplitBy = Field("query", description="Items by which rows were assigned to splits")
     buckets: tuple[str, ...]
     labels: tuple[str, ...]
     label_gains: tuple[float, ...]
@@ -209,7 +214,8 @@ class TokenSet:
 
 
 _TEXTS = ("tokenizer_fingerprint", "pad_id", "query_prefix", "product_prefix", "buckets")
-_COMMON = (*_TEXTS, "labels", "numeric", "categorical", "slice_columns")  # must be equal in all partitions of a run
+# These fields must be equal in all partitions of a run.
+_COMMON = (*_TEXTS, "labels", "numeric", "categorical", "slice_columns", "split_by")
 
 
 def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSet]:

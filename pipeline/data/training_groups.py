@@ -16,7 +16,7 @@ from pipeline.core.arrays import Bools, Float32s, Int32s, Int64s
 from pipeline.core.batch_order import EMPTY, Groups, deal_groups, first_rows, locate, rank_among_equals
 from pipeline.core.shuffle import mix64, permute_runs, stream_key
 from pipeline.data.loader import RowSource
-from pipeline.data.shards import Arrays, TokenRows
+from pipeline.data.shards import Arrays, TokenRows, text_hashes
 from pipeline.data.taught import TaughtRows, taught_arrays
 
 NONE = -1
@@ -116,8 +116,8 @@ class Links:
         query, product, positive = [_EMPTY_IDS], [_EMPTY_IDS], [np.zeros(0, dtype=np.bool_)]
         for source in sources:
             for arrays in _blocks(source, _all_rows(source), ("query", "product", "gain")):
-                query.append(_text_key(arrays["query"], source.pad_id))
-                product.append(_text_key(arrays["product"], source.pad_id))
+                query.append(text_hashes(arrays["query"], source.pad_id).view(np.int64))
+                product.append(text_hashes(arrays["product"], source.pad_id).view(np.int64))
                 positive.append(arrays["gain"] >= np.float32(positive_gain))
         is_positive = np.concatenate(positive)
         key, query_index = np.unique(np.concatenate(query), return_inverse=True)
@@ -157,14 +157,6 @@ def _connected_components(size: int, first: Int64s, second: Int64s) -> Int64s:
         lowest = lowest[lowest]
         if np.array_equal(lowest, previous):
             return lowest
-
-
-def _text_key(tokens: Int32s, pad_id: int) -> Int64s:
-    """Compute a 64-bit hash of each row of tokens. The hash does not depend on the amount of padding."""
-    unpadded = np.where(tokens == pad_id, 0, tokens).astype(np.uint64)
-    factors = mix64(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
-    with np.errstate(over="ignore"):
-        return mix64((unpadded * factors).sum(axis=1, dtype=np.uint64)).view(np.int64)
 
 
 # Groups of judged rows, with slots for mined products.
@@ -313,9 +305,9 @@ class GroupedRows:
             if is_mined.any():
                 arrays["product"][is_mined.reshape(-1)] = self.mined.products.tokens(chosen[chosen != NONE])
         product = arrays.pop("product")
-        query_key, product_key = queries["query_id"], _text_key(product, self.source.pad_id)
+        query_key, product_key = queries["query_id"], text_hashes(product, self.source.pad_id).view(np.int64)
         if self.links is not None:
-            query_key = self.links.canonical_keys(_text_key(queries["query"], self.source.pad_id))
+            query_key = self.links.canonical_keys(text_hashes(queries["query"], self.source.pad_id).view(np.int64))
             product_key = self.links.canonical_keys(product_key)
             # A product that is equivalent to the query must not be used as a negative.
             is_mined &= product_key.reshape(is_mined.shape) != query_key[:, None]

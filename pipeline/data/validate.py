@@ -117,6 +117,7 @@ class CleanRows:
     categorical: npt.NDArray[np.int32]
     sample_id: Int64s
     query_id: Int64s
+    product_id: Int64s
     split: npt.NDArray[np.int8]
     slices: Slices
 
@@ -196,7 +197,7 @@ def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[Ba
         rows.mark_bad(np.array([not value for value in values], dtype=np.bool_), reason)
     label, gain = _labels_and_gains(rows, rules)
     numeric, categorical = _features(rows, rules.config)
-    query_id, split = _queries_and_splits(rows, rules, query)
+    query_id, product_id, split = _ids_and_splits(rows, rules, query, title)
     good = np.array([reason is None for reason in rows.reason], dtype=np.bool_)
     kept = np.flatnonzero(good).tolist()
     prefix = f"{rules.partition}|{chunk.file}|"
@@ -210,6 +211,7 @@ def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[Ba
         categorical[good],
         np.array([hash63(f"{prefix}{rows.rows[row]}") for row in kept], dtype=np.int64),
         query_id[good],
+        product_id[good],
         split[good],
         slice_rows({column: rows.table[SLICE + column].to_pylist() for column in rules.config.slices}, kept),
     )
@@ -258,24 +260,35 @@ def category_id(value: bytes | None, num_ids: int) -> int:
     return 1 + hash63(stripped) % (num_ids - 1) if stripped else 0
 
 
-def _queries_and_splits(rows: _Rows, rules: RowRules, queries: Sequence[str]) -> tuple[Int64s, npt.NDArray[np.int8]]:
-    """Return the hashed query id and the split of each row.
+def _ids_and_splits(
+    rows: _Rows, rules: RowRules, queries: Sequence[str], titles: Sequence[str]
+) -> tuple[Int64s, Int64s, npt.NDArray[np.int8]]:
+    """Return the hashed query id, the hashed product id and the split of each row.
 
-    If a row does not have a query id, its query in lower case is hashed instead. Without a split column, the split
-    depends only on the query id, which ensures that all rows of a query are in the same split.
+    If a row does not have an id, the query or the title in lower case is hashed instead. Without a split column, the
+    split depends only on the items that `data.split_by` selects: a row is in the test split if any of its items is, or
+    else in the validation split if any of its items is. With `both`, items are texts rather than ids, because ids of
+    queries and products are often numbered separately although the same text may be on either side.
     """
-    keys = [text or query.lower() for text, query in zip(rows.text("query_id"), queries, strict=True)]
-    hashes = {key: hash63(key) for key in set(keys)}
-    query_id = np.array([hashes[key] for key in keys], dtype=np.int64)
-
-    unique, inverse = np.unique(query_id, return_inverse=True)
-    score = np.array([hash63(f"split|{value}") / 2**63 for value in unique.tolist()])
+    texts = [text.lower() for text in queries], [text.lower() for text in titles]
+    query_id = _hashes([given or text for given, text in zip(rows.text("query_id"), texts[0], strict=True)])
+    given_ids = rows.table["product_id"].to_pylist() if "product_id" in rows.fields else [None] * len(titles)
+    product_id = _hashes([(given or b"").strip() or text for given, text in zip(given_ids, texts[1], strict=True)])
+    items = {"query": [query_id], "product": [product_id]}.get(rules.config.split_by) or list(map(_hashes, texts))
+    unique, inverse = np.unique(np.stack(items), return_inverse=True)
+    scores = np.array([hash63(f"split|{value}") / 2**63 for value in unique.tolist()])[inverse]
+    score = scores.reshape(len(items), -1).min(axis=0)
     test, held_out = rules.config.test_fraction, rules.config.test_fraction + rules.config.valid_fraction
-    by_hash = np.where(score < test, 2, np.where(score < held_out, 1, 0)).astype(np.int8)[inverse]
+    by_hash = np.where(score < test, 2, np.where(score < held_out, 1, 0)).astype(np.int8)
     if "split" not in rows.fields:
-        return query_id, by_hash
+        return query_id, product_id, by_hash
     split = np.array([_SPLIT_NAMES.get(name.lower(), -1) for name in rows.text("split")], dtype=np.int8)
     rows.mark_bad(split < 0, UNKNOWN_SPLIT)
     if rules.carve_valid:
         split[(split == 0) & (by_hash == SPLITS.index("valid"))] = SPLITS.index("valid")
-    return query_id, split
+    return query_id, product_id, split
+
+
+def _hashes(keys: Sequence[str | bytes]) -> Int64s:
+    hashes = {key: hash63(key) for key in set(keys)}
+    return np.array([hashes[key] for key in keys], dtype=np.int64)

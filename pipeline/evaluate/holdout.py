@@ -1,6 +1,6 @@
-"""The holdout on which models are evaluated: which rows to score, in what order, and the check for leaked queries."""
+"""The holdout on which models are evaluated: which rows to score, in what order, and their slices."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,23 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.arrays import Int64s, UInt64s
+from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.format import format_percent
-from pipeline.core.progress import progress
 from pipeline.core.shuffle import mix64
-from pipeline.core.stop import StopSignal
 from pipeline.data.shards import EXTRA, Arrays, TokenRows
 from pipeline.data.token_sets import Split, TokenSet, open_rows
 from pipeline.data.tokenizer import Tokens
 from pipeline.data.validate import merge_names, to_codes
-from pipeline.evaluate.config import MAX_LEAK_SHARE
 from pipeline.evaluate.config import QUERY_TOKENS as QUERY_EDGES
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from pipeline.io.storage import Storage
-from pipeline.parallel.process_group import ProcessGroup
-from pipeline.retrieval.products import join_tokens, text_hashes, to_tokens
+from pipeline.retrieval.products import join_tokens, to_tokens
 
 # The order in which rows are scored, and how each batch is distributed over ranks.
 #
@@ -98,92 +93,6 @@ def some_rows(sizes: Sequence[int], limit: int) -> HoldoutOrder:
     return HoldoutOrder(tuple(rows))
 
 
-# Leaked queries are holdout queries that a model was also trained on, which makes its metrics look too good.
-
-
-@dataclass(frozen=True)
-class Leak:
-    """The number of holdout queries that also occur in the training data.
-
-    `by_id` are those with the same id, and `by_text` those with the same text but a different id. `unchecked` are
-    training partitions that could not be checked, because they are no longer in the workspace.
-    """
-
-    queries: int
-    by_id: int
-    by_text: int
-    unchecked: tuple[str, ...] = ()
-
-    @property
-    def fraction(self) -> float:
-        return (self.by_id + self.by_text) / max(1, self.queries)
-
-    def text(self) -> str:
-        return (
-            f"{self.by_id + self.by_text:,} of {self.queries:,} test queries ({format_percent(self.fraction)}) were"
-            f" trained on ({self.by_id:,} by id, {self.by_text:,} by text)"
-        )
-
-
-def find_leak(
-    queries: tuple[Int64s, UInt64s],
-    trained: Iterable[TokenRows],
-    process_group: ProcessGroup,
-    stop: StopSignal,
-    unchecked: tuple[str, ...] = (),
-    num_rows: int | None = None,
-) -> Leak:
-    """Check which `queries` (see `Holdout.queries`) occur in the training rows.
-
-    Each rank reads a part of the rows, and all ranks return the same result. `num_rows` is the total number of training
-    rows, which is only used to show progress. Raises Preempted on a stop signal.
-    """
-    ids, texts = queries
-    by_id, by_text, sorted_texts = np.isin(ids, []), np.isin(ids, []), np.sort(texts)
-    world, block = process_group.world, 0
-    with progress("checking for leaked queries", num_rows, "rows") as advance:
-        for rows in trained:
-            for bucket, numbers in rows.blocks():
-                stop.raise_if_set("checking for leaked queries")
-                advance(len(numbers))
-                block += 1
-                if block % world.world_size != world.rank:
-                    continue
-                part = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("query", "query_id"))
-                by_id |= np.isin(ids, part["query_id"])
-                hashes = np.unique(text_hashes(part["query"], rows.pad_id))
-                if np.isin(hashes, sorted_texts).any():
-                    by_text |= np.isin(texts, hashes)
-    by_id, by_text = (
-        np.logical_or.reduce(masks) for masks in zip(*process_group.gather((by_id, by_text)), strict=True)
-    )
-    return Leak(len(ids), int(by_id.sum()), int((by_text & ~by_id).sum()), unchecked)
-
-
-def refuse_leak(leak: Leak) -> None:
-    """Raise DataError if the fraction of leaked queries exceeds MAX_LEAK_SHARE."""
-    if leak.fraction > MAX_LEAK_SHARE:
-        raise DataError(
-            leak.text(),
-            expected=f"at most {format_percent(MAX_LEAK_SHARE)}, because metrics on these queries are too optimistic",
-            next_command="add a split column that keeps each query in one split, then prepare and train again,"
-            " or use --evaluate.leak warn",
-        )
-
-
-def leak_warnings(leak: Leak | None) -> list[str]:
-    """Return warnings about queries that are leaked or could not be checked. `leak` is None if the check is off."""
-    if leak is None:
-        return ["test queries were not checked against the training data, because evaluate.leak is off"]
-    warnings = [f"{leak.text()}, so metrics are better than they would be on new queries"] if leak.fraction else []
-    if leak.unchecked:
-        warnings.append(
-            f"{len(leak.unchecked)} training partition(s) could not be checked for test queries, because they are no"
-            " longer in the workspace"
-        )
-    return warnings
-
-
 PARTITION, QUERY_TOKENS, AGE = "partition", "query_tokens", "age"  # slice columns added by trnpipe
 SPECIAL_TOKENS = 2
 LENGTHS = ("1-4", "5-8", "9-16", "17+")  # names of the query length slices, whose bounds are QUERY_EDGES
@@ -217,15 +126,6 @@ class Holdout:
             for start in range(0, len(numbers), _BLOCK_ROWS):
                 part = numbers[start : start + _BLOCK_ROWS]
                 yield self.rows.read(np.full(len(part), bucket, dtype=np.int64), part, bucket, fields)
-
-    def queries(self) -> tuple[Int64s, UInt64s]:
-        """Return the query ids [Q] in ascending order, and a hash [Q] of the text of each query."""
-        ids, texts = [], []
-        for arrays in self.blocks(("query", "query_id")):
-            ids.append(arrays["query_id"])
-            texts.append(text_hashes(arrays["query"], self.rows.pad_id))
-        unique_ids, first = np.unique(np.concatenate(ids), return_index=True)
-        return unique_ids, np.concatenate(texts)[first]
 
     def tokens_of(self, column: str, ids: Int64s, sides: Sequence[str]) -> list[Tokens]:
         """Look up the tokens of `sides` (query or product) in the first row with each of the ids [M] of a column.

@@ -235,6 +235,7 @@ class ModelScorer:
             arrays = scorer.run(logits, holdout.rows, holdout.order, parts, advance)
         if not ctx.world.is_main:
             return None, key
+        arrays["logits"] = arrays["logits"] / checkpoint.state.temperature
         info, columns = holdout.sets[0].info, holdout.slices(arrays)
         scores = ScoreSet(
             info=ScoreInfo(

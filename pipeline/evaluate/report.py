@@ -10,10 +10,11 @@ from pydantic import Field
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.format import aligned, shortened
 from pipeline.core.record import Record
+from pipeline.data.trained_items import TRAINED_ON
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck, GateInput, Verdict
 from pipeline.evaluate.metrics.labels import NUM_BINS, SMALLEST
-from pipeline.evaluate.metrics.measure import MetricReport, SliceReport
+from pipeline.evaluate.metrics.measure import RELEVANT_PRODUCTS, MetricReport, SliceReport
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
 from pipeline.io.storage import Storage, read_record
 
@@ -36,6 +37,7 @@ class BaselineReport(Record):
     metrics: MetricReport | None = Field(None, description="Row metrics")
     retrieval: MetricReport | None = None
     threshold: float | None = Field(None, description="Minimum probability of a match (only with two labels)")
+    slices: tuple[SliceReport, ...] = Field((), description="Metrics by which items were trained on")
     missing: str = Field("", description="Reason why the baseline was not scored")
     weak: str = Field("", description="Reason why beating this baseline would prove nothing")
 
@@ -96,6 +98,15 @@ class ModelReport(Record):
     hybrids: tuple[HybridReport, ...] = ()
     slices: tuple[SliceReport, ...]
     threshold: float | None = Field(description="Minimum probability of a match (only with two labels)")
+    temperature: float = Field(1.0, description="Divisor of the logits, fitted to the validation split")
+    ece_before: float | None = Field(None, description="Calibration error without the temperature, None if undefined")
+
+    @property
+    def calibration(self) -> str:
+        """Describe how the temperature changes the calibration error, or return an empty string if there is none."""
+        if self.temperature == 1.0 or self.ece_before is None or "ece" not in self.metrics.values:
+            return ""
+        return f"{self.metrics.values['ece']:.4f}, {self.ece_before:.4f} without temperature {self.temperature:g}"
 
     @property
     def figures(self) -> dict[str, float]:
@@ -111,12 +122,15 @@ class HoldoutReport(Record):
     rows: int
     rows_in_split: int = Field(description="Number of rows without the limit evaluate.max_rows")
     queries: int
-    leaked_by_id: int = Field(description="Number of queries whose id also occurs in the training data")
-    leaked_by_text: int = Field(description="Number of other queries whose text also occurs in the training data")
+    leaked_by_id: int = Field(description="Number of queries (see data.split_by) that were trained on, by id")
+    leaked_by_text: int = Field(description="Number of other queries that were trained on, by text")
     leak_checked: bool
     unchecked_partitions: tuple[str, ...] = Field(description="Training partitions that could not be checked")
     retrieval_queries: int = 0
     retrieval_items: int = 0
+    parts: dict[str, int] = Field(
+        {}, description="Number of rows by which of their items were trained on (empty if that was not checked)"
+    )
 
 
 class EvaluationReport(Record):
@@ -190,7 +204,7 @@ def table_lines(report: EvaluationReport) -> list[str]:
         cells = _compared(values[0], values[1] if len(values) > 1 else None)
         others = (_number(baseline.figures.get(name)) for baseline in baselines)
         table.append((name, *cells, _interval(delta), *others, worst))
-    return [*_table(table), *_details(report), *_slice_lines(checks), *report.verdict.lines()]
+    return [*_table(table), *_details(report), *_part_lines(report), *_slice_lines(checks), *report.verdict.lines()]
 
 
 def _roles(report: EvaluationReport) -> list[tuple[str, ModelReport]]:
@@ -214,6 +228,9 @@ def _details(report: EvaluationReport) -> list[str]:
             f"search with {role} vectors truncated to {width} dimensions: nDCG {ndcg:.4f}"
             for width, ndcg in model.ndcg_by_width.items()
         ]
+    lines += [
+        f"calibration error of {role}: {model.calibration}" for role, model in _roles(report) if model.calibration
+    ]
     hybrids = [(role, hybrid) for role, model in _roles(report) for hybrid in model.hybrids]
     if not hybrids:
         return lines
@@ -228,6 +245,34 @@ def _details(report: EvaluationReport) -> list[str]:
     rows = ((name, *(_number(values.get(name)) for _, values in shown)) for name in names)
     lines += ["hybrid search: each model fused with BM25", *_table([("metric", *(head for head, _ in shown)), *rows])]
     return [*lines, *dict.fromkeys(hybrid.missing for _, hybrid in hybrids if hybrid.missing)]
+
+
+def part_table(report: EvaluationReport) -> list[tuple[str, ...]]:
+    """Compare all models in the parts of the test split that differ in which of their items were trained on.
+
+    Returns the head and the rows of a table, which is empty if there are no such parts.
+    """
+    models = [(role, model.slices) for role, model in _roles(report)]
+    models += [(baseline.name, baseline.slices) for baseline in report.baselines if baseline.slices]
+    slices = [{(part.column, part.value): part.report for part in parts} for _, parts in models]
+    table = [("slice", "metric", "rows", "queries", *(role for role, _ in models))]
+    for (column, value), part in slices[0].items():
+        recall = [name for name in part.values if name.startswith("retrieval_recall@")][-1:]
+        names = ["f1" if "f1" in part.values else "macro_f1", "ndcg@10", "retrieval_ndcg@10", *recall]
+        is_part = column == RELEVANT_PRODUCTS or (column.endswith(TRAINED_ON) and value in report.holdout.parts)
+        for name in (name for name in names if is_part and name in part.values):
+            reports = (of_model.get((column, value)) for of_model in slices)
+            values = (_number(each.values.get(name) if each else None) for each in reports)
+            rows = f"{part.num_rows:,}" if part.num_rows else ""
+            table.append((f"{column}={value}", name, rows, f"{part.num_queries:,}", *values))
+    return table if len(table) > 1 else []
+
+
+def _part_lines(report: EvaluationReport) -> list[str]:
+    if not (parts := report.holdout.parts):
+        return []
+    counts = ", ".join(f"{part} {rows:,}" for part, rows in parts.items())
+    return [f"rows by which side was trained on, query or product: {counts}", *_table(part_table(report))]
 
 
 def _slice_lines(checks: Sequence[GateCheck]) -> list[str]:
@@ -273,7 +318,7 @@ def _interval(check: GateCheck | None) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format a table with names aligned to the left and numbers to the right."""
-    names = [column for column, title in enumerate(rows[0]) if title in ("metric", "slice", "gate")]
+    names = [column for column, title in enumerate(rows[0]) if title in ("metric", "slice", "gate")] if rows else []
     return [f"  {line}" for line in aligned(rows, names)]
 
 

@@ -21,7 +21,7 @@ from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.input_files import Files, names_of, open_files
 from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, product_text, text_characters
-from pipeline.data.shards import TokenRows
+from pipeline.data.shards import TokenRows, text_hashes
 from pipeline.data.sources import open_source, read_products
 from pipeline.data.token_sets import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.data.tokenizer import TextTokenizer, Tokens, token_windows
@@ -41,7 +41,7 @@ from pipeline.evaluate.score import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import InputSpec
 from pipeline.parallel.process_group import ProcessGroup
-from pipeline.retrieval.products import decode_tokens, distinct_products, join_tokens, text_hashes
+from pipeline.retrieval.products import decode_tokens, distinct_products, join_tokens
 from pipeline.retrieval.search import Ranked, search_on_ranks
 from pipeline.settings import Settings
 

@@ -11,21 +11,22 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import ConfigError, DataError, TransientError
-from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets, select_partitions
+from pipeline.data.token_sets import Split, TokenSet, select_partitions
 from pipeline.evaluate.baselines import ScoredBaseline, fuse, score_baselines
+from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateInput
 from pipeline.evaluate.gate.judge import judge, verdict_advice
 from pipeline.evaluate.golden import golden_check
-from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, leak_warnings, open_holdout, refuse_leak
+from pipeline.evaluate.holdout import Holdout, judged_slices, open_holdout
 from pipeline.evaluate.metrics.labels import best_threshold
-from pipeline.evaluate.metrics.measure import metric_report, slice_reports
+from pipeline.evaluate.metrics.measure import RowMetrics, metric_report, retrieval_slices, slice_reports
 from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.originals import with_originals
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, MovedQuery, digest_key, score_digest
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult, moved_queries
 from pipeline.evaluate.score import ScoreSet
+from pipeline.evaluate.trained import check_trained, leak_warnings
 from pipeline.health.device import diagnose_device_error
-from pipeline.io.commit import read_manifest
 from pipeline.parallel.process_group import ProcessGroup, open_ranks
 from pipeline.retrieval.products import decode_tokens
 from pipeline.settings import Settings
@@ -117,35 +118,6 @@ def open_valid(open_split: Callable[[Split], Holdout], process_group: ProcessGro
     return valid or reason
 
 
-def _find_leak(
-    settings: Settings, ctx: StageContext, models: Models, holdout: Holdout, process_group: ProcessGroup, notes: Notes
-) -> Leak | None:
-    """Check whether one of the models was trained on holdout queries.
-
-    Only training data that is still in the workspace can be checked.
-    """
-    config, workspace = settings.evaluate, ctx.workspace
-    if config.leak == "off":
-        return None
-    trained: dict[str, str] = {}
-    for model in (models.candidate, models.compared):
-        if model is not None:
-            trained |= model.state.also_seen | {digest: name for name, digest in model.state.partitions.items()}
-    prefixes = {digest: f"tokens/{settings.data.name}/{digest}" for digest in sorted(trained)}
-    prepared = [digest for digest, prefix in prefixes.items() if read_manifest(workspace, prefix) is not None]
-    unchecked = tuple(sorted(name for digest, name in trained.items() if digest not in prepared))
-    # Read the token sets one by one, because they may not be compatible with each other.
-    sets = [read_token_sets(workspace, [prefixes[digest]])[0] for digest in prepared]
-    total = sum(sum(shard.rows) for token_set in sets for shard in token_set.info.splits.get("train", ()))
-    rows = (open_rows(workspace, [token_set], "train", ctx.scratch / "tokens") for token_set in sets)
-    leak = find_leak(holdout.queries(), rows, process_group, ctx.stop, unchecked, total)
-    if config.leak == "refuse":
-        refuse_leak(leak)
-    for warning in leak_warnings(leak):
-        notes.warn(warning)
-    return leak
-
-
 class Evaluation:
     """An evaluation, as run by each rank. The constructor opens the holdout and checks it for leaked queries."""
 
@@ -187,8 +159,6 @@ class Evaluation:
             f"{holdout.order.total:,} rows of split {holdout.split}, {len(holdout.sets)} partition(s) | "
             f"{ctx.world.world_size} x {backend.name}"
         )
-        with notes.timed("leak_check"):
-            leak = _find_leak(settings, ctx, models, holdout, process_group, notes)
         tokenizer = models.candidate.tokenizer()
         # The valid split is used to choose thresholds and to tune the weight of hybrid search.
         valid = (
@@ -197,9 +167,11 @@ class Evaluation:
             else open_valid(open_split, process_group)
         )
         self.settings, self.ctx, self.models, self.inputs, self.backend = settings, ctx, models, inputs, backend
-        self.notes, self.new, self.holdout, self.leak = notes, new, holdout, leak
+        self.notes, self.new, self.holdout = notes, new, holdout
         self.scorer = ModelScorer(settings, ctx, backend, process_group)
         self.search = ModelSearch(settings, ctx, backend, process_group, sets, holdout, valid, tokenizer, notes.warn)
+        with notes.timed("leak_check"):
+            self.leak, self.parts = check_trained(models, self.search, notes.warn)
 
     def run(self) -> EvaluationReport | None:
         """Score the models and the baselines, judge the candidate, and return the report on rank 0."""
@@ -207,7 +179,7 @@ class Evaluation:
         production = None if self.models.compared is None else self._score("incumbent", self.models.compared)
         if candidate is None:
             return None
-        baselines = score_baselines(self.search, self.notes.timed)
+        baselines = [self._with_parts(scored) for scored in score_baselines(self.search, self.notes.timed)]
         with self.notes.timed("judging"):
             report = self._report(candidate, production, baselines)
             if not candidate.gate_input.rows.meaningless:
@@ -223,7 +195,8 @@ class Evaluation:
             retrieval = self.search.run(role, checkpoint, self.scorer.embed(checkpoint, self.holdout))
         if scores is None:
             return None
-        rows = judged_slices(scores.rows, self.new)
+        slices = {**scores.rows.slices, **self.parts.rows}
+        rows = judged_slices(replace(scores.rows, slices=slices), self.new)
         if not checkpoint.state.trained_head:
             rows = replace(rows, meaningless=_UNTRAINED)
         gate_input = GateInput(
@@ -303,6 +276,7 @@ class Evaluation:
                 unchecked_partitions=leak.unchecked if leak else (),
                 retrieval_queries=0 if isinstance(task, str) else len(task.queries.ids),
                 retrieval_items=0 if isinstance(task, str) else task.num_items,
+                parts=dict(self.parts.counts),
             ),
             verdict=verdict.model_copy(update={"advice": advice}),
             warnings=tuple(self.notes.warnings),
@@ -311,6 +285,13 @@ class Evaluation:
             code_version=ctx.code_version,
             at=datetime.now(UTC),
         )
+
+    def _with_parts(self, scored: ScoredBaseline) -> ScoredBaseline:
+        baseline, slices = scored.baseline, retrieval_slices(scored.baseline.retrieval, self.parts.queries)
+        if baseline.rows is not None:
+            rows = replace(baseline.rows, slices=self.parts.rows)
+            slices += slice_reports(rows, self.settings.evaluate.metrics, baseline.threshold)
+        return replace(scored, report=scored.report.model_copy(update={"slices": slices}))
 
     def _store_digest(self, candidate: ScoredModel, production: ScoredModel | None) -> None:
         def texts_of(numbers: Int64s) -> dict[int, tuple[str, str]]:
@@ -340,6 +321,8 @@ class Evaluation:
     def _measure(self, model: ScoredModel, baselines: list[ScoredBaseline]) -> ModelReport:
         state, metrics, retrieval = model.checkpoint.state, self.settings.evaluate.metrics, model.retrieval
         rows, threshold = model.gate_input.rows, model.gate_input.threshold
+        powers = rows.probabilities**state.temperature  # the probabilities without the temperature, times a constant
+        uncalibrated = replace(rows, probabilities=powers / powers.sum(axis=1, keepdims=True))
         report = ModelReport(
             checkpoint=model.checkpoint.uri,
             digest=model.checkpoint.digest,
@@ -351,8 +334,11 @@ class Evaluation:
             retrieval=retrieval.report if retrieval else None,
             ndcg_by_width=retrieval.by_width if retrieval else {},
             hybrids=fuse(self.search, baselines, retrieval.ranked) if retrieval else (),
-            slices=slice_reports(rows, metrics, threshold),
+            slices=slice_reports(rows, metrics, threshold)
+            + retrieval_slices(model.gate_input.retrieval, self.parts.queries),
             threshold=threshold,
+            temperature=state.temperature,
+            ece_before=RowMetrics(uncalibrated, metrics).measure(MetricName.parse("ece")).value,
         )
         self.ctx.events.emit(
             EventName.HOLDOUT_EVALUATED,

@@ -26,11 +26,11 @@ from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import RowSource, to_tensors
-from pipeline.data.shards import Arrays
+from pipeline.data.shards import Arrays, text_hashes
 from pipeline.data.token_sets import TokenSetInfo
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.holdout import HoldoutOrder, Span, some_rows
-from pipeline.evaluate.metrics.labels import accuracy, label_f1
+from pipeline.evaluate.metrics.labels import accuracy, fit_temperature, label_f1
 from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements, Ranking, ndcg_by_query
 from pipeline.evaluate.metrics.scored_rows import QueryGroups, ScoredRows, SliceColumn, mean_over_queries, value_of
@@ -43,7 +43,6 @@ from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.strategies import Precision
 from pipeline.parallel.strategies.flat import FlatLayout, flat_forward, parameters_to_meta
-from pipeline.retrieval.products import text_hashes
 from pipeline.retrieval.search import search_vectors
 
 # The program that scores batches on a device. It uses the same graphs as the evaluation steps of a training run.
@@ -402,7 +401,7 @@ def scored_rows(
     return ScoredRows(query_id, label, gain, probabilities, info.labels, info.label_gains, slices)
 
 
-def to_probabilities(logits: Float32s) -> Float64s:
+def to_probabilities(logits: Float32s | Float64s) -> Float64s:
     """Compute the softmax of logits [N, K]. If a row has a NaN or infinite logit, its probabilities are NaN."""
     wide = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):
@@ -422,7 +421,7 @@ class HoldoutFigures:
 
     `ndcg` is the nDCG@10 when rows are ranked by expected gain, or NaN if no row has a gain. `retrieval_ndcg` is the
     nDCG@10 of a search over the distinct products of the scored rows by cosine similarity. It is None if retrieval was
-    not requested, or if no product is relevant.
+    not requested, or if no product is relevant. `temperature` is the one that fits these rows best.
     """
 
     rows: int
@@ -432,6 +431,7 @@ class HoldoutFigures:
     positive_f1: float
     ndcg: float
     retrieval_ndcg: float | None = None
+    temperature: float = 1.0
 
     @property
     def combined(self) -> float | None:
@@ -454,11 +454,13 @@ def evaluate_holdout(
     process_group: ProcessGroup,
     stop: StopSignal,
     search_pad_id: int | None = None,
+    temperature: float = 1.0,
 ) -> HoldoutFigures:
     """Compute the metrics of a model on at most `limit` evenly spaced rows, using all ranks.
 
-    If `search_pad_id` (the padding token of products) is given, retrieval is also evaluated, which takes 8 D bytes of
-    memory per row on every rank. Raises DataError if the validation split is empty, and Preempted on a stop signal.
+    The logits are divided by `temperature`. If `search_pad_id` (the padding token of products) is given, retrieval is
+    also evaluated, which takes 8 D bytes of memory per row on every rank. Raises DataError if the validation split is
+    empty, and Preempted on a stop signal.
     """
     order = some_rows(rows.sizes, limit)
     if not order.total:
@@ -478,16 +480,18 @@ def evaluate_holdout(
 
     with progress("scoring the holdout", order.total, "rows") as advance:
         arrays = Scorer(backend, process_group, stop, batch_size).run(scores, rows, order, None, advance, kept)
-    return figures(arrays, label_gains)
+    return figures(arrays, label_gains, temperature)
 
 
-def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...]) -> HoldoutFigures:
+def figures(
+    joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...], temperature: float = 1.0
+) -> HoldoutFigures:
     """Compute metrics from the arrays logits [N, K], label [N], gain [N] and query_id [N].
 
     Retrieval is also evaluated if there are embeddings (`query` and `product`, [N, D]) and hashes of the products'
     texts (`text`, [N]).
     """
-    probabilities = to_probabilities(joined["logits"])
+    probabilities = to_probabilities(joined["logits"] / temperature)
     label, predicted = joined["label"].astype(np.int64), probabilities.argmax(axis=1)
     chosen = probabilities[label >= 0, label[label >= 0]]
     if not len(chosen):
@@ -503,6 +507,7 @@ def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...])
         positive_f1=float(np.nan_to_num(value_of(label_f1(queries, label, predicted, classes, classes - 1)))),
         ndcg=value_of(mean_over_queries(by_query)),
         retrieval_ndcg=_retrieval_ndcg(joined) if "product" in joined else None,
+        temperature=fit_temperature(joined["logits"], label),
     )
 
 

@@ -281,7 +281,7 @@ class Model:
                 self._stop.raise_if_set("scoring pairs")
                 (scored,) = self._backend.to_host([program.outputs(batch).logits])
                 logits[started[number]] = scored.numpy()[: len(started[number])]
-        probabilities = to_probabilities(logits)
+        probabilities = to_probabilities(logits / self.checkpoint.state.temperature)
         self._check(probabilities, "scores")
         return PairScores(inputs.labels, probabilities, probabilities @ np.array(inputs.label_gains))
 

@@ -22,7 +22,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import TokenRows
+from pipeline.data.shards import TokenRows, text_hashes
 from pipeline.data.token_sets import TokenSet, select_partitions
 from pipeline.data.tokenizer import Tokens, token_windows
 from pipeline.embed.plan import longest_text
@@ -31,7 +31,7 @@ from pipeline.io.storage import Storage
 from pipeline.mine.config import BM25, ITEMS_PER_QUERY, MineConfig
 from pipeline.mine.store import Negatives, NegativeSet, NegativesInfo, commit_negatives
 from pipeline.retrieval.bm25 import K1, B, Bm25
-from pipeline.retrieval.products import Products, decode_tokens, distinct_products, text_hashes, to_tokens
+from pipeline.retrieval.products import Products, decode_tokens, distinct_products, to_tokens
 from pipeline.retrieval.search import exact_scores, search_vectors
 from pipeline.settings import Settings
 
@@ -181,13 +181,12 @@ def make_task(
     types = {"query_id": np.int64, "product": np.uint64, "gain": np.float32, "partition": np.int64}
     columns: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, dtype=kind)] for name, kind in types.items()}
     with progress("reading judgements", sum(rows.sizes), "rows") as advance:
-        for bucket, numbers in rows.blocks():
+        for arrays in rows.read_blocks(tuple(types)):
             stop.raise_if_set("reading judgements")
-            arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, tuple(types))
             arrays["product"] = text_hashes(arrays["product"], rows.pad_id)
             for name, values in arrays.items():
                 columns[name].append(values)
-            advance(len(numbers))
+            advance(len(arrays["gain"]))
     table = {name: np.concatenate(blocks) for name, blocks in columns.items()}
     positive = table["gain"] >= np.float32(positive_gain)
     query_ids = np.unique(table["query_id"][positive])

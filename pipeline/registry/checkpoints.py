@@ -21,6 +21,7 @@ from pipeline.checkpoint.store import (
     parse_state,
 )
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, first_line
+from pipeline.data.token_sets import load_digest
 from pipeline.io.commit import check_record, stream_record, verify_dir
 from pipeline.io.storage import KeyNotFound, Storage, join_key, open_parent
 from pipeline.registry.records import CheckpointRef, check_prefix, load_verdict, one_line, pointer_key
@@ -119,6 +120,15 @@ def parent_tokenizer(settings: Settings, workspace: Storage) -> bytes | None:
             expected="a committed checkpoint (train.start)",
             next_command="choose a different checkpoint with --train.start, or --train.start scratch",
         ) from error
+
+
+def parent_buckets(settings: Settings, workspace: Storage) -> tuple[str, ...]:
+    """Return the buckets of the parent's data. Returns an empty tuple if it has no parent in this workspace."""
+    location = locate_start(settings.train.start, settings, workspace)
+    if location is None or location[0] is not workspace or not location[1].startswith(CHECKPOINTS):
+        return ()
+    digest = load_digest(workspace, location[1].split("/")[1])
+    return digest.buckets if digest else ()
 
 
 # Reading and verifying checkpoints in this workspace.

@@ -17,20 +17,10 @@ from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.progress import progress
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import TokenRows
+from pipeline.data.shards import TokenRows, text_hashes
 from pipeline.data.tokenizer import Tokens, take
 
 # Helpers for texts that are represented by token ids.
-
-_POSITION_SHIFT = np.uint64(32)
-
-
-def text_hashes(padded: npt.NDArray[np.integer], pad_id: int) -> UInt64s:
-    """Hash N texts, given as padded token ids [N, T]. The hash of a text does not depend on the amount of padding."""
-    tokens = padded.astype(np.uint64)
-    positions = np.arange(padded.shape[1], dtype=np.uint64) << _POSITION_SHIFT
-    terms = np.where(padded == pad_id, np.uint64(0), mix64(tokens | positions))
-    return mix64(terms.sum(axis=1, dtype=np.uint64))
 
 
 def to_tokens(padded: npt.NDArray[np.integer], pad_id: int) -> Tokens:

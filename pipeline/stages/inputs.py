@@ -9,15 +9,16 @@ from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.compile.identity import evaluation_plan, graph_plan
 from pipeline.compile.manifest import GraphWatch, Plan
 from pipeline.context import StageContext
-from pipeline.core.batch_order import Bucket
+from pipeline.core.batch_order import LONGEST, Bucket
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
+from pipeline.data.buckets import given_buckets, pinned_buckets
 from pipeline.data.lexical import numeric_names
 from pipeline.data.token_sets import read_token_sets, spec_of, token_set_prefixes
 from pipeline.model.config import InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
-from pipeline.registry.checkpoints import locate_start, production_prefix
+from pipeline.registry.checkpoints import locate_start, parent_buckets, production_prefix
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import rank_slice
@@ -126,20 +127,22 @@ def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], objec
     """
     prepared = find_prepared(ctx)
     if prepared is None:
-        shapes = expected_shapes(settings)
+        given = given_buckets(settings.data, ctx.workspace, parent_buckets(settings, ctx.workspace))
+        shapes = expected_shapes(settings, given or pinned_buckets(settings.data, ctx.workspace))
         warn(
-            f"no data has been prepared yet, assuming a vocabulary of {shapes.spec.vocab_size:,} tokens and "
-            f"{shapes.spec.num_classes} labels"
+            f"no data has been prepared yet, assuming a vocabulary of {shapes.spec.vocab_size:,} tokens, "
+            f"{shapes.spec.num_classes} labels, and texts of up to {shapes.buckets[-1].product_tokens} tokens"
         )
         return shapes
     info = read_token_sets(ctx.workspace, prepared.token_sets)[0].info
     return Shapes(spec_of(info), tuple(Bucket.parse(text) for text in info.buckets))
 
 
-def expected_shapes(settings: Settings) -> Shapes:
-    """Return the shapes to expect from the settings.
+def expected_shapes(settings: Settings, buckets: tuple[str, ...] = ()) -> Shapes:
+    """Return the shapes to expect from the settings and the buckets of the dataset, if these are known.
 
-    We assume that the vocabulary has its maximum size and, if `data.labels` is not set, that there are four labels.
+    We assume that the vocabulary has its maximum size and, if `data.labels` is not set, that there are four labels. If
+    no buckets are given or configured, we assume the longest texts for which buckets are chosen.
     """
     data = settings.data
     labels = data.labels or tuple(f"class {i}" for i in range(ASSUMED_CLASSES))
@@ -153,4 +156,5 @@ def expected_shapes(settings: Settings) -> Shapes:
         query_prefix=data.query_prefix,
         product_prefix=data.product_prefix,
     )
-    return Shapes(spec, tuple(Bucket.parse(text) for text in data.buckets))
+    longest = min(LONGEST, settings.model.max_positions)
+    return Shapes(spec, tuple(map(Bucket.parse, buckets or data.buckets)) or (Bucket(longest, longest),))

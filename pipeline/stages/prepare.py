@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
+from pipeline.core.batch_order import LONGEST
+from pipeline.data.buckets import given_buckets
 from pipeline.data.input_files import names_of
-from pipeline.data.judgements import prepared_warnings, sum_judgements
+from pipeline.data.judgements import prepared_warnings, shared_products, sum_judgements
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.token_sets import QUARANTINE, store_digest
-from pipeline.evaluate.gate.judge import count_queries, size_advice
+from pipeline.evaluate.gate.judge import count_queries, precision_warning, size_advice
 from pipeline.evaluate.golden import read_golden
 from pipeline.parallel.world import job_index
-from pipeline.registry.checkpoints import parent_tokenizer
+from pipeline.registry.checkpoints import parent_buckets, parent_tokenizer
 from pipeline.settings import Settings
 
 NAME = "prepare"
@@ -36,11 +38,13 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     started, config = datetime.now(UTC), settings.data
     read_golden(settings, ctx.stop)  # report errors in the golden queries now, rather than after training
     tokenizer = None if config.tokenizer.path else parent_tokenizer(settings, ctx.workspace)
+    given = given_buckets(config, ctx.workspace, parent_buckets(settings, ctx.workspace))
     data = prepare(
-        config,
+        config.model_copy(update={"buckets": given}),
         ctx.workspace,
         scratch=ctx.scratch,
         tokenizer=tokenizer,
+        longest=min(LONGEST, settings.model.max_positions),
         worker=job_index(config.workers, os.environ, "data"),
         events=ctx.events.emit,
         stop=ctx.stop,
@@ -63,8 +67,13 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     split, queries, few = settings.evaluate.split, count_queries(data.infos), dict[str, Figure]()
     if queries and queries[split] < settings.gate.min_queries:
         few = {"few_queries": size_advice(split, queries[split], settings.gate.min_queries, queries)}
-    for message in (*warnings, *few.values()):
+    judged = {"valid": queries, split: {} if few else queries}  # valid selects checkpoints
+    imprecise = (precision_warning(name, counts) for name, counts in judged.items())
+    for message in (*warnings, *few.values(), *filter(None, imprecise)):
         ctx.console.warn(f"prepare: {message}")
+    for message, is_warned in shared_products(data.infos):
+        if not is_warned:
+            ctx.console.info(f"prepare: {message}")
     by_prefix = dict(zip(data.token_set_prefixes, data.infos, strict=True))
     store_digest(ctx.workspace, ctx.cycle, by_prefix, labels=data.labels, examples=settings.report.examples)
     query_figures = {f"queries_{name}": number for name, number in queries.items()} | few
@@ -92,7 +101,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 
 def summary(data: PreparedData) -> str:
     """Summarise in one line which partitions were prepared or reused and which rows were quarantined."""
-    bad = ""
+    bad, buckets = "", f" | buckets {' '.join(data.infos[0].buckets)}" if data.infos else ""
     if data.rows_bad:
         reasons = sum((Counter(info.reasons) for info in data.infos), Counter[str]()).most_common()
         shown = [f"{rows:,} {reason}" for reason, rows in reasons[:_MAX_REASONS]]
@@ -100,7 +109,7 @@ def summary(data: PreparedData) -> str:
         bad = f", {data.rows_bad:,} quarantined: {', '.join(shown)}"
     return (
         f"prepare: {data.prepared} partition(s) prepared, {data.reused} reused | "
-        f"{data.rows:,} rows{bad} | labels {' < '.join(data.labels)}"
+        f"{data.rows:,} rows{bad} | labels {' < '.join(data.labels)}{buckets}"
     )
 
 

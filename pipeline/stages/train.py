@@ -94,7 +94,10 @@ def _figures(outcome: Outcome) -> dict[str, Figure]:
         figures |= {
             f"{split}_{name}": value
             for name, value in asdict(values).items()
-            if value is not None and value == value and (outcome.has_scores or name in _WITHOUT_SCORES)
+            if name != "temperature"
+            and value is not None
+            and value == value
+            and (outcome.has_scores or name in _WITHOUT_SCORES)
         }
     return figures
 

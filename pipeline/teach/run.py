@@ -17,6 +17,7 @@ from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.errors import NumericError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
+from pipeline.data.shards import text_hashes
 from pipeline.data.token_sets import TokenSet, open_rows
 from pipeline.io import atomic
 from pipeline.io.commit import commit_dir
@@ -24,7 +25,6 @@ from pipeline.io.parts import Parts
 from pipeline.io.storage import Storage
 from pipeline.mine.run import NONE, ArrayParts, MinedPart
 from pipeline.mine.store import NegativeSet, open_negatives
-from pipeline.retrieval.products import text_hashes
 from pipeline.teach.store import KIND, MINED, TaughtInfo
 from pipeline.teach.teacher import RowTexts, Teacher, score_pairs
 

@@ -4,26 +4,38 @@ This module opens the process group and the device, selects the training rows, b
 program, and restores the starting checkpoint. The run itself is in `loop`, which calls `step` and `optimizer`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.backends import Backend
-from pipeline.checkpoint.save import CheckpointWriter, Snapshot
-from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, PublishedWeights, TrainState
+from pipeline.checkpoint.save import CheckpointWriter, Snapshot, commit_snapshot
+from pipeline.checkpoint.store import (
+    Best,
+    Checkpoint,
+    CheckpointStore,
+    PublishedWeights,
+    TrainState,
+    averaged_prefix,
+    open_checkpoint,
+)
 from pipeline.compile.manifest import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.batch_order import BatchPlan, Bucket, RankSlice
-from pipeline.core.errors import DataError, TransientError
+from pipeline.core.errors import CheckpointError, DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.shards import TokenRows
 from pipeline.data.taught import TaughtRows
 from pipeline.data.token_sets import Split, TokenSet, open_rows
 from pipeline.data.tokenizer import has_vocabulary
+from pipeline.data.trained_items import FIELDS, TrainedItems
 from pipeline.data.training_groups import MinedProducts, TrainingPools
+from pipeline.evaluate.trained import mark_trained
 from pipeline.health.config import HealthConfig
 from pipeline.health.device import diagnose_device_error
 from pipeline.mine.store import open_negatives
@@ -43,8 +55,11 @@ from pipeline.train.step import TrainProgram, open_program
 
 _NEEDS_GAINS = frozenset({"ndcg", "retrieval_ndcg", "combined"})
 """Metrics that are undefined unless at least one row has a gain above 0."""
+PROJECTION = "teacher."  # prefix of the tensor of RelevanceModel.add_projection
 _FITTED_ROWS = 200_000
 """Maximum number of training rows used to fit the scaling of numeric features."""
+_MIN_QUERIES = 50
+"""Minimum number of queries on which to select the best step if only unseen rows count."""
 
 
 @dataclass
@@ -56,9 +71,11 @@ class Saver:
     writer: CheckpointWriter
     process_group: ProcessGroup
     base: TrainState
-    """The state at step 0. Only `step`, `best` and `published` differ in later checkpoints."""
+    """The state at step 0. Only `step`, `best`, `temperature` and `published` differ in later checkpoints."""
     tokenizer: bytes
     warn: Callable[[str], None]
+    projection: dict[str, Tensor]
+    """The initial projection to the teacher's vectors, if any. Parents do not have one."""
     _reported_failure: str = field(init=False, default="")
 
     def newest(self) -> Checkpoint | None:
@@ -77,10 +94,11 @@ class Saver:
 
         If `is_parent`, only the weights are loaded and the optimizer starts from scratch.
         """
-        weights = from_hf(checkpoint.weights(), self.program.strategy.template, source=checkpoint.prefix)
+        saved = checkpoint.weights() | (self.projection if is_parent else {})
+        weights = from_hf(saved, self.program.strategy.template, source=checkpoint.prefix)
         self.program.restore(weights, None if is_parent else checkpoint.optimizer())
 
-    def save(self, step: int, best: Best | None) -> None:
+    def save(self, step: int, best: Best | None, temperature: float) -> None:
         """Copy the training state to the host and queue it for writing. Logs a warning if an earlier save failed."""
         if self.writer.failure and self.writer.failure != self._reported_failure:
             self._reported_failure = self.writer.failure
@@ -88,9 +106,26 @@ class Saver:
         weights, optimizer = self.program.snapshot()
         if not self.process_group.world.is_main:
             return
-        state = self.base.model_copy(update={"step": step, "best": best})
+        state = self.base.model_copy(update={"step": step, "best": best, "temperature": temperature})
         config = hf_config(state.model, state.inputs)
         self.writer.submit(Snapshot(state, to_hf(weights), optimizer, config, self.tokenizer))
+
+    def save_average(self, state: TrainState, weights: Mapping[str, Tensor]) -> str:
+        """Commit an average of weights, unless an earlier attempt has done so, and return its prefix."""
+        store, prefix = self.store, averaged_prefix(state.cycle, state.step)
+        if self.process_group.world.is_main:
+            started, size_bytes = time.monotonic(), 0
+            earlier = None
+            with suppress(CheckpointError):
+                earlier = open_checkpoint(store.storage, prefix, store.cache_dir).state
+            if earlier != state:
+                config = hf_config(state.model, state.inputs)
+                snapshot = Snapshot(state, to_hf(weights), {}, config, self.tokenizer)  # no optimizer moments
+                size_bytes = commit_snapshot(store.storage, snapshot, self.writer.staging).size_bytes
+            seconds = round(time.monotonic() - started, 3)
+            fields = {"step": state.step, "prefix": prefix, "size_bytes": size_bytes, "seconds": seconds}
+            store.emit(EventName.CHECKPOINT_SAVED, **fields)
+        return prefix
 
     def wait_saved(self, step: int) -> None:
         """Block until the checkpoint of `step` is committed. Raises TransientError if it could not be saved."""
@@ -144,6 +179,8 @@ class Run:
     plan: BatchPlan
     max_steps: int
     valid: TokenRows
+    metric_rows: TokenRows
+    """The validation rows on which the best step is selected."""
     program: TrainProgram
     saver: Saver
     start: Position
@@ -177,12 +214,18 @@ def open_run(
         plan = BatchPlan(pools.sizes, groups_per_batch(train), train.seed, train.queries_per_topic)
         max_steps = train.max_steps or max(1, round(train.epochs * plan.batches_per_epoch))
         valid = _valid_rows(train, ctx, inputs)
+        metric_rows = _unseen_rows(ctx, inputs, valid, process_group) if train.metric_rows == "unseen" else valid
 
         folder = config.model.init_from
         same_vocabulary = folder is not None and has_vocabulary(folder, tokenizer)
         model = initial_model(config.model, inputs.spec, train.seed, ctx.scratch, same_vocabulary=same_vocabulary)
         if inputs.parent is None:
             model.interactions.features.fit(torch.from_numpy(pools.new.numeric_sample(_FITTED_ROWS)))
+        if inputs.taught is not None and inputs.taught.width and train.loss.teacher_term == "vectors":
+            model.add_projection(inputs.taught.width, train.seed)
+        projection = {
+            name: tensor.clone() for name, tensor in model.state_dict().items() if name.startswith(PROJECTION)
+        }
         program = open_program(
             model,
             backend,
@@ -223,11 +266,10 @@ def open_run(
             settings_hash=ctx.settings_hash,
             code_version=ctx.code_version,
         )
-        saver = Saver(program, store, writer, process_group, base, tokenizer, ctx.console.warn)
+        saver = Saver(program, store, writer, process_group, base, tokenizer, ctx.console.warn, projection)
         start = _load_start(saver, ctx, inputs)
-        yield Run(
-            config, ctx, inputs, share, process_group, backend, pools, plan, max_steps, valid, program, saver, start
-        )
+        opened = share, process_group, backend, pools, plan, max_steps, valid, metric_rows, program, saver, start
+        yield Run(config, ctx, inputs, *opened)
 
 
 @contextmanager
@@ -310,12 +352,27 @@ def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> Tok
             next_command="raise data.valid_fraction or set a split column, then run trnpipe prepare again",
         )
     has_gains = train.best_metric not in _NEEDS_GAINS or any(
-        (rows.read(np.full(len(numbers), bucket), numbers, bucket, ("gain",))["gain"] > 0).any()
-        for bucket, numbers in rows.blocks()
+        (block["gain"] > 0).any() for block in rows.read_blocks(("gain",))
     )
     if not has_gains:
         raise metric_undefined_error(train)
     return rows
+
+
+def _unseen_rows(ctx: StageContext, inputs: RunInputs, valid: TokenRows, process_group: ProcessGroup) -> TokenRows:
+    """Select the validation rows with an item that is not trained on, or all rows if they have too few queries."""
+    items = TrainedItems(valid.read_blocks(FIELDS), valid.pad_id)
+    trained = open_rows(ctx.workspace, inputs.sets, "train", ctx.scratch / "tokens")
+    mark_trained(items, [trained], process_group, ctx.stop, sum(trained.sizes))
+    is_unseen = ~(items.query_is_trained & items.product_is_trained)
+    queries = len(np.unique(items.rows["query_id"][is_unseen]))
+    unseen = f"{is_unseen.sum():,} of {len(is_unseen):,} validation rows ({queries:,} queries)"
+    unseen += " with a query or a product that is not trained on"
+    if queries < _MIN_QUERIES:
+        ctx.console.warn(f"only {unseen}, so the best step is selected on all rows (train.metric_rows)")
+        return valid
+    ctx.console.info(f"train: the best step is selected on the {unseen}")
+    return valid.select([np.flatnonzero(part) for part in np.split(is_unseen, np.cumsum(valid.sizes)[:-1])])
 
 
 def holdout_rows(ctx: StageContext, inputs: RunInputs, split: Split) -> TokenRows:
@@ -329,8 +386,8 @@ def metric_undefined_error(train: TrainConfig) -> DataError:
     """Return the error to raise if the metric that selects the best checkpoint is undefined."""
     alternative = "--train.metric accuracy, or " if train.loss.trains_head else ""
     return DataError(
-        f"{train.best_metric} is undefined on the validation split, because none of its queries in the"
-        f" {train.evaluate_rows:,} scored rows has a gain above 0",
+        f"{train.best_metric} is undefined on the validation split, because none of the scored queries has a gain"
+        " above 0",
         expected="graded rows in the validation split",
         next_command=f"{alternative}set data.columns.gain and run trnpipe prepare again, with a different --cycle NAME"
         " if this cycle already has checkpoints",

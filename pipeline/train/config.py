@@ -1,6 +1,7 @@
 """Settings of the training loop, and the functions that divide a global batch over ranks and micro-steps."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar, Literal, Self
 
@@ -87,7 +88,9 @@ class TrainConfig(Record):
     replay_share: float = Field(
         0.1, ge=0, lt=1, description="Fraction of the samples in an incremental run that comes from older partitions"
     )
-    epochs: float = Field(2.0, gt=0, description="Number of passes over the training samples (used if max_steps is 0)")
+    epochs: float = Field(
+        2.0, gt=0, description="Number of passes over the samples and thus the positives (used if max_steps is 0)"
+    )
     max_steps: int = Field(0, ge=0, description="Number of optimizer steps (0: determined by epochs)")
     global_batch_size: int = Field(64, ge=2, description="Number of samples per optimizer step, across all ranks")
     candidates_per_query: int = Field(
@@ -124,14 +127,17 @@ class TrainConfig(Record):
         "fused", description="fused: one graph per step (fastest). split: a separate, smaller graph for the update"
     )
     seed: int = Field(1, ge=0, lt=2**63, description="Random seed for the initial weights, sample order and dropout")
-    evaluate_every: int = Field(
-        200, ge=0, description="Number of steps between evaluations on the validation split (0: only at the end)"
+    evaluate_every: int | None = Field(
+        None,
+        ge=0,
+        description="Number of steps between evaluations on the validation split (default: 8 evaluations in at most a"
+        " tenth of the time; 0: only at the end)",
     )
-    evaluate_rows: int = Field(
-        5000,
+    evaluate_rows: int | None = Field(
+        None,
         ge=1,
         description="Maximum number of validation rows to score in each evaluation, except for the final one, which"
-        " scores all rows",
+        " scores all rows (default: 500 to 5,000, as many as a tenth of the training time allows)",
     )
     metric: Metric = Field(
         "accuracy",
@@ -139,8 +145,21 @@ class TrainConfig(Record):
         " for each query, and combined is the mean of macro_f1 and retrieval_ndcg. If loss.graded_weight is 0,"
         " retrieval_ndcg is always used",
     )
-    patience: int = Field(
-        0, ge=0, description="Stop training after this many evaluations without improvement (0: never stop early)"
+    metric_rows: Literal["all", "unseen"] = Field(
+        "all",
+        description="Validation rows on which the best checkpoint is selected: all of them, or only those with a query"
+        " or a product that is not in the training data",
+    )
+    average: Literal["off", "start"] = Field(
+        "off",
+        description="start: at the end of training, average the best weights with those that the run started from (of"
+        " the parent, or of the published encoder), and use the average if it has a better validation metric",
+    )
+    patience: int | None = Field(
+        None,
+        ge=0,
+        description="Stop training after this many evaluations without improvement. The best checkpoint is then the"
+        " candidate (default: after half of the run without improvement; 0: never stop early)",
     )
     deadline: datetime | None = Field(None, description="Time (ISO 8601) by which training must be finished")
     on_deadline: Literal["warn", "finish"] = Field(
@@ -190,11 +209,52 @@ class TrainConfig(Record):
 class CheckpointConfig(Record):
     """Settings that control when checkpoints are saved and which ones are kept."""
 
-    every_steps: int = Field(200, ge=1, description="Number of steps between checkpoints")
+    every_steps: int | None = Field(
+        None, ge=1, description="Number of steps between checkpoints (default: at every evaluation and every 500 steps)"
+    )
     keep_last: int = Field(2, ge=1, description="Number of most recent checkpoints to keep")
     keep_every_steps: int = Field(
         0, ge=0, description="Never delete checkpoints whose step is a multiple of this number (0: no such checkpoints)"
     )
+
+
+# The cadence of a run depends on its length rather than on measured times, so that a resumed run makes the same choice.
+
+NUM_EVALUATIONS, _MAX_UNSAVED = 8, 500
+_MIN_ROWS, _MAX_ROWS = 500, 5000  # to score in an evaluation. Metrics on fewer rows are too noisy
+_ROWS_PER_SAMPLE = 0.3  # scoring a row costs a third of training on a sample, so this takes a tenth of the time
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Number of steps between log lines, evaluations and checkpoints. If `evaluate` is 0, only the end is evaluated.
+
+    An evaluation scores at most `rows` rows. Training stops after `wait` steps without improvement (0: never).
+    """
+
+    log: int
+    evaluate: int
+    save: int
+    rows: int = 0
+    wait: int = 0
+
+
+def choose_cadence(config: TrainConfig, save_every: int | None, log_every: int, *, steps: int, rows: int) -> Cadence:
+    """Determine the cadence of a run with `steps` steps and `rows` validation rows, unless it is configured."""
+    budget, every = int(_ROWS_PER_SAMPLE * steps * config.global_batch_size), config.evaluate_every
+    if every is None:
+        every = -(-steps // NUM_EVALUATIONS)
+        if -(-steps // every) < NUM_EVALUATIONS:  # in a short run, rounding up skips evaluations
+            every = max(1, steps // NUM_EVALUATIONS)
+    evaluations = -(-steps // every) if every else 1
+    scored = config.evaluate_rows or min(max(budget // evaluations, _MIN_ROWS), _MAX_ROWS)
+    if config.best_metric == "ndcg" and config.evaluate_rows is None:
+        scored = rows  # evenly spaced rows may be one per query, which is always ranked perfectly
+    affordable = budget // max(1, min(scored, rows))
+    if config.evaluate_every is None and evaluations > affordable:
+        every = -(-steps // affordable) if affordable > 1 else 0
+    wait = -(-steps // 2) if config.patience is None else config.patience * every
+    return Cadence(log_every, every, save_every or min(every or steps, _MAX_UNSAVED), scored, wait)
 
 
 # Functions that divide a global batch over ranks and micro-steps.

@@ -26,8 +26,8 @@ from pipeline.parallel.mesh import check_plan
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
-from pipeline.train.config import batch_lengths, groups_per_batch, needs_two_passes, rank_slice
-from pipeline.train.loop import Cadence, EvaluationOutcome, TrainLoop
+from pipeline.train.config import Cadence, batch_lengths, groups_per_batch, needs_two_passes, rank_slice
+from pipeline.train.loop import EvaluationOutcome, TrainLoop
 from pipeline.train.step import open_program
 from pipeline.train.stream import BatchStream
 
@@ -140,8 +140,11 @@ class Trial:
         )
         plan, share = BatchPlan(groups.sizes, batch, train.seed), rank_slice(train, world.world_size, world.rank)
         steps, log_every = plan.batches_per_epoch, self.settings.log.every_steps
+        model = build_model(self.settings.model, self.spec, train.seed)
+        if self.teacher and train.loss.teacher_term == "vectors":
+            model.add_projection(self.teacher, train.seed)
         program = open_program(
-            build_model(self.settings.model, self.spec, train.seed),
+            model,
             self.backend,
             train,
             share,

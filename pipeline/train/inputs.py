@@ -166,8 +166,11 @@ def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: st
 # The identity of a run consists of fingerprints of everything that determines its weights. It ensures that a run never
 # resumes from a checkpoint that was trained with different settings or data.
 
-# These settings affect how a run is executed, but not its weights.
+# These settings affect how a run is executed, or which of its checkpoints is chosen, but not its weights.
 _NOT_IDENTITY = {
+    "evaluate_every",
+    "evaluate_rows",
+    "patience",
     "start",
     "micro_batch_size",
     "step_boundary",
@@ -197,7 +200,7 @@ def identity_parts(
     """
     # With these values, the batches are the same as before the settings were introduced, so they are left out to keep
     # the identity of older checkpoints.
-    neutral = {"queries_per_topic": 1, "link_queries": False, "teacher": ""}
+    neutral = {"queries_per_topic": 1, "link_queries": False, "teacher": "", "average": "off", "metric_rows": "all"}
     unused = _NOT_IDENTITY | {name for name, value in neutral.items() if getattr(train, name) == value}
     fields = with_retired(train) | {"loss": train.loss.used_fields()}
     parts = {f"train.{name}": value for name, value in fields.items() if name not in unused}
@@ -216,7 +219,9 @@ def identity_parts(
 
 def check_identity(stored: Mapping[str, str], current: Mapping[str, str], *, where: str) -> None:
     """Verify that a checkpoint belongs to this run. Raises ConfigError that lists the differences if it does not."""
-    different = sorted(name for name in stored.keys() | current.keys() if stored.get(name) != current.get(name))
+    ignored = {f"train.{name}" for name in _NOT_IDENTITY}  # earlier versions stored some of them
+    names = (stored.keys() | current.keys()) - ignored
+    different = sorted(name for name in names if stored.get(name) != current.get(name))
     if different:
         raise ConfigError(
             f"{where} was trained with different {', '.join(different)}",

@@ -21,11 +21,14 @@ from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.training_groups import MAX_LINKED
+from pipeline.evaluate.gate.judge import count_queries, precision_warning
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.telemetry.console import Console, StepFigures, TensorBoardSink
 from pipeline.telemetry.events import EventName
+from pipeline.train.average import average_with_start
 from pipeline.train.build import Run, holdout_rows, metric_undefined_error
+from pipeline.train.config import Cadence, choose_cadence
 from pipeline.train.inputs import data_warnings
 from pipeline.train.optimizer import learning_rate_at
 from pipeline.train.step import TrainProgram
@@ -56,8 +59,10 @@ def train(run: Run) -> Outcome:
     If the stop signal is set, a checkpoint is saved before Preempted is raised.
     """
     ctx, config = run.ctx, run.config
-    _announce(run)
-    best = BestStep(run)
+    save_every, log_every = config.checkpoint.every_steps, config.log.every_steps
+    cadence = choose_cadence(config.train, save_every, log_every, steps=run.max_steps, rows=sum(run.metric_rows.sizes))
+    _announce(run, cadence)
+    best = BestStep(run, cadence)
     with ExitStack() as stack:
         sink = None
         if config.log.tensorboard and ctx.world.is_main:
@@ -69,7 +74,7 @@ def train(run: Run) -> Outcome:
             process_group=run.process_group,
             stop=ctx.stop,
             console=ctx.console,
-            cadence=Cadence(config.log.every_steps, config.train.evaluate_every, config.checkpoint.every_steps),
+            cadence=cadence,
             evaluate=best.evaluate,
             save=best.save,
             emit=ctx.events.emit,
@@ -84,7 +89,7 @@ def train(run: Run) -> Outcome:
         return _finish(run, best, loop.step, late=ended == "late")
 
 
-def _announce(run: Run) -> None:
+def _announce(run: Run, cadence: Cadence) -> None:
     ctx, train, inputs, pools = run.ctx, run.config.train, run.inputs, run.pools
     parameters = run.program.strategy.size
     parent, published = inputs.parent, run.saver.base.published
@@ -99,9 +104,12 @@ def _announce(run: Run) -> None:
         f"{sum(pools.new.sizes):,} new and {sum(pools.num_replayed):,} replayed groups of up to {pools.slots} "
         f"samples{mined}{linked} | "
         f"{run.plan.batches_per_epoch:,} batches of {train.global_batch_size} per epoch, "
-        f"{run.share.accumulation} micro-steps per step | steps {run.start.step:,} to {run.max_steps:,}"
+        f"{run.share.accumulation} micro-steps per step | steps {run.start.step:,} to {run.max_steps:,}, evaluated "
+        f"every {cadence.evaluate or run.max_steps:,} and saved every {cadence.save:,}"
     )
-    for message in data_warnings(pools.new, train, [token_set.info for token_set in inputs.new_sets]):
+    infos = [token_set.info for token_set in inputs.new_sets]
+    imprecise = precision_warning("valid", count_queries(infos))
+    for message in (*data_warnings(pools.new, train, infos), *([imprecise] if imprecise else [])):
         ctx.console.warn(message)
     if links and links.unlinked:
         ctx.console.warn(
@@ -128,16 +136,25 @@ def _announce(run: Run) -> None:
 class BestStep:
     """Keeps track of the step with the best validation score, which is also recorded in every checkpoint."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.best = run, run.start.best
+    def __init__(self, run: Run, cadence: Cadence) -> None:
+        self.run, self.cadence, self.best = run, cadence, run.start.best
+        self.latest = Best(step=-1, metric=run.config.train.best_metric, value=math.nan)
+        self.fitted = 1.0
+        """The temperature that was fitted by the latest evaluation."""
+
+    def measure(self) -> tuple[float | None, HoldoutFigures]:
+        """Score the validation split with the weights on the device. Return the metric that selects the best step."""
+        run, metric = self.run, self.run.config.train.best_metric
+        searching = metric in ("retrieval_ndcg", "combined")
+        figures = _score(run, run.metric_rows, self.cadence.rows, searching=searching)
+        value: float | None = getattr(figures, metric)
+        return value, figures
 
     def evaluate(self, step: int) -> "EvaluationOutcome":
         """Score the validation split. Return whether this is the best step so far and whether training should stop."""
         run, train, started = self.run, self.run.config.train, time.monotonic()
         metric = train.best_metric
-        searching = metric in ("retrieval_ndcg", "combined")
-        figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
-        value: float | None = getattr(figures, metric)
+        value, figures = self.measure()
         if value is None or value != value:  # no later value would ever beat NaN, and JSON cannot represent it
             if math.isfinite(figures.loss):
                 raise metric_undefined_error(train)
@@ -146,9 +163,11 @@ class BestStep:
                 expected="a finite loss and finite embeddings",
                 next_command="lower train.optimizer.learning_rate and start a new cycle (--cycle NAME)",
             )
+        self.latest = Best(step=step, metric=metric, value=value)
+        self.fitted = figures.temperature if train.loss.trains_head else 1.0
         is_best = self.best is None or value > self.best.value
         if is_best:
-            self.best = Best(step=step, metric=metric, value=value)
+            self.best = self.latest
         run.ctx.events.emit(
             EventName.HOLDOUT_EVALUATED,
             step=step,
@@ -162,14 +181,14 @@ class BestStep:
         run.ctx.console.info(
             f"valid at step {step}: {metric} {value:.4f}, loss {figures.loss:.4f}{' (best)' if is_best else ''}"
         )
-        # Stop if the last `train.patience` evaluations brought no improvement. This depends only on the state in the
-        # checkpoint, so that a resumed run makes the same decision.
-        waited = train.patience * train.evaluate_every
-        return EvaluationOutcome(is_best, bool(waited) and self.best is not None and step - self.best.step >= waited)
+        # Stop if there was no improvement for too long. This depends only on the state in the checkpoint, so that a
+        # resumed run makes the same decision.
+        wait = self.cadence.wait
+        return EvaluationOutcome(is_best, bool(wait) and self.best is not None and step - self.best.step >= wait)
 
     def save(self, step: int) -> None:
-        """Queue a checkpoint for saving."""
-        self.run.saver.save(step, self.best)
+        """Queue a checkpoint for saving. Unless its step was evaluated, it has no temperature."""
+        self.run.saver.save(step, self.best, self.fitted if self.latest.step == step else 1.0)
 
 
 def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
@@ -180,16 +199,19 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
         best.save(step)
         run.saver.wait_saved(step)
     run.process_group.barrier()
-    chosen = _load_best(run, best.best, step)
+    chosen, temperature = _load_best(run, best)
+    prefix = prefix_of(run.ctx.cycle, chosen.step)
+    if run.config.train.average == "start":
+        prefix, temperature = average_with_start(run, chosen, best.measure) or (prefix, temperature)
     holdouts = {}
     for split in ("valid", "test"):
         rows = run.valid if split == "valid" else holdout_rows(run.ctx, run.inputs, "test")
         if sum(rows.sizes):
             started = time.monotonic()
-            holdouts[split] = figures = _score(run, rows, sum(rows.sizes))
+            holdouts[split] = figures = _score(run, rows, sum(rows.sizes), temperature=temperature)
             run.ctx.events.emit(
                 EventName.HOLDOUT_EVALUATED,
-                step=chosen,
+                step=chosen.step,
                 split=split,
                 accuracy=figures.accuracy,
                 loss=figures.loss,
@@ -197,8 +219,8 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
                 seconds=round(time.monotonic() - started, 3),
             )
     return Outcome(
-        prefix_of(run.ctx.cycle, chosen),
-        chosen,
+        prefix,
+        chosen.step,
         step,
         late,
         holdouts,
@@ -208,7 +230,9 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
     )
 
 
-def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) -> HoldoutFigures:
+def _score(
+    run: Run, rows: TokenRows, limit: int, *, searching: bool = False, temperature: float = 1.0
+) -> HoldoutFigures:
     return evaluate_holdout(
         run.program.outputs,
         run.backend,
@@ -219,15 +243,17 @@ def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) ->
         process_group=run.process_group,
         stop=run.ctx.stop,
         search_pad_id=rows.pad_id if searching else None,
+        temperature=temperature,
     )
 
 
-def _load_best(run: Run, best: Best | None, last: int) -> int:
-    """Load the best weights onto the device and return their step.
+def _load_best(run: Run, steps: BestStep) -> tuple[Best, float]:
+    """Load the best weights onto the device and return their evaluation and temperature.
 
     Falls back to the weights of the last step if the best checkpoint was not saved or cannot be read.
     """
-    if best is None or best.step == last:
+    best, last = steps.best, (steps.latest, steps.fitted)
+    if best is None or best.step == steps.latest.step:
         return last
     checkpoint, reason = None, ""
     try:
@@ -239,7 +265,7 @@ def _load_best(run: Run, best: Best | None, last: int) -> int:
         run.ctx.events.emit(EventName.CHECKPOINT_REJECTED, step=best.step, reason=reason)
         return last
     run.saver.restore(checkpoint)
-    return best.step
+    return best, checkpoint.state.temperature
 
 
 Ended = Literal["complete", "stopped", "late", "converged"]
@@ -251,15 +277,6 @@ class EvaluationOutcome(NamedTuple):
     is_best: bool
     should_stop: bool = False
     """True if further training is not expected to improve the model."""
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """Number of steps between log lines, evaluations and checkpoints. If `evaluate` is 0, only the end is evaluated."""
-
-    log: int
-    evaluate: int
-    save: int
 
 
 @dataclass
@@ -304,8 +321,12 @@ class TrainLoop:
         the last step.
         """
         # The previous attempt may have been stopped before it completed the evaluation of this step.
-        if self.step > 0 and self._midway(self.cadence.evaluate) and self.evaluate(self.step).should_stop:
-            return "converged"
+        if self.step > 0 and self._midway(self.cadence.evaluate):
+            is_best, converged = self.evaluate(self.step)
+            if is_best:
+                self.save(self.step)
+            if converged:
+                return "converged"
         self._forget_host_operators()
         with self.backend.loader(self.stream) as batches:
             while self.step < self.max_steps:

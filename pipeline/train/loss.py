@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.model.config import LossConfig
 from pipeline.model.ops import l2_normalize
-from pipeline.model.relevance import RelevanceOutputs
+from pipeline.model.relevance import RelevanceOutputs, TaughtOutputs
 from pipeline.train.config import TrainConfig
 
 Batch = Mapping[str, Tensor]
@@ -112,7 +112,9 @@ def contrastive_loss(query: Tensor, product: Tensor, targets: Targets, config: L
 # al., "Improving Efficient Neural Ranking Models with Cross-Architecture Knowledge Distillation" (2020).
 
 
-def teacher_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig, unscored: int = 0) -> Tensor | None:
+def teacher_loss(
+    outputs: RelevanceOutputs | TaughtOutputs, targets: Targets, config: LossConfig, unscored: int = 0
+) -> Tensor | None:
     """Compare the scores of each query's products with those of the teacher, averaged over the queries.
 
     The student has two scores: the logit of the best label, and the cosine similarity divided by the temperature. The
@@ -123,6 +125,13 @@ def teacher_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig
     if targets.teacher_score is None or targets.teacher_mask is None:
         return None
     queries = outputs.query.shape[0]
+    if config.teacher_term == "vectors":
+        if not isinstance(outputs, TaughtOutputs) or targets.teacher_query is None or targets.teacher_product is None:
+            return None
+        filled = (targets.gain >= 0).float()
+        of_query = 1.0 - (l2_normalize(outputs.projected_query.float()) * targets.teacher_query).sum(1)
+        of_product = 1.0 - (l2_normalize(outputs.projected_product.float()) * targets.teacher_product).sum(1)
+        return of_query.sum() / queries + (of_product * filled).sum() / len(filled)
     teacher, mask = (values.view(queries, -1) for values in (targets.teacher_score, targets.teacher_mask))
     logits = outputs.logits.float()
     margin = (logits[:, -1] - torch.logsumexp(logits[:, :-1], dim=1)).view(queries, -1)

@@ -55,11 +55,11 @@ def state_at(step: int, best: int | None = None, **changes: Any) -> TrainState:
     return train_state(step=step, **fields | changes)
 
 
-def snapshot(step: int, best: int | None = None) -> Snapshot:
+def snapshot(step: int, best: int | None = None, **changes: Any) -> Snapshot:
     generator = torch.Generator().manual_seed(step)
     optimizer = {"guard": torch.randn(5, generator=generator), "exp_avg.decayed": torch.randn(100, generator=generator)}
     return Snapshot(
-        state_at(step, best), to_hf(build_model(MODEL, SPEC, step).state_dict()), optimizer, "{}", b"tokens"
+        state_at(step, best, **changes), to_hf(build_model(MODEL, SPEC, step).state_dict()), optimizer, "{}", b"tokens"
     )
 
 
@@ -233,6 +233,16 @@ def test_saving_a_step_again_changes_nothing(place: Place) -> None:
     place.save(4)
     assert {path.name: path.stat().st_mtime_ns for path in place.path(4, "x").parent.iterdir()} == before
     assert place.writer.last_saved == 4 and place.writer.failure == ""
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_step_that_was_saved_before_it_was_evaluated_gets_its_temperature(place: Place, in_use: bool) -> None:
+    """Unless it was promoted in the meantime, because its digest must not change then."""
+    place.save(4)
+    place.writer.in_use = lambda: {prefix_of(CYCLE, 4)} if in_use else set()
+    place.writer.submit(snapshot(4, temperature=2.0))
+    place.writer.wait()
+    assert place.store.open(4).state.temperature == (1.0 if in_use else 2.0) and place.writer.last_saved == 4
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ def test_the_estimate_names_what_fits_and_what_does_not(tmp_path: Path, capsys: 
 
     code, fits = estimate("--model.preset=base", "--train.precision=bf16")
     assert code == 0, fits
-    assert "assuming a vocabulary of 8,192 tokens and 4 labels" in fits
-    assert fits.count("fits)") == 4  # lengths of rows
+    assert "assuming a vocabulary of 8,192 tokens, 4 labels, and texts of up to 128 tokens" in fits
+    assert fits.count("fits)") == 2  # lengths of rows
     code, large = estimate("--model.preset=large", "--train.global-batch-size=512", "--train.micro-batch-size=512")
     assert (code, "DOES NOT FIT" in large) == (CONFIG_CODE, True)
     code, unknown = estimate("--estimate.instance=p4d.24xlarge")
@@ -50,7 +50,7 @@ def test_the_estimate_names_what_fits_and_what_does_not(tmp_path: Path, capsys: 
     ],
 )
 def test_the_lint_is_silent_on_every_preset(tmp_path: Path, preset: str) -> None:
-    batch = ("--train.global-batch-size=32", "--train.micro-batch-size=32")
+    batch = ("--train.global-batch-size=32", "--train.micro-batch-size=32", "--data.buckets=16x16,16x32,64x64")
     done = doctor(tmp_path, "--hlo", f"--model.preset={preset}", *batch)
     assert done.returncode == 0, done.stdout + done.stderr
     # The start; a step for each of four lengths of rows, an evaluation for each of three buckets; rows to embed of two

@@ -52,13 +52,14 @@ def export(checkpoint: Checkpoint, tmp_path: Path) -> Export:
 
 
 @pytest.mark.parametrize("format_", WHOLE)
-@pytest.mark.parametrize("trained_head", [True, False])
+@pytest.mark.parametrize(("trained_head", "temperature"), [(True, 1.0), (True, 2.5), (False, 1.0)])
 def test_an_import_of_an_export_is_the_same_model(
-    checkpoint: Checkpoint, export: Export, tmp_path: Path, format_: Format, trained_head: bool
+    checkpoint: Checkpoint, export: Export, tmp_path: Path, format_: Format, trained_head: bool, temperature: float
 ) -> None:
     assert not checkpoint.state.trained_head, "of an encoder alone: its head is random"
     published = PublishedWeights(uri="file:///mini/model.safetensors", sha256="0a" * 32)
     trained = {"trained_head": trained_head, "also_seen": {"f1": "dt=2026-01-01"}, "published": published}
+    trained["temperature"] = temperature  # becomes part of the head
     object.__setattr__(checkpoint, "state", checkpoint.state.model_copy(update=trained))
     folder = export(format_)
     assert published.text in (folder / "README.md").read_text()
@@ -67,6 +68,8 @@ def test_an_import_of_an_export_is_the_same_model(
         open_storage(str(tmp_path / "other")), model, settings_hash="s", code_version="v", scratch=tmp_path / "tmp"
     )
     before, after = checkpoint.weights(), back.weights()
+    before |= {name: before[name] / temperature for name in ("head.weight", "head.bias")}
+    assert back.state.temperature == 1.0
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert (back.state.model, back.state.inputs) == (checkpoint.state.model, checkpoint.state.inputs)

@@ -16,12 +16,15 @@ from pipeline.convert.exporting import ExportPlan, write_export, write_tokenizer
 from pipeline.convert.folder import POOLINGS
 from pipeline.convert.importing import read_model, store_import
 from pipeline.core.batch_order import Bucket
+from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.data.tokenizer import TextTokenizer, pack
+from pipeline.data.tokenizer import TextTokenizer, has_vocabulary, pack
 from pipeline.io.storage import open_storage
-from pipeline.model.hf import FAMILIES, from_hf
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.hf import FAMILIES, from_hf, read_config
 from pipeline.model.ops import l2_normalize
 from pipeline.model.relevance import build_model
+from pipeline.model.weights import initial_model
 from tests.convert.conftest import given, source_of, tokenizer_bytes
 
 transformers = pytest.importorskip("transformers")
@@ -229,3 +232,70 @@ def test_a_plain_folder_of_each_family_and_back(tmp_path: Path, family: str) -> 
     np.testing.assert_allclose(sentence_vectors(folder), ours, rtol=0, atol=TOLERANCE)
     back = imported(folder, tmp_path / "back")
     assert all(torch.equal(tensor, checkpoint.weights()[name]) for name, tensor in back.weights().items())
+
+
+def test_an_encoder_with_a_dense_module_is_started_from_without_it(tmp_path: Path) -> None:
+    """As LEAF is published: a BERT whose mean passes through a linear layer. `import` says how to use the rest."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    path, stored = tmp_path / "theirs", tokenizer_bytes()
+    path.mkdir()
+    (path / "tokenizer.json").write_bytes(stored)
+    save_bert(path, pooling="mean", max_tokens=20, lowercase=True)
+    (path / "tokenizer.json").write_bytes(stored)
+    encoder = sentence_vectors(path)
+    whole = SentenceTransformer(str(path), device="cpu", local_files_only=True)
+    dense = modules.Dense(32, 48, bias=True, activation_function=torch.nn.Identity())
+    SentenceTransformer(modules=[*list(whole)[:2], dense, modules.Normalize()], device="cpu").save(str(path))
+    (path / "tokenizer.json").write_bytes(stored)
+    assert sentence_vectors(path).shape[1] == 48
+    with pytest.raises(ConfigError, match="Dense") as refused:
+        imported(path, tmp_path / "workspace")
+    assert refused.value.next_command == f"--model.init-from {path.as_uri()}, which reads the encoder alone"
+    np.testing.assert_allclose(started_from(path, stored, 20), encoder, rtol=0, atol=TOLERANCE)
+
+
+def started_from(path: Path, tokenizer: bytes, max_tokens: int) -> Vectors:
+    """The vectors of the encoder that a run starts from with model.init_from, before its first step."""
+    words, described = TextTokenizer(tokenizer), read_config((path / "config.json").read_bytes(), "config.json")
+    config = ModelConfig(**described.size.model_dump(), **described.fields(), init_from=str(path))
+    spec = InputSpec(vocab_size=words.vocab_size, pad_id=words.pad_id, labels=("a", "b"), label_gains=(0.0, 1.0))
+    encoder = initial_model(config, spec, 1, path.parent, same_vocabulary=has_vocabulary(str(path), tokenizer)).encoder
+    tokens, index = words.encode(TEXTS), np.arange(len(TEXTS))
+    packed = pack(tokens, index, max_tokens, pad_id=words.pad_id, sep_id=words.sep_id, dtype=np.int32)
+    with torch.no_grad():
+        vectors: Vectors = l2_normalize(encoder.eval()(torch.from_numpy(packed))).numpy()
+    return vectors
+
+
+def test_a_fill_mask_model_with_byte_level_tokens(tmp_path: Path) -> None:
+    """As RexBERT and ModernBERT are published: byte-level BPE, special tokens at its end, and spare rows after them."""
+    path, made = tmp_path / "theirs", tokenizers.Tokenizer(tokenizers.models.BPE())
+    path.mkdir()
+    made.normalizer = tokenizers.normalizers.NFC()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+    names = ("UNK", "CLS", "SEP", "PAD", "MASK")
+    made.add_special_tokens([f"[{name}]" for name in names])
+    ends = [(name, made.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ends
+    )
+    data = made.to_str().encode()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
+    special = {f"{name.lower()}_token_id": made.token_to_id(f"[{name}]") for name in ("CLS", "SEP", "PAD")}
+    special |= {"bos_token_id": special["cls_token_id"], "eos_token_id": special["sep_token_id"]}
+    torch.manual_seed(11)
+    config = transformers.ModernBertConfig(vocab_size=384, max_position_embeddings=40, **sizes, **special)
+    transformers.ModernBertForMaskedLM(config).save_pretrained(path)
+    (path / "tokenizer.json").write_bytes(data)
+    words = {f"{name.lower()}_token": f"[{name}]" for name in names}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 40, "padding_side": "right"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | words))
+    checkpoint = imported(path, tmp_path / "workspace")
+    assert checkpoint.state.inputs.vocab_size == made.get_vocab_size() < 384
+    ours = vectors_of(checkpoint, TEXTS)
+    np.testing.assert_allclose(mean_states(path), ours, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(started_from(path, data, 40), ours, rtol=0, atol=TOLERANCE)

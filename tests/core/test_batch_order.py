@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import (
     EMPTY,
     BatchPlan,
@@ -15,6 +16,7 @@ from pipeline.core.batch_order import (
     assign_buckets,
     check_buckets,
     deal_groups,
+    fit_buckets,
     rank_among_equals,
     rank_slice,
     row_lengths,
@@ -57,6 +59,53 @@ def test_assigned_is_the_first_that_fits(lengths: list[tuple[int, int]], steps: 
     for q, p, chosen in zip(query, product, assign_buckets(query, product, buckets), strict=True):
         fitting = [i for i, b in enumerate(buckets) if q <= b.query_tokens and p <= b.product_tokens]
         assert chosen == (fitting[0] if fitting else len(buckets) - 1)
+
+
+TEXTS = st.lists(st.tuples(st.integers(2, 400), st.integers(2, 400)), min_size=1, max_size=60)
+
+
+def padded(query: Int64s, product: Int64s, buckets: list[Bucket]) -> int:
+    sizes = np.array([one.query_tokens + one.product_tokens for one in buckets])
+    return int(sizes[assign_buckets(query, product, buckets)].sum())
+
+
+@given(TEXTS, st.integers(8, 300))
+def test_fitted_buckets_are_few_nested_round_and_hold_the_texts(pairs: list[tuple[int, int]], longest: int) -> None:
+    query, product = np.array(pairs).T
+    found = fit_buckets(query, product, longest)
+    limit = longest // 8 * 8
+    assert 1 <= len(found) <= 3 and found == check_buckets(found)
+    assert all(side % 8 == 0 and side <= limit for one in found for side in (one.query_tokens, one.product_tokens))
+    assert len(row_lengths(found, 4)) <= 4
+    for lengths, side in ((query, found[-1].query_tokens), (product, found[-1].product_tokens)):
+        assert side == min(limit, -(-int(np.quantile(lengths, 0.995, method="higher")) // 8) * 8)
+    if max(query.max(), product.max()) <= limit:
+        assert np.mean((query > found[-1].query_tokens) | (product > found[-1].product_tokens)) <= 0.01
+
+
+@pytest.mark.parametrize("kind", ["short queries", "titles", "two kinds"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_fitted_buckets_are_as_good_as_any_others(kind: str, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    title = 3 + draw.poisson(9 if kind == "two kinds" else 16, 800)
+    query = title[draw.permutation(800)] if kind == "titles" else 3 + draw.poisson(5, 800)
+    product = np.where(draw.random(800) < 0.3, title + 20, title) if kind == "two kinds" else title
+    found = list(fit_buckets(query, product))
+    sides = [(8 * q, 8 * p) for q in range(1, 8) for p in range(1, 8)]
+    inner = [Bucket(*one) for one in sides if one[0] <= found[-1].query_tokens and one[1] <= found[-1].product_tokens]
+    pairs = [(a, b) for a in inner for b in inner if a <= b and a.product_tokens <= b.product_tokens]
+    best = min(padded(query, product, [*check_buckets([a, b, found[-1]])]) for a, b in pairs)
+    assert padded(query, product, found) <= 1.06 * best
+    assert padded(query, product, found) < 0.95 * padded(query, product, found[-1:])
+
+
+def test_fitted_buckets_of_usual_texts() -> None:
+    """Queries of 6 tokens with titles of 20, a twentieth of which have 40, and one in a thousand 100."""
+    product = np.array(([20] * 19 + [40]) * 50)
+    product[17] = 100
+    assert [one.name for one in fit_buckets(np.full(1000, 6), product)] == ["8x24", "8x40"]
+    assert [one.name for one in fit_buckets(product, product, 32)] == ["24x24", "32x32"]
+    assert [one.name for one in fit_buckets(np.full(9, 500), np.full(9, 500))] == ["128x128"], "the longest allowed"
 
 
 def test_row_lengths_end_with_one_that_holds_all() -> None:
@@ -167,6 +216,20 @@ def test_an_epoch_uses_each_sample_at_most_once_and_leaves_out_less_than_a_batch
     assert max(seen.values()) == 1
     assert sum(pools) - len(seen) < batch_size
     assert [buckets[i] for i in range(len(pools))] == list(plan.batches_by_bucket)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=40, max_size=200), st.integers(1, 3))
+def test_an_epoch_is_a_pass_over_the_positives(rows: list[tuple[int, bool]], epoch: int) -> None:
+    query, positive = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
+    members = deal_groups(query, positive, slots=4, seed=1)
+    plan = BatchPlan((len(members),), batch_size=4, seed=2)
+    positions = range(epoch * plan.batches_per_epoch, (epoch + 1) * plan.batches_per_epoch)
+    visited = members[np.concatenate([plan.batch(position).rows for position in positions])]
+    rows_of = visited[visited != EMPTY]
+    seen = rows_of[positive[rows_of]]
+    assert len(seen) == len(np.unique(seen)), "each positive at most once"
+    left_out = np.setdiff1d(np.flatnonzero(positive), seen)
+    assert len(np.unique(np.flatnonzero(np.isin(members, left_out).any(axis=1)))) < 4, "but for less than a batch"
 
 
 @given(POOLS, st.integers(1, 17), SEEDS)

@@ -38,7 +38,7 @@ class Workplace:
     def names(self) -> list[EventName]:
         return [name for name, _ in self.events]
 
-    def prepare(self, config: DataConfig, tokenizer: bytes | None = None, worker: int = 0) -> PreparedData:
+    def prepare(self, config: DataConfig, tokenizer: bytes | None = None, worker: int = 0, **more: Any) -> PreparedData:
         self.events.clear()
         return prepare(
             config,
@@ -48,6 +48,7 @@ class Workplace:
             worker=worker,
             events=self.emit,
             stop=self.stop,
+            **more,
         )
 
     def bytes_of(self, prefix: str) -> dict[str, bytes]:

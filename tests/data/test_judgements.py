@@ -8,27 +8,35 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.judgements import JudgementCounts, count_judgements, hundredths, prepared_warnings, sum_judgements
-from pipeline.data.token_sets import ShardInfo
+from pipeline.data.judgements import (
+    JudgementCounts,
+    count_judgements,
+    hundredths,
+    prepared_warnings,
+    shared_products,
+    sum_judgements,
+)
+from pipeline.data.shards import ShardFile, TokenRows
+from pipeline.data.token_sets import Split, TokenSetInfo
 from pipeline.data.tokenizer import train_tokenizer
-from tests.train.rows import token_set_info, write_shard
+from tests.train.rows import BUCKETS, PAD, token_set_info, write_shard
 
 GAINS = np.array([0.0, 0.01, 0.1, 0.29, 0.333, 0.99, 1.0], dtype=np.float32)
 SIZES = ((70, 0), (50, 40), (0, 90))
 
 
-def write(folder: Path) -> tuple[tuple[ShardInfo, ...], list[tuple[int, int, float]]]:
+def write(folder: Path) -> tuple[tuple[ShardFile, ...], list[tuple[int, int, float]]]:
     """Shards with random judgements; and their rows as (query id, label, gain)."""
-    rng, shards, rows = np.random.default_rng(5), list[ShardInfo](), list[tuple[int, int, float]]()
+    rng, shards, rows = np.random.default_rng(5), list[ShardFile](), list[tuple[int, int, float]]()
     ids = np.array([hash63(f"query {number}") for number in range(40)], dtype=np.int64)
     for number, sizes in enumerate(SIZES):
         file = write_shard(folder / f"train-{number}.safetensors", sizes, 1 + 1000 * number)
-        arrays: dict[str, Any] = {}
+        arrays: dict[str, Any] = load_file(file.path)
         for bucket, count in enumerate(sizes):
             query, gain = rng.choice(ids, count), rng.choice(GAINS, count)
             label = (gain > 0.2).astype(np.int16)
@@ -37,14 +45,14 @@ def write(folder: Path) -> tuple[tuple[ShardInfo, ...], list[tuple[int, int, flo
                 names = {"query_id": query, "label": label, "gain": gain}
                 arrays |= {f"b{bucket}.{name}": values for name, values in names.items()}
         save_file(arrays, file.path)
-        shards.append(ShardInfo(file=file.path.name, rows=sizes))
+        shards.append(file)
     return tuple(shards), rows
 
 
 @pytest.mark.parametrize("positive_gain", [0.0, 0.01, 0.1, 0.29, 0.3, 0.99, 1.0])
 def test_counts_are_those_of_a_plain_loop(tmp_path: Path, positive_gain: float) -> None:
     shards, rows = write(tmp_path)
-    judged = count_judgements(tmp_path, {"train": shards}, 2, StopSignal())
+    judged = count_judgements({"train": TokenRows(shards, BUCKETS, PAD)}, 2, StopSignal())
     info = token_set_info("flat").model_copy(update={"judged": judged})
     before = token_set_info("flat")  # of an earlier version
     one, two = (sum_judgements(infos, "train", positive_gain) for infos in ([info, before], [info, info]))
@@ -68,7 +76,9 @@ def test_counts_are_those_of_a_plain_loop(tmp_path: Path, positive_gain: float) 
 
 def test_queries_of_a_holdout_that_are_trained_on_are_counted(tmp_path: Path) -> None:
     shards, rows = write(tmp_path)
-    counts = count_judgements(tmp_path, {"train": shards[:1], "valid": shards[1:], "test": shards[2:]}, 2, StopSignal())
+    parts: dict[Split, tuple[ShardFile, ...]] = {"train": shards[:1], "valid": shards[1:], "test": shards[2:]}
+    splits = {split: TokenRows(part, BUCKETS, PAD) for split, part in parts.items()}
+    counts = count_judgements(splits, 2, StopSignal())
     ends = np.cumsum([0, *(sum(size) for size in SIZES)])
     first, second, third = ({query for query, _, _ in rows[ends[i] : ends[i + 1]]} for i in range(3))
     assert 0 < len(first & third) < len(third)
@@ -93,8 +103,9 @@ WORDS = ["a thing of many words that do not fit", *(f"query {number}" for number
 TOKENIZER = train_tokenizer(WORDS, TokenizerConfig(vocab_size=256))
 
 
-def row(query: int, label: str, split: str = "train", title: str = "a thing", gain: float | None = None) -> Row:
+def row(query: int, label: str, split: str = "train", title: str = "", gain: float | None = None) -> Row:
     gain = GAIN_OF[label] if gain is None else gain
+    title = title or f"a thing of {query}"
     return {"query": f"query {query}", "title": title, "label": label, "gain": gain, "split": split}
 
 
@@ -105,13 +116,18 @@ def good(queries: range = range(100), labels: tuple[str, ...] = LABELS) -> Itera
 
 
 def warnings(workplace: Callable[[str], Any], rows: list[Row]) -> list[str]:
+    return prepared_warnings(prepared(workplace, rows), 0.99, contrastive=True)
+
+
+def prepared(workplace: Callable[[str], Any], rows: list[Row]) -> tuple[TokenSetInfo, ...]:
     place = workplace("one")
     path = place.folder / "rows.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
     config = DataConfig(path=str(path), labels=LABELS, buckets=("8x8", "16x24"), num_workers=1, rows_per_chunk=100)
     data = place.prepare(config, TOKENIZER)
     assert data.infos == place.prepare(config, TOKENIZER).infos, "what was committed says the same"
-    return prepared_warnings(data.infos, 0.99, contrastive=True)
+    infos: tuple[TokenSetInfo, ...] = data.infos
+    return infos
 
 
 @pytest.mark.stage
@@ -136,6 +152,37 @@ def test_each_thing_that_costs_quality_is_a_warning_with_counts(
     found = warnings(workplace, [*good(), *rows])
     assert len(found) == (words is not None)
     assert words is None or words in found[0]
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize(
+    ("old", "words"),
+    [
+        (0, []),
+        (1, []),  # few
+        (4, ["4 of 20 products (20%) of split valid are also in split train", "Only the 80% of its rows"]),
+        (20, ["20 of 20 products (100%) of split valid", "Only the 0% of its rows"]),
+    ],
+)
+@pytest.mark.parametrize("ids", [False, True])
+def test_products_of_a_holdout_that_are_trained_on(
+    workplace: Callable[[str], Any], old: int, words: list[str], ids: bool
+) -> None:
+    """By id if there is one, though the titles differ."""
+    shared = [row(200 + query, label, title=f"a thing of {5 * query}") for query in range(old) for label in LABELS]
+    rows = [*good(), *shared]
+    if ids:
+        rows = [row | {"product_id": row["title"], "title": f"{row['title']} {row['split']}"} for row in rows]
+    (info,) = prepared(workplace, rows)
+    judged = info.judged["valid"]
+    assert (judged.products, judged.products_in_train, judged.rows_new_product) == (20, old, 60 - 3 * old)
+    assert info.judged["train"].products == info.judged["train"].rows_new_product == 0
+    found = list(shared_products([info]))
+    assert [text for text, _ in found if not all(each in text for each in words)] == []
+    assert [loud for _, loud in found] == ([old == 20] if words else [])
+    assert prepared_warnings([info], 0.99, contrastive=True) == [text for text, loud in found if loud]
+    # Splits that were made by product share the other side on purpose.
+    assert not list(shared_products([info.model_copy(update={"split_by": "both"})]))
 
 
 @pytest.mark.stage

@@ -52,6 +52,7 @@ NOT_IN_TOKENIZERS = OF_CONTENT | {
     **dict.fromkeys(("labels", "numeric", "categorical", "slices", "lexical"), "no text"),
     "valid_fraction": "it is trained on rows of all splits",
     "test_fraction": "it is trained on rows of all splits",
+    "split_by": "it is trained on rows of all splits",
     "rows_per_chunk": "who does it",
     "query_prefix": "put before texts that are encoded",
     "product_prefix": "put before texts that are encoded",
@@ -154,6 +155,7 @@ def test_every_field_of_prepared_data_is_common_to_the_partitions_of_a_run_or_th
         "without_category": {"x": 1},
         "label_gains": (0.0, 0.5),
         "categorical": (),
+        "split_by": "both",
         "slices": (SliceInfo(column="category", names=("a",)),),
     }
     fits(one)

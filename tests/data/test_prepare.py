@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
+from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.progress import use_display
 from pipeline.core.stop import StopSignal
@@ -75,7 +76,7 @@ def test_shards_say_what_their_manifest_says(workplace: Make) -> None:
         num_tokens = 0
         for shard in (shard for shards in info.splits.values() for shard in shards):
             arrays = load_file(place.folder / "workspace" / prefix / shard.file)
-            for index, (bucket, rows) in enumerate(zip(CONFIG.bucket_shapes, shard.rows, strict=True)):
+            for index, (bucket, rows) in enumerate(zip(map(Bucket.parse, info.buckets), shard.rows, strict=True)):
                 found = {name.partition(".")[2]: values for name, values in arrays.items() if name[:3] == f"b{index}."}
                 if not rows:
                     assert not found

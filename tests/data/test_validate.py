@@ -1,6 +1,7 @@
 """Each row is usable or has one reason why not; slices are stored by hash with their names beside."""
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
-from pipeline.data.config import CategoricalFeature, ColumnMapping, DataConfig
+from pipeline.data.config import CategoricalFeature, ColumnMapping, DataConfig, SplitBy
 from pipeline.data.rows import (
     BadRow,
     RawBatch,
@@ -151,11 +152,85 @@ def test_a_query_id_tells_queries_apart_and_rows_without_one_go_by_their_text() 
     assert rows.split[0] == rows.split[2]
 
 
+PAIRS = [(a, b) for a in range(60) for b in range(a + 1, a + 9)]
+"""Offers are matched with later ones, so that most are the query of some rows and the product of others."""
+
+
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("split_by", ["query", "product", "both"])
+def test_an_item_by_which_rows_are_split_is_in_one_split_wherever_it_stands(split_by: SplitBy, ids: bool) -> None:
+    """Whatever its case, and in whatever chunk. With both, it is never trained on if any row with it is held out."""
+    config = DataConfig(valid_fraction=0.15, test_fraction=0.15, split_by=split_by)
+    rules = RowRules(config, "flat", (), (), carve_valid=False)
+    columns: dict[str, list[bytes | None]] = {
+        "query": [b"Offer %d" % a for a, _ in PAIRS],
+        "title": [b" OFFER %d " % b for _, b in PAIRS],
+    }
+    if ids:  # from separate numberings; a product has several titles
+        columns |= {"query_id": [b"q%d" % (7 * a) for a, _ in PAIRS], "product_id": [b"p%d" % b for _, b in PAIRS]}
+        if split_by == "product":
+            columns["title"] = [b"Offer %d, %d" % (b, a % 2) for a, b in PAIRS]
+    split = validate_chunk(texts(**columns), rules)[0].split
+    halves = [texts(**{name: cells[start::2] for name, cells in columns.items()}) for start in (0, 1)]
+    parts = [validate_chunk(half, replace(rules, partition="dt=2026-01-01"))[0].split for half in halves]
+    assert parts[0].tolist() == split[::2].tolist() and parts[1].tolist() == split[1::2].tolist()
+    assert len(split) == len(PAIRS)
+    sides = [0] if split_by == "query" else [1] if split_by == "product" else [0, 1]
+    of_item: dict[int, set[int]] = defaultdict(set)
+    for pair, number in zip(PAIRS, split.tolist(), strict=True):
+        for side in sides:
+            of_item[pair[side]].add(number)
+    if split_by != "both":
+        assert all(len(splits) == 1 for splits in of_item.values())
+        return
+    # Each item is a test, a valid or a train item, and a row is as held out as the most held out of its two.
+    rank = {item: min(splits) for item, splits in of_item.items()}
+    assert split.tolist() == [max(rank[a], rank[b]) for a, b in PAIRS]
+    shares = np.bincount([*rank.values()], minlength=3) / len(rank)
+    assert shares == pytest.approx([0.7, 0.15, 0.15], abs=0.15)
+    assert {0, 1, 2} == set(split.tolist())
+
+
+def test_a_query_that_is_also_a_product_is_another_item_unless_both_sides_are_split() -> None:
+    """Two rows with the same texts the other way round."""
+    turned = texts(query=[b"a%d" % i for i in range(200)], title=[b"b%d" % i for i in range(200)])
+    back = texts(query=[b"b%d" % i for i in range(200)], title=[b"a%d" % i for i in range(200)])
+    for split_by, is_same in (("both", True), ("query", False), ("product", False)):
+        config = HALVES.config.model_copy(update={"split_by": split_by})
+        one, two = (validate_chunk(chunk, replace(HALVES, config=config))[0].split for chunk in (turned, back))
+        assert (one.tolist() == two.tolist()) is is_same
+
+
+def test_ids_of_products_are_kept_and_any_bytes_may_be_one() -> None:
+    """As an id says, or the title: what is not UTF-8 does not spoil a row that was good without the column's use."""
+    chunk = texts(title=[b"A", b"B", b"C", b"a"], product_id=[b"\xff", None, b" 7 ", b"  "])
+    rows, bad, _ = validate_chunk(chunk, HALVES)
+    assert bad == [] and rows.product_id.tolist() == [hash63(key) for key in (b"\xff", "b", "7", "a")]
+    assert validate_chunk(texts(title=[b"A", b"a"]), HALVES)[0].product_id.tolist() == [hash63("a")] * 2
+
+
+def test_a_split_column_and_another_kind_of_split_contradict_each_other() -> None:
+    columns = ["query", "title", "gain", "fold"]
+    given: dict[str, Any] = {"split_by": "both", "columns": ColumnMapping(split="fold")}
+    with pytest.raises(DataError, match=r"f has a split column 'fold', so data\.split_by both has no effect"):
+        plan_columns(DataConfig(**given), columns, "f")
+    assert plan_columns(DataConfig(split_by="both"), columns, "f").inputs == ["query", "title", "gain"]
+    assert "fold" in plan_columns(DataConfig(columns=ColumnMapping(split="fold")), columns, "f").inputs
+
+
+@pytest.mark.parametrize("split_by", ["query", "product", "both"])
 @pytest.mark.parametrize("carve", [True, False])
-def test_valid_rows_are_carved_out_of_train_alone(carve: bool) -> None:
+def test_valid_rows_are_carved_out_of_train_alone(carve: bool, split_by: SplitBy) -> None:
     queries: list[bytes | None] = [b"q%d" % number for number in range(400)]
+    titles: list[bytes | None] = [b"t%d" % (number // 2 * 3) for number in range(400)]
     split: list[bytes | None] = [b"train", b"test"] * 200
-    rows, _, _ = validate_chunk(texts(query=queries, split=split), replace(HALVES, carve_valid=carve))
+    config = HALVES.config.model_copy(update={"split_by": split_by})
+    rules = replace(HALVES, carve_valid=carve, config=config)
+    rows, _, _ = validate_chunk(texts(query=queries, title=titles, split=split), rules)
+    if split_by == "both" and carve:  # a quarter of the items of each side, unless the other one is a test item
+        assert set(rows.split[1::2].tolist()) == {2}
+        assert np.bincount(rows.split[::2], minlength=3)[1] / 200 == pytest.approx(0.75**2 - 0.5**2, abs=0.1)
+        return
     assert set(rows.split[1::2].tolist()) == {2}
     assert np.bincount(rows.split[::2], minlength=3) / 200 == pytest.approx(
         [0.75, 0.25, 0] if carve else [1, 0, 0], abs=0.1

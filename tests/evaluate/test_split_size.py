@@ -5,7 +5,7 @@ import pytest
 from pipeline.data.token_sets import JudgedSplit, TokenSetInfo
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.gate.compare import CheckKind, GateCheck, Outcome, Verdict
-from pipeline.evaluate.gate.judge import count_queries, fraction_for, size_advice, verdict_advice
+from pipeline.evaluate.gate.judge import count_queries, fraction_for, precision_warning, size_advice, verdict_advice
 
 
 def info(**queries: int) -> TokenSetInfo:
@@ -71,6 +71,20 @@ def test_the_advice_names_what_there_is_and_the_setting_that_gives_enough() -> N
     assert "fraction" not in few and "judge more queries" in few and "about 100" in few
     unknown = size_advice("test", 5, 50, {})
     assert "fraction" not in unknown and "judge more queries" in unknown and "all splits" not in unknown
+
+
+@pytest.mark.parametrize(
+    ("queries", "train", "said"),
+    [
+        (2500, 9000, None),
+        (2499, 9000, ("below 0.01 ", "--data.valid-fraction 0.25 gives")),
+        (100, 1900, ("below 0.05 ", "all splits together have about 2,000")),
+        (0, 1900, None),
+    ],
+)
+def test_a_split_that_cannot_tell_a_hundredth(queries: int, train: int, said: tuple[str, str] | None) -> None:
+    found = precision_warning("valid", {"train": train, "valid": queries, "test": 0})
+    assert bool(found) == (said is not None) and all(part in found for part in said or ())
 
 
 def test_only_a_failed_check_for_want_of_queries_gets_advice() -> None:

@@ -4,13 +4,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
-from pipeline.evaluate.metrics.measure import MetricReport
+from pipeline.evaluate.metrics.measure import MetricReport, SliceReport
 from pipeline.evaluate.report import (
     BaselineReport,
     EvaluationReport,
     HoldoutReport,
     HybridReport,
     ModelReport,
+    part_table,
     table_lines,
 )
 
@@ -150,3 +151,43 @@ def test_the_figures_of_all_models_by_name() -> None:
 def test_wider_reports_of_an_earlier_version_are_read() -> None:
     old = CANDIDATE.model_dump(exclude={"ndcg_by_width"}) | {"retrieval_by_width": {8: found().model_dump()}}
     assert ModelReport.model_validate(old).ndcg_by_width == {}
+
+
+def test_parts_stand_side_by_side_with_what_each_model_has() -> None:
+    def parts(columns: dict[str, tuple[str, ...]], **values: float) -> tuple[SliceReport, ...]:
+        report = MetricReport(values=values, missing={}, num_rows=1000, num_queries=40)
+        searched = report.model_copy(update={"num_rows": 0})
+        return tuple(
+            SliceReport(column=column, value=value, report=searched if column == "relevant_products" else report)
+            for column, names in columns.items()
+            for value in names
+        )
+
+    rows: dict[str, tuple[str, ...]] = {"brand": ("acme",), "trained_on": ("query", "neither")}
+    search: dict[str, tuple[str, ...]] = {"relevant_products": ("seen", "new")}
+    found = {"retrieval_recall@10": 0.6, "retrieval_ndcg@10": 0.5, "retrieval_recall@100": 0.7}
+    candidate = CANDIDATE.model_copy(
+        update={"slices": parts(rows, **{"ndcg@5": 0.9, "ndcg@10": 0.8, "macro_f1": 0.4}) + parts(search, **found)}
+    )
+    production = INCUMBENT.model_copy(update={"slices": parts({"trained_on": ("neither",)}, **{"ndcg@10": 0.7})})
+    bm25 = BASELINES[0].model_copy(update={"slices": parts(search, **found)})
+    holdout = HoldoutReport.model_validate(HOLDOUT | UNLEAKED | {"parts": {"query": 1000, "neither": 1000}})
+    made = report(production, holdout=holdout, candidate=candidate, baselines=(bm25, BASELINES[1]))
+    assert part_table(made) == [
+        ("slice", "metric", "rows", "queries", "candidate", "production", "bm25"),
+        ("trained_on=query", "macro_f1", "1,000", "40", "0.4000", "-", "-"),
+        ("trained_on=query", "ndcg@10", "1,000", "40", "0.8000", "-", "-"),
+        ("trained_on=neither", "macro_f1", "1,000", "40", "0.4000", "-", "-"),
+        ("trained_on=neither", "ndcg@10", "1,000", "40", "0.8000", "0.7000", "-"),
+        *(
+            (f"relevant_products={value}", name, "", "40", *figures)
+            for value in ("seen", "new")
+            for name, figures in (
+                ("retrieval_ndcg@10", ("0.5000", "-", "0.5000")),
+                ("retrieval_recall@100", ("0.7000", "-", "0.7000")),
+            )
+        ),
+    ]
+    lines = table_lines(made)
+    assert "rows by which side was trained on, query or product: query 1,000, neither 1,000" in lines
+    assert part_table(report(INCUMBENT)) == [] and not any("which side" in line for line in table_lines(report(None)))

@@ -25,6 +25,7 @@ from pipeline.convert.folder import PRODUCT, QUERY
 from pipeline.core.errors import ConfigError, DataError, NumericError
 from pipeline.core.fingerprint import hash63
 from pipeline.embed.vectors import find_vectors
+from pipeline.evaluate.report import load_report
 from pipeline.evaluate.score import load_scores
 from pipeline.inference.model import Hit, Kind
 from pipeline.io.commit import commit_dir
@@ -203,7 +204,12 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, Path]:
     flags = [f"--workspace={folder}/workspace", f"--data.path={path}", "--cycle=c1", "--backend=cpu", *MODEL, *TRAIN]
     flags += ["--data.numeric=price", "--data.categorical=brand", "--data.labels=0,1", "--data.test-fraction=0.4"]
     flags += ["--data.buckets=8x8,16x32", "--data.tokenizer.vocab-size=300", "--data.num-workers=1"]
-    flags += ["--train.max-steps=10", "--train.evaluate-every=0", "--no-evaluate.baselines.boosting"]
+    flags += [
+        "--data.valid-fraction=0.3",
+        "--train.max-steps=10",
+        "--train.evaluate-every=0",
+        "--no-evaluate.baselines.boosting",
+    ]
     assert cli.main(["prepare", *flags]) == 0
     assert cli.main(["train", *flags]) == 0
     assert cli.main(["evaluate", *flags]) in (0, 80)
@@ -230,6 +236,9 @@ def test_score_equals_the_scores_of_evaluate(
             assert line["gain"] == pytest.approx(probabilities[sample] @ [0, 1], abs=2e-6)
     assert compared == len(probabilities) > 50
     model = trnpipe.load_model(storage.uri(checkpoint))
+    report, state = load_report(storage, "c1"), model.checkpoint.state
+    assert report and report.candidate.temperature == state.temperature != 1.0
+    assert report.candidate.ece_before and report.candidate.ece_before > report.candidate.metrics.values["ece"]
     first = {"query": "phone 0", "title": "phone model 0", "price": 20.5, "brand": "brand0"}
     scores = model.score([first, first | {"price": 99.0}])
     assert scores.labels == ("0", "1") and len(scores) == 2 and scores.grades[0] in scores.labels

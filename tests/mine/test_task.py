@@ -11,12 +11,11 @@ from safetensors.numpy import load_file, save_file
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import TokenRows
+from pipeline.data.shards import TokenRows, text_hashes
 from pipeline.data.token_sets import TokenSet
 from pipeline.embed.config import EmbedConfig
 from pipeline.mine.config import MineConfig
 from pipeline.mine.run import NONE, MiningTask, make_task, plan_mining
-from pipeline.retrieval.products import text_hashes
 from pipeline.settings import Settings
 from tests.kit.fields import check_named, without_effect
 from tests.train.rows import BUCKETS, PAD, checkpoint_of, every_row, token_set_info, write_shard

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.config import TokenizerConfig
+from pipeline.data.shards import text_hashes
 from pipeline.data.tokenizer import TextTokenizer, pack, train_tokenizer
-from pipeline.retrieval.products import decode_tokens, join_tokens, text_hashes, to_tokens
+from pipeline.retrieval.products import decode_tokens, join_tokens, to_tokens
 
 TEXTS = st.lists(st.lists(st.integers(1, 300), max_size=6), min_size=1, max_size=12)
 

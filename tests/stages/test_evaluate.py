@@ -17,12 +17,13 @@ from pipeline.data import synthetic
 from pipeline.data.config import SyntheticConfig
 from pipeline.data.sources import Source
 from pipeline.evaluate import originals
-from pipeline.evaluate import run as evaluate_work
-from pipeline.evaluate.holdout import Holdout, Leak, find_leak
+from pipeline.evaluate import trained as trained_on
+from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.models import ModelScorer
 from pipeline.evaluate.report import GoldenReport, load_digest
 from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.score import load_scores
+from pipeline.evaluate.trained import Leak, mark_trained
 from pipeline.inference.model import load_model
 from pipeline.registry.model import roll_back_model
 from pipeline.registry.promote import promote
@@ -402,11 +403,11 @@ def test_what_was_replayed_is_looked_at_for_the_holdout(case: Case, monkeypatch:
     """Late days and days that changed, of which a checkpoint says so apart from its partitions."""
     looked_at = []
 
-    def counting(*args: Any) -> Leak:
+    def counting(*args: Any) -> None:
         looked_at.append(args[-1])
-        return find_leak(*args)
+        mark_trained(*args)
 
-    monkeypatch.setattr(evaluate_work, "find_leak", counting)
+    monkeypatch.setattr(trained_on, "mark_trained", counting)
     marks = case.storage.list_dirs("tokens/tiny/")
     candidate = case.made("late", partitions={}, also_seen={"gone": "dt=2025-12-31", marks[0]: "dt=2026-01-01"})
     told = case.run(f"--evaluate.candidate={candidate}", "--no-evaluate.promote")
@@ -415,7 +416,7 @@ def test_what_was_replayed_is_looked_at_for_the_holdout(case: Case, monkeypatch:
 
 
 def test_a_holdout_that_was_trained_on(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate_work, "find_leak", lambda *args: Leak(30, 4, 2))
+    monkeypatch.setattr(trained_on, "find_leak", lambda *args: Leak(30, 4, 2))
     assert "6 of 30 test queries (20%) were trained on (4 by id, 2 by text)" in case.run(code=65)
     assert not case.storage.stat("cycles/c1/evaluate/report.json")
     assert "better than they would be on new queries" in case.run("--evaluate.leak=warn")

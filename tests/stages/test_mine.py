@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.context import load_result
+from pipeline.data.shards import text_hashes
 from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.mine import run as mine_run
 from pipeline.mine.run import NONE, ArrayParts, read_negatives
 from pipeline.mine.store import Negatives, NegativeSet, find_negatives, open_negatives
 from pipeline.parallel.world import ARRAY_INDEX
-from pipeline.retrieval.products import text_hashes
 from tests.fault.harness import DATA, MODEL, TRAIN
 from tests.stages.evaluate_case import Case
 from tests.train.rows import every_row

@@ -54,6 +54,36 @@ def test_the_second_run_finds_the_first_and_other_settings_add_to_it(
     assert event_names(tmp_path)[-1] == "stage_finished"
 
 
+def test_data_and_models_of_earlier_versions_keep_their_buckets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = "--data.buckets=16x16,16x32,64x64"  # the default of earlier versions
+    assert prepare(tmp_path, old) == 0
+    first = stored(tmp_path)
+    assert prepare(tmp_path) == 0
+    assert stored(tmp_path).outputs == first.outputs and not (tmp_path / "tokens/catalogue/buckets.json").exists()
+    assert capsys.readouterr().out.count("| buckets 16x16 16x32 64x64\n") == 2
+
+    # A model that was trained on it continues on another dataset.
+    (parent := tmp_path / "checkpoints/c1/step-1").mkdir(parents=True)
+    (parent / "tokenizer.json").write_bytes((tmp_path / first.outputs["tokenizer"] / "tokenizer.json").read_bytes())
+    start, other = "--train.start=checkpoints/c1/step-1", ("--data.name=other", "--cycle=c2")
+    assert prepare(tmp_path, start, *other) == 0
+    assert "| buckets 16x16 16x32 64x64\n" in capsys.readouterr().out
+    assert prepare(tmp_path, "--data.name=third") == 0
+    assert "64x64" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "tokens/third/buckets.json").read_text())["buckets"]
+
+
+def test_a_split_that_cannot_tell_small_differences_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare(tmp_path, "--gate.min-queries=2", "--data.test-fraction=0.3", "--data.valid-fraction=0.3") == 0
+    figures, out = stored(tmp_path).figures, capsys.readouterr().out
+    for split in ("valid", "test"):
+        queries = int(str(figures[f"queries_{split}"]))
+        said = f"split {split} has {queries:,} queries that count, but about 2,500 are needed"
+        assert said in out and f"nDCG differences below {0.5 / queries**0.5:.2g}" in out
+
+
 def test_a_mistake_in_the_golden_queries_stops_it_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "golden.toml").write_text("[[golden]]\nmust = ['a product']\n")
     assert prepare(tmp_path, f"--evaluate.golden={tmp_path}/golden.toml") == DataError.exit_code

@@ -37,6 +37,9 @@ OUTSIDE = {
     "micro_batch_size": "how a batch is cut for memory",
     "step_boundary": "how a step is cut into graphs",
     "parallel": "how ranks share a step",
+    "evaluate_every": "which of its checkpoints is chosen, as the next two",
+    "evaluate_rows": "on how many rows",
+    "patience": "whether later ones are worth waiting for",
     "deadline": "when it has to end",
     "on_deadline": "what happens then",
     "collective_timeout_s": "how long ranks wait for each other",
@@ -75,6 +78,7 @@ def test_every_field_of_the_model_and_its_inputs_is_in_the_identity() -> None:
         ({"negatives": "digest"}, "negatives"),
         ({"train_queries_per_topic": 4}, "train.queries_per_topic"),
         ({"train_link_queries": True}, "train.link_queries"),
+        ({"train_average": "start"}, "train.average"),
         ({"selection": Selection((Partition("dt=2026-01-02", "2026-01-02", "rewritten"),), (), ())}, "data.new"),
         ({"selection": Selection(SELECTION.new, SELECTION.new, ())}, "data.old"),
     ],
@@ -86,8 +90,15 @@ def test_differences_are_named(changes: dict[str, object], named: str) -> None:
     assert caught.value.seen == f"checkpoints/c/step-3 was trained with different {named}"
 
 
-def test_runs_from_before_there_were_topics_and_links_are_those_without() -> None:
-    assert not {"train.queries_per_topic", "train.link_queries"} & set(identity())
+def test_a_run_under_way_continues_with_another_cadence() -> None:
+    stored = identity() | {
+        f"train.{name}": fingerprint(200) for name in ("evaluate_every", "evaluate_rows", "patience")
+    }
+    check_identity(stored, identity(), where="a run of an earlier version, which stored them")
+
+
+def test_runs_from_before_there_were_topics_links_and_averages_are_those_without() -> None:
+    assert not {"train.queries_per_topic", "train.link_queries", "train.average"} & set(identity())
 
 
 def test_a_retired_setting_stands_in_the_identity_as_it_was() -> None:

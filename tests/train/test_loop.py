@@ -25,8 +25,8 @@ from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
-from pipeline.train.config import GuardConfig, TrainConfig
-from pipeline.train.loop import Cadence, EvaluationOutcome, TrainLoop
+from pipeline.train.config import Cadence, GuardConfig, TrainConfig
+from pipeline.train.loop import EvaluationOutcome, TrainLoop
 from pipeline.train.optimizer import learning_rate_at
 from pipeline.train.step import TrainProgram
 from pipeline.train.stream import BatchStream, Pace

@@ -202,7 +202,7 @@ def test_a_stop_anywhere_resumes_to_the_same_end(tmp_path: Path, event: EventNam
     whole, stopped = Cycle(tmp_path / "whole"), Cycle(tmp_path / "stopped")
     for made in (whole, stopped):
         made.folder.mkdir()
-        made.partition(1, ROWS)
+        made.partition(1, ROWS | {"valid": (60, 60)})
         made.model = MODEL.model_copy(update={"dropout": 0.3})
     expected = whole.run()
     stopped.stop_at(event, step)
@@ -212,6 +212,10 @@ def test_a_stop_anywhere_resumes_to_the_same_end(tmp_path: Path, event: EventNam
     assert seen == expected
     assert stopped.losses() == whole.losses()  # no step is lost or done twice
     assert same_weights(stopped.open(6), whole.open(6))
+    assert expected.holdouts["valid"].temperature != 1.0
+    for step in {expected.step, 6}:  # also if it was saved before it was evaluated
+        assert stopped.open(step).state.temperature == whole.open(step).state.temperature
+    assert stopped.open(seen.step).state.temperature == expected.holdouts["valid"].temperature
 
 
 def mining(folder: Path) -> Cycle:

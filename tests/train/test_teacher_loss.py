@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.model.config import LossConfig
-from pipeline.model.relevance import RelevanceOutputs
+from pipeline.model.relevance import RelevanceOutputs, TaughtOutputs
 from pipeline.train.loss import Targets, contrastive_loss, teacher_loss
 
 QUERIES, SLOTS, CLASSES, WIDTH, DIM = 4, 5, 3, 6, 7
@@ -109,6 +109,19 @@ def test_differences_of_a_teachers_similarities_are_those_of_the_own_products() 
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     with_teacher = contrastive_loss(outputs.query, outputs.product, targets, config)
     assert with_teacher == contrastive_loss(outputs.query, outputs.product, Targets(*targets[:4]), config)
+
+
+def test_projected_vectors_are_compared_with_those_of_the_teacher() -> None:
+    outputs, targets = case(vectors=True)
+    draw = torch.Generator().manual_seed(8)
+    sides = [torch.randn(size, DIM, generator=draw) for size in (QUERIES, SIZE)]
+    assert targets.teacher_query is not None and targets.teacher_product is not None
+    filled = targets.gain >= 0
+    expected = (1 - F.cosine_similarity(sides[0], targets.teacher_query)).mean()
+    expected = expected + (1 - F.cosine_similarity(sides[1], targets.teacher_product))[filled].sum() / SIZE
+    loss = teacher_loss(TaughtOutputs(*outputs, *sides), targets, LossConfig(teacher_term="vectors"))
+    assert loss is not None
+    torch.testing.assert_close(loss, expected)
 
 
 def test_a_student_that_agrees_has_no_loss_and_no_gradient() -> None:

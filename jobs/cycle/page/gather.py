@@ -384,7 +384,7 @@ def curves_of(events: Sequence[CycleEvent]) -> dict[str, list[Point]]:
         elif event.name == EventName.TRAIN_STEPS:
             for name, field in (_AT_STEPS | _AT_REPORTS).items():
                 add(name, step, event.fields.get(field))
-        elif event.name == EventName.HOLDOUT_EVALUATED and event.fields.get("split") == "valid":
+        elif event.name == EventName.HOLDOUT_EVALUATED and "best" in event.fields:  # not of the candidate
             add(HOLDOUT, step, event.fields.get("loss"))
     return {name: points for name, points in curves.items() if points}
 

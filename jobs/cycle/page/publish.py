@@ -34,7 +34,7 @@ from pipeline.core.record import Record
 from pipeline.data.token_sets import PartitionDigest
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck
-from pipeline.evaluate.report import table_lines
+from pipeline.evaluate.report import part_table, table_lines
 from pipeline.io.storage import Storage, read_record
 
 INDEX = "reports/index.json"
@@ -168,6 +168,7 @@ def page(data: PageData, own: CycleRow) -> str:
             median_usd=lambda stage: _median(row.stage_usd.get(stage) if stage else row.usd for row in usual),
             gate_groups=_gate_groups(data),
             table_lines=table_lines,
+            part_table=part_table,
             loss_name=LOSS,
             holdout_name=HOLDOUT,
             units=_UNITS,

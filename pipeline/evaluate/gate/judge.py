@@ -406,6 +406,18 @@ def size_advice(split: Split, queries: int, needed: int, counts: Mapping[Split, 
     return f"{few}: judge more queries, or {remedy}"
 
 
+HALF_WIDTH = 0.5
+"""Half the width of the 95% confidence interval of a mean nDCG difference, multiplied by the square root of the number
+of queries. This is 1.96 times an assumed standard deviation of 0.25."""
+
+
+def precision_warning(split: Split, counts: Mapping[Split, int]) -> str:
+    """Return a warning if a split has too few queries to reveal an nDCG difference of 0.01, or an empty string."""
+    queries, needed = counts.get(split, 0), round((HALF_WIDTH / 0.01) ** 2)
+    remedy = f"do not rely on nDCG differences below {HALF_WIDTH / sqrt(max(1, queries)):.2g} (0.01 needs {needed:,})"
+    return size_advice(split, queries, needed, counts, remedy) if 0 < queries < needed else ""
+
+
 def verdict_advice(
     verdict: Verdict,
     config: EvaluateConfig,

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.core.arrays import Bools, Float64s, Int64s
+from pipeline.core.arrays import Bools, Float32s, Float64s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.evaluate.metrics.scored_rows import QueryGroups, ScoredRows, Sums, divided, ratio
 
@@ -152,11 +152,43 @@ def label_f1(queries: QueryGroups, label: Int64s, predicted: Int64s, num_classes
     return Sums(np.concatenate([hits, support], axis=1), combine, queries.sums(labelled) > 0)
 
 
-# Metrics of how good the probabilities are: log loss and calibration error.
+# How good the probabilities are: log loss, calibration error, and the temperature that reduces both.
 
 NUM_BINS = 15  # number of equal-width bins, as in Guo et al., "On Calibration", ICML 2017
 SMALLEST = float(np.finfo(np.float64).eps)
 """Smaller probabilities are clipped to this value, as in scikit-learn, so that no row has a loss above 36.04 nats."""
+
+
+MIN_FITTED = 100
+"""Number of labelled rows below which no temperature is fitted."""
+_COLDEST, _HOTTEST = 0.05, 20.0
+
+
+def fit_temperature(logits: Float32s, label: Int64s) -> float:
+    """Fit the temperature: dividing logits [N, K] by it minimizes the log loss of their softmax (Guo et al., 2017).
+
+    One additional row per label is assumed, spread over all logits (as in Platt, 1999), so that the temperature of a
+    model that makes no mistake on these rows does not become 0. Unlabelled rows (-1) are ignored. Returns 1.0 if there
+    are less than MIN_FITTED labelled rows, if all of them have the same label, or if a logit is not finite.
+    """
+    labelled = label >= 0
+    wide, label = logits[labelled].astype(np.float64), label[labelled]
+    num_rows, num_labels = wide.shape
+    if num_rows < MIN_FITTED or len(np.unique(label)) < 2 or not np.isfinite(wide).all():
+        return 1.0
+    wide -= wide.max(axis=1, keepdims=True)
+    if not wide.any():
+        return 1.0
+    smoothing = num_labels / (num_rows + num_labels)
+    true = (1 - smoothing) * wide[np.arange(num_rows), label].mean() + smoothing * wide.mean()
+    # The loss is convex in 1 / T. Its derivative is the mean expected logit minus the mean true logit.
+    low, high = np.log(_COLDEST), np.log(_HOTTEST)
+    for _ in range(40):
+        middle = (low + high) / 2
+        weights = np.exp(wide / np.exp(middle))
+        expected = ((weights * wide).sum(axis=1) / weights.sum(axis=1)).mean()
+        low, high = (low, middle) if expected < true else (middle, high)
+    return round(float(np.exp((low + high) / 2)), 4)  # the last digits may depend on the device
 
 
 def log_loss(queries: QueryGroups, label: Int64s, probabilities: Float64s) -> Sums:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from pydantic import Field
@@ -34,6 +34,7 @@ from pipeline.evaluate.metrics.scored_rows import (
     PerQuery,
     QueryGroups,
     ScoredRows,
+    SliceColumn,
     Statistic,
     mean_over_queries,
     value_of,
@@ -157,6 +158,8 @@ def _measured(statistic: Statistic, undefined: str) -> Measured | Missing:
 
 # Records with all metrics of a holdout and of its slices.
 
+RELEVANT_PRODUCTS = "relevant_products"  # name of the slices of queries, by whether any of these was trained on
+
 
 class MetricReport(Record):
     """Metrics by name. If a metric could not be computed, `missing` has the reason."""
@@ -201,6 +204,19 @@ def slice_reports(rows: ScoredRows, config: MetricsConfig, threshold: float | No
         for name, column in rows.slices.items()
         for code in np.unique(column.codes[column.codes >= 0])
     )
+
+
+def retrieval_slices(per_query: PerQuery | None, column: SliceColumn | None) -> tuple[SliceReport, ...]:
+    """Average retrieval metrics over the queries with each code in `column`, if there are several."""
+    if per_query is None or column is None or len(np.unique(column.codes)) < 2:
+        return ()
+    reports = list[SliceReport]()
+    for code in np.unique(column.codes[column.codes >= 0]):
+        mask = column.codes == code
+        part = PerQuery(per_query.query_id[mask], {name: values[mask] for name, values in per_query.values.items()})
+        report = _report(part.values, partial(measure_retrieval, part), 0, int(mask.sum()))
+        reports.append(SliceReport(column=RELEVANT_PRODUCTS, value=column.names[code], report=report))
+    return tuple(reports)
 
 
 def retrieval_report(

@@ -116,6 +116,11 @@ class Judgements:
     item_id: Int64s
     gain: Float64s
 
+    def relevant_gain(self, config: MetricsConfig) -> float:
+        """Return the gain from which on an item counts as relevant. Items without any gain are never relevant."""
+        threshold = config.relevant_gain if config.relevant_gain is not None else self.gain.max(initial=0.0)
+        return float(max(threshold - GAIN_TOLERANCE, np.finfo(np.float64).tiny))
+
 
 def retrieval_by_query(query_id: Int64s, ranked: Int64s, judged: Judgements, config: MetricsConfig) -> PerQuery:
     """Compute MRR, and recall, nDCG and success at each rank in `retrieval_at`.
@@ -152,9 +157,7 @@ def retrieval_by_query(query_id: Int64s, ranked: Int64s, judged: Judgements, con
         gain = np.where((items[position] == ranked) & (pairs[at] == ranked_pair), pair_gain[at], 0.0)
     best_first = pair_gain[np.lexsort((-pair_gain, query))]
     rank = np.arange(len(query)) - np.searchsorted(query, np.arange(num_queries))[query]
-    threshold = config.relevant_gain if config.relevant_gain is not None else judged.gain.max(initial=0.0)
-    # Items without any gain are never relevant.
-    threshold = max(threshold - GAIN_TOLERANCE, np.finfo(np.float64).tiny)
+    threshold = judged.relevant_gain(config)
     hit = gain >= threshold
     relevant = np.bincount(query, pair_gain >= threshold, minlength=num_queries).astype(np.float64)
     values: dict[str, Float64s] = {}
