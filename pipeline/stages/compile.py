@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -31,12 +31,11 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Compile all graphs of this cycle, unless this has already been done. Raises TrnpipeError."""
     started = datetime.now(UTC)
     shapes, teacher = shapes_of(settings, ctx, ctx.console.warn), None
-    if (ref := find_teacher(settings, ctx)) is not None:
-        shapes = replace(shapes, teacher=ref.width)
-        if ref.width:  # the few graphs of a cross-encoder are compiled on demand
-            opened = open_teacher(ref, shapes.buckets, settings, ctx)
-            if isinstance(opened, CheckpointTeacher):
-                teacher = TeacherShapes(opened.settings, Shapes(opened.inputs, shapes.buckets), opened.trained_head)
+    ref = find_teacher(settings, ctx)
+    if ref is not None and ref.width:  # the few graphs of a cross-encoder are compiled on demand
+        opened = open_teacher(ref, shapes.buckets, settings, ctx)
+        if isinstance(opened, CheckpointTeacher):
+            teacher = TeacherShapes(opened.settings, Shapes(opened.inputs, shapes.buckets), opened.trained_head)
     if drives_tool(settings.compile, settings.backend, os.environ):
         return _drive(settings, ctx, shapes, teacher, started)
     return _trace(settings, ctx, shapes, teacher, started)

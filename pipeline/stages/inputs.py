@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
@@ -20,6 +20,7 @@ from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import locate_start, parent_buckets, production_prefix
 from pipeline.settings import Settings
+from pipeline.teach.teacher import find_teacher
 from pipeline.telemetry.console import Console
 from pipeline.train.config import rank_slice
 from pipeline.train.graph_trial import Trial
@@ -125,7 +126,8 @@ def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], objec
     In the latter case, `warn` is called with the assumptions that we make. If these turn out to be wrong, the graph
     guard stops the training run. Raises DataError if the prepared data cannot be read.
     """
-    prepared = find_prepared(ctx)
+    prepared, ref = find_prepared(ctx), find_teacher(settings, ctx)
+    teacher = None if ref is None else ref.width
     if prepared is None:
         given = given_buckets(settings.data, ctx.workspace, parent_buckets(settings, ctx.workspace))
         shapes = expected_shapes(settings, given or pinned_buckets(settings.data, ctx.workspace))
@@ -133,9 +135,9 @@ def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], objec
             f"no data has been prepared yet, assuming a vocabulary of {shapes.spec.vocab_size:,} tokens, "
             f"{shapes.spec.num_classes} labels, and texts of up to {shapes.buckets[-1].product_tokens} tokens"
         )
-        return shapes
+        return replace(shapes, teacher=teacher)
     info = read_token_sets(ctx.workspace, prepared.token_sets)[0].info
-    return Shapes(spec_of(info), tuple(Bucket.parse(text) for text in info.buckets))
+    return Shapes(spec_of(info), tuple(Bucket.parse(text) for text in info.buckets), teacher)
 
 
 def expected_shapes(settings: Settings, buckets: tuple[str, ...] = ()) -> Shapes:

@@ -51,7 +51,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         f"teach: {len(tasks)} partitions by {teacher.name}, {len(todo)} are new | worker {worker} of {workers}"
     )
     outputs = {
-        f"taught_{number:03d}" if task.name != MINED else MINED: task.prefix for number, task in enumerate(tasks)
+        f"taught_{number:03d}" if task.negatives is None else MINED: task.prefix for number, task in enumerate(tasks)
     }
     if not todo:
         result = ctx.earlier(NAME)

@@ -8,12 +8,13 @@ does not depend on the worker that computes it.
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.context import StageContext
-from pipeline.core.arrays import Int64s, UInt64s
+from pipeline.core.arrays import Int64s
 from pipeline.core.errors import NumericError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
@@ -25,12 +26,11 @@ from pipeline.io.parts import Parts
 from pipeline.io.storage import Storage
 from pipeline.mine.run import NONE, ArrayParts, MinedPart
 from pipeline.mine.store import NegativeSet, open_negatives
-from pipeline.teach.store import KIND, MINED, TaughtInfo
-from pipeline.teach.teacher import RowTexts, Teacher, score_pairs
+from pipeline.teach.store import KIND, TaughtInfo
+from pipeline.teach.teacher import DOING, RowTexts, Teacher, score_pairs
 
 PART_ROWS = 16_384
 """Number of pairs or texts in a part, which limits memory and the work lost on interruption."""
-_DOING = "computing scores and vectors of the teacher (finished parts are kept)"
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,6 @@ class TeachTask:
     """Fingerprint of the partition, or digest of the negatives."""
     negatives: NegativeSet | None = None
 
-    @property
-    def name(self) -> str:
-        return self.texts.info.partition if self.negatives is None else MINED
-
     @cached_property
     def prefix(self) -> str:
         return f"tokens/{self.texts.info.dataset}/taught/{fingerprint([self.teacher.digest, self.source])}"
@@ -55,15 +51,12 @@ class TeachTask:
     @cached_property
     def parts(self) -> dict[str, ArrayParts]:
         """The arrays that are computed in parts."""
-        sizes, info, teacher = dict[str, tuple[int, int]](), self.texts.info, self.teacher
-        if self.negatives is not None:
-            queries, per_query = self._mined[1].shape
-            sizes["score"] = queries, max(1, PART_ROWS // max(1, per_query))
-        else:
-            if teacher.scores_pairs(info, mined=False):
-                sizes["score"] = sum(self.texts.rows.sizes), PART_ROWS
-            if teacher.width:
-                sizes["vectors"] = sum(len(first) for first, _ in self._distinct.values()), PART_ROWS
+        is_mined, sizes = self.negatives is not None, dict[str, tuple[int, int]]()
+        if is_mined or self.teacher.scores_pairs(self.texts.info, mined=False):
+            products = self._pairs[1]
+            sizes["score"] = len(products), max(1, PART_ROWS * len(products) // max(1, products.size))
+        if self.teacher.width and not is_mined:
+            sizes["vectors"] = len(self._distinct[0]), PART_ROWS
         storage, cache = self.ctx.workspace_after_stop, self.ctx.scratch / "teach"
         return {
             name: ArrayParts(_part_store(storage, f"{self.prefix}-{per_part}/{name}"), cache, total, per_part)
@@ -72,150 +65,117 @@ class TeachTask:
 
     def compute(self, name: str, start: int, stop: int) -> npt.NDArray[np.generic]:
         """Compute one part of an array. Raises NumericError if the teacher returns NaN or infinite numbers."""
-        values: npt.NDArray[np.generic]
-        if start == stop:  # a partition without training rows
-            if name == "vectors":
-                return np.zeros((0, self.teacher.width), dtype=np.float16)
-            return np.zeros((0,) if self.negatives is None else (0, self._mined[1].shape[1]), dtype=np.float32)
         if name == "vectors":
-            values = self._vectors(start, stop).astype(np.float16)
-        elif self.negatives is None:
-            numbers = np.arange(start, stop, dtype=np.int64)
-            values = score_pairs(self.teacher, self.texts, numbers, numbers, self.ctx)
-        else:
-            rows, products = self._mined[0][start:stop], self._mined[1][start:stop]
-            query, column = np.nonzero(products != NONE)
-            values = np.full(products.shape, np.nan, dtype=np.float32)
-            scored = score_pairs(self.teacher, self.texts, rows[query], products[query, column], self.ctx)
-            _check(scored, self.teacher)
-            values[query, column] = scored
-            return values
-        return _check(values, self.teacher)
+            numbers, count = self._distinct[0][start:stop], sum(self.texts.rows.sizes)
+            sides = {"query": numbers[numbers < count], "product": numbers[numbers >= count] - count}
+            blocks = [self.teacher.vectors(self.texts, side, rows) for side, rows in sides.items() if len(rows)]
+            return self._finite(np.concatenate([np.zeros((0, self.teacher.width)), *blocks]).astype(np.float16))
+        queries, products = (rows[start:stop] for rows in self._pairs)
+        score, is_pair = np.full(products.shape, np.nan, dtype=np.float32), products != NONE
+        if is_pair.any():
+            scored = score_pairs(self.teacher, self.texts, queries[is_pair], products[is_pair], self.ctx)
+            score[is_pair] = self._finite(scored)
+        return score
 
     def commit(self) -> None:
         """Combine all parts to one committed folder. Several workers may do this, because they write the same bytes."""
         info = TaughtInfo(
             teacher=self.teacher.digest,
             source=self.source,
-            rows=self.texts.rows.sizes if self.negatives is None else (len(self._mined[1]),),
-            width=0 if "vectors" not in self.parts else self.teacher.width,
+            rows=self.texts.rows.sizes,
+            width=self.teacher.width if "vectors" in self.parts else 0,
         )
         with atomic.staging_dir(self.ctx.scratch / "teach") as folder:
             for name, parts in self.parts.items():
-                if not len(parts):
-                    np.save(folder / f"{name}.npy", self.compute(name, 0, 0))
-                    continue
-                first = parts.open(0)
-                shape = (parts.total, *first.shape[1:])
-                array = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", first.dtype, shape)
-                for index in range(len(parts)):
-                    array[slice(*parts.rows(index))] = parts.open(index)
+                empty = self.compute(name, 0, 0)
+                shape = (parts.total, *empty.shape[1:])
+                array = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", empty.dtype, shape)
+                for number in range(len(parts)):
+                    array[slice(*parts.rows(number))] = parts.open(number)
                 array.flush()
-                del array
-            if "vectors" in self.parts:
-                offset = 0
-                for side, (first_rows, text) in self._distinct.items():
-                    np.save(folder / f"{side}.npy", (text + offset).astype(np.int32))
-                    offset += len(first_rows)
+            if info.width:
+                for side, index in zip(("query", "product"), np.split(self._distinct[1], 2), strict=True):
+                    np.save(folder / f"{side}.npy", index.astype(np.int32))
             fields = info.model_dump(mode="json")
             commit_dir(self.ctx.workspace_after_stop, folder, self.prefix, kind=KIND, fields=fields)
 
     @cached_property
-    def _mined(self) -> tuple[Int64s, Int64s]:
-        """A row of each query with mined negatives [Q], and the rows of its negatives [Q, K]."""
+    def _pairs(self) -> tuple[Int64s, Int64s]:
+        """The rows of the query and of the product of each pair. Mined pairs [Q, K] are padded with NONE."""
+        rows = self.texts.rows
         if self.negatives is None:
-            return np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int64)
-        rows, stop = self.texts.rows, self.ctx.stop
+            return (np.arange(sum(rows.sizes)),) * 2
         stored = open_negatives(self.ctx.workspace, self.negatives, rows.sizes, self.ctx.scratch / "negatives")
-        blocks = [np.zeros(0, dtype=np.int64)]
-        for bucket, numbers in rows.blocks():
-            stop.raise_if_set(_DOING)
-            blocks.append(rows.read(np.full(len(numbers), bucket), numbers, bucket, ("query_id",))["query_id"])
-        ids, first = np.unique(np.concatenate(blocks), return_index=True)
-        return first[np.searchsorted(ids, stored.query_id)], np.asarray(stored.product)
+        ids, first = np.unique(self._column("query_id"), return_index=True)
+        queries = first[np.searchsorted(ids, stored.query_id)]
+        return np.broadcast_to(queries[:, None], stored.product.shape), np.asarray(stored.product)
 
     @cached_property
-    def _distinct(self) -> dict[str, tuple[Int64s, Int64s]]:
-        """For each side, a row of each distinct text in order of first occurrence, and the text of each row."""
-        rows, found = self.texts.rows, dict[str, tuple[Int64s, Int64s]]()
-        for side in ("query", "product"):
-            blocks: list[UInt64s] = [np.zeros(0, dtype=np.uint64)]
-            for bucket, numbers in rows.blocks():
-                self.ctx.stop.raise_if_set(_DOING)
-                arrays = rows.read(np.full(len(numbers), bucket), numbers, bucket, (side,))
-                blocks.append(text_hashes(arrays[side], rows.pad_id))
-            _, first, inverse = np.unique(np.concatenate(blocks), return_index=True, return_inverse=True)
-            order = np.argsort(first)
-            rank = np.empty_like(order)
-            rank[order] = np.arange(len(order))
-            found[side] = first[order], rank[inverse.reshape(-1)]
-        return found
+    def _distinct(self) -> tuple[Int64s, Int64s]:
+        """The first row of each distinct text, and the text of each row.
 
-    def _vectors(self, start: int, stop: int) -> npt.NDArray[np.float32]:
-        """Compute the vectors of distinct texts, of which those of queries are first."""
-        blocks, offset = [np.zeros((0, self.teacher.width), dtype=np.float32)], 0
-        for side, (first, _) in self._distinct.items():
-            numbers = first[max(0, start - offset) : max(0, stop - offset)]
-            if len(numbers):
-                blocks.append(self.teacher.vectors(self.texts, side, numbers))
-            offset += len(first)
-        return np.concatenate(blocks)
+        Texts are in the order of their first occurrence. N is added to the rows of products, which follow all queries.
+        """
+        hashes = np.concatenate([self._column("query"), ~self._column("product")])  # a text may have two vectors
+        _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        return first[order], np.argsort(order)[inverse.reshape(-1)]
+
+    def _column(self, field: str) -> npt.NDArray[Any]:
+        """Read a field of all rows, or hashes of their texts."""
+        rows, blocks = self.texts.rows, list[npt.NDArray[Any]]()
+        for bucket, numbers in rows.blocks():
+            self.ctx.stop.raise_if_set(DOING)
+            values = rows.read(np.full(len(numbers), bucket), numbers, bucket, (field,))[field]
+            blocks.append(text_hashes(values, rows.pad_id) if values.ndim == 2 else values)
+        return np.concatenate(blocks) if blocks else np.zeros(0, dtype=np.uint64)
+
+    def _finite(self, values: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        if not np.isfinite(values).all():
+            raise NumericError(
+                f"the teacher {self.teacher.name} computes scores or vectors that are NaN or infinite",
+                expected="finite numbers",
+                next_command="choose a different --train.teacher",
+            )
+        return values
 
 
 def _part_store(storage: Storage, folder: str) -> Parts[MinedPart]:
     return Parts(storage, f"{folder}-done", folder, MinedPart, lambda index: (f"{index:05d}.npy",))
 
 
-def _check(values: npt.NDArray[np.generic], teacher: Teacher) -> npt.NDArray[np.generic]:
-    if not np.isfinite(values).all():
-        raise NumericError(
-            f"the teacher {teacher.name} computes scores or vectors that are NaN or infinite",
-            expected="finite numbers",
-            next_command="choose a different --train.teacher",
-        )
-    return values
-
-
 def plan_tasks(
     ctx: StageContext, teacher: Teacher, sets: list[TokenSet], tokenizer: bytes, negatives: NegativeSet | None
 ) -> list[TeachTask]:
     """Return the tasks of a cycle: one for each prepared partition, and one for mined negatives if they are scored."""
-    cache = ctx.scratch / "tokens"
-    tasks = [
-        TeachTask(ctx, teacher, RowTexts(open_rows(ctx.workspace, [one], "train", cache), one.info, tokenizer), source)
-        for one, source in ((one, one.info.fingerprint) for one in sets)
-    ]
+
+    def task(chosen: list[TokenSet], source: str, mined: NegativeSet | None = None) -> TeachTask:
+        rows = open_rows(ctx.workspace, chosen, "train", ctx.scratch / "tokens")
+        return TeachTask(ctx, teacher, RowTexts(rows, chosen[0].info, tokenizer), source, mined)
+
+    tasks = [task([one], one.info.fingerprint) for one in sets]
     if negatives is not None and teacher.scores_pairs(sets[0].info, mined=True):
-        texts = RowTexts(open_rows(ctx.workspace, sets, "train", cache), sets[0].info, tokenizer)
-        tasks.append(TeachTask(ctx, teacher, texts, negatives.digest, negatives))
+        tasks.append(task(sets, negatives.digest, negatives))
     return tasks
 
 
 def teach_worker_slice(tasks: list[TeachTask], worker: int, workers: int) -> int:
     """Compute the parts that are assigned to a worker. Returns the number of parts that no worker has committed yet."""
     arrays = [(task, name, parts, parts.store.done()) for task in tasks for name, parts in task.parts.items()]
-    todo = [
-        (task, name, parts, index)
-        for task, name, parts, done in arrays
-        for index in parts.worker_slice(worker, workers)
-        if index not in done
-    ]
-    total = sum(stop - start for _, _, parts, index in todo for start, stop in [parts.rows(index)])
-    with progress("applying the teacher", total, "pairs and texts") as advance:
-        for task, name, parts, index in todo:
-            task.ctx.stop.raise_if_set(_DOING)
-            began, (start, stop) = time.monotonic(), parts.rows(index)
-            values = task.compute(name, start, stop)
-            milliseconds = round(1000 * (time.monotonic() - began))
-            parts.commit(index, values, {"rows": stop - start, "ms": milliseconds})
-            advance(stop - start)
+    with progress("applying the teacher", None, "pairs and texts") as advance:
+        for task, name, parts, done in arrays:
+            for index in (index for index in parts.worker_slice(worker, workers) if index not in done):
+                task.ctx.stop.raise_if_set(DOING)
+                began, (start, stop) = time.monotonic(), parts.rows(index)
+                values = task.compute(name, start, stop)
+                spent_ms = round(1000 * (time.monotonic() - began))
+                parts.commit(index, values, {"rows": stop - start, "ms": spent_ms})
+                advance(stop - start)
     return sum(len(parts) - len(parts.store.done()) for _, _, parts, _ in arrays)
 
 
 def totals(tasks: list[TeachTask]) -> dict[str, int]:
     """Add up the numbers of rows and the milliseconds of all parts."""
-    sums = {"rows": 0, "ms": 0}
-    for parts in (parts for task in tasks for parts in task.parts.values()):
-        for record in parts.store.read_all(range(len(parts))):
-            sums = {name: count + record.counts[name] for name, count in sums.items()}
-    return sums
+    arrays = [parts for task in tasks for parts in task.parts.values()]
+    counts = [record.counts for parts in arrays for record in parts.store.read_all(range(len(parts)))]
+    return {name: sum(count[name] for count in counts) for name in ("rows", "ms")}

@@ -1,4 +1,4 @@
-"""Commit what a teacher computed for a partition, or for mined negatives, to the workspace and load it again."""
+"""Find and load what a teacher computed for prepared partitions and for mined negatives."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, ValidationError
 
+from pipeline.core.arrays import Float32s
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
@@ -17,7 +18,6 @@ from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import Storage
 
 KIND, TEACH, MINED = "taught", "trnpipe teach", "mined"
-ARRAYS = ("score", "query", "product", "vectors")
 
 
 class TaughtInfo(Record):
@@ -26,7 +26,7 @@ class TaughtInfo(Record):
     schema_version: int = 1
     teacher: str = Field(description="Digest of the teacher")
     source: str = Field(description="Fingerprint of the prepared partition, or digest of the mined negatives")
-    rows: tuple[int, ...] = Field(description="Number of rows in each bucket, or of queries with mined negatives")
+    rows: tuple[int, ...] = Field(description="Number of training rows in each bucket")
     width: int = Field(description="Size of the vectors (0: the teacher has none)")
 
 
@@ -34,6 +34,7 @@ class TaughtInfo(Record):
 class Taught:
     """What the teacher computed for a cycle: a folder for each partition by its fingerprint, and one for mined ones."""
 
+    workspace: Storage
     partitions: Mapping[str, str]
     mined: str | None
     width: int
@@ -42,78 +43,59 @@ class Taught:
     def identity(self) -> str:
         return fingerprint([dict(self.partitions), self.mined])
 
+    def open_rows(self, sources: Sequence[tuple[str, tuple[int, ...]]], cache_dir: Path) -> TaughtRows:
+        """Memory-map what was computed for partitions, given by fingerprint and number of rows per bucket.
+
+        Raises DataError if it does not have the same number of rows.
+        """
+        opened = [self._load(self.partitions[name], rows, (sum(rows),), cache_dir) for name, rows in sources]
+        partitions = [TaughtPartition(rows, **arrays) for (_, rows), arrays in zip(sources, opened, strict=True)]
+        return TaughtRows(partitions, self.width)
+
+    def open_mined(self, rows: tuple[int, ...], shape: tuple[int, ...], cache_dir: Path) -> Float32s | None:
+        """Memory-map the scores of mined negatives, if there are any. Raises DataError if they have another shape."""
+        return None if self.mined is None else self._load(self.mined, rows, shape, cache_dir)["score"]
+
+    def _load(
+        self, prefix: str, rows: tuple[int, ...], shape: tuple[int, ...], cache_dir: Path
+    ) -> dict[str, npt.NDArray[Any]]:
+        info, folder = find_taught(self.workspace, prefix), fetch_dir(self.workspace, prefix, cache_dir, deep=False)
+        try:
+            arrays = {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
+        except (OSError, ValueError) as error:
+            raise _damaged(self.workspace, prefix, str(error)) from error
+        shapes = {name: array.shape for name, array in arrays.items() if name != "vectors"}
+        if info is None or info.rows != rows or {*shapes.values()} != {shape}:
+            raise _damaged(self.workspace, prefix, f"it has {shapes} instead of {shape}")
+        return arrays
+
 
 def find_taught(workspace: Storage, prefix: str) -> TaughtInfo | None:
     """Look up a committed folder. Returns None if it does not exist, and raises DataError if it cannot be read."""
     manifest = read_manifest(workspace, prefix)
-    if manifest is None:
-        return None
     try:
-        return TaughtInfo.model_validate(manifest.fields)
+        return None if manifest is None else TaughtInfo.model_validate(manifest.fields)
     except ValidationError as error:
         raise _damaged(workspace, prefix, f"{error.errors(include_url=False)[0]['loc']}") from error
 
 
-def gather_taught(
-    workspace: Storage, outputs: Mapping[str, str] | None, token_sets: Sequence[str], negatives: str
-) -> Taught:
+def gather_taught(workspace: Storage, outputs: Mapping[str, str], token_sets: Sequence[str], negatives: str) -> Taught:
     """Return what the teach stage computed for the given partitions (fingerprints) and negatives (digest or "").
 
     `outputs` are those of its result. Raises ConfigError if anything is missing.
     """
-    infos = {prefix: find_taught(workspace, prefix) for prefix in (outputs or {}).values()}
+    infos = {prefix: find_taught(workspace, prefix) for prefix in outputs.values()}
     by_source = {info.source: prefix for prefix, info in infos.items() if info is not None}
     missing = [name for name in token_sets if name not in by_source]
-    if missing or (MINED in (outputs or {}) and negatives and negatives not in by_source):
+    if missing or (MINED in outputs and negatives and negatives not in by_source):
         what = f"{len(missing)} of {len(token_sets)} prepared partitions" if missing else "the mined negatives"
         raise ConfigError(
             f"train.teacher requires what the teacher computed, but it is missing for {what}",
             expected="the result of the teach stage for the data of this run",
             next_command=f"{TEACH}, with the settings of this run, or --train.teacher ''",
         )
-    partitions = {name: by_source[name] for name in token_sets}
     width = max(info.width for info in infos.values() if info is not None)
-    return Taught(partitions, by_source.get(negatives), width)
-
-
-def open_taught(
-    workspace: Storage, taught: Taught, token_sets: Sequence[tuple[str, tuple[int, ...]]], cache_dir: Path
-) -> TaughtRows:
-    """Memory-map what was computed for partitions, given by their fingerprint and their number of rows per bucket.
-
-    Raises DataError if it does not match the number of rows.
-    """
-    partitions = []
-    for name, rows in token_sets:
-        arrays, info = _load(workspace, taught.partitions[name], cache_dir)
-        sizes = {array: len(values) for array, values in arrays.items() if array != "vectors"}
-        if info.rows != rows or set(sizes.values()) - {sum(rows)}:
-            raise _damaged(workspace, taught.partitions[name], f"{sizes} rows instead of {sum(rows)}")
-        partitions.append(TaughtPartition(rows, **arrays))
-    return TaughtRows(partitions, taught.width)
-
-
-def open_mined_scores(workspace: Storage, taught: Taught, shape: tuple[int, ...], cache_dir: Path) -> Any:
-    """Memory-map the scores of mined negatives. Returns None if they have none. Raises DataError if they do not fit."""
-    if taught.mined is None:
-        return None
-    score = _load(workspace, taught.mined, cache_dir)[0]["score"]
-    if score.shape != shape:
-        raise _damaged(workspace, taught.mined, f"scores {score.shape} instead of {shape}")
-    return score
-
-
-def _load(workspace: Storage, prefix: str, cache_dir: Path) -> tuple[dict[str, npt.NDArray[Any]], TaughtInfo]:
-    info = find_taught(workspace, prefix)
-    folder = fetch_dir(workspace, prefix, cache_dir, deep=True)
-    names = [name for name in ARRAYS if (folder / f"{name}.npy").exists()]
-    try:
-        arrays: dict[str, npt.NDArray[Any]] = {n: np.load(folder / f"{n}.npy", mmap_mode="r") for n in names}
-    except (OSError, ValueError) as error:
-        raise _damaged(workspace, prefix, str(error)) from error
-    if info is None or not arrays:
-        raise _damaged(workspace, prefix, "it has no arrays")
-    return arrays, info
+    return Taught(workspace, {name: by_source[name] for name in token_sets}, by_source.get(negatives), width)
 
 
 def _damaged(workspace: Storage, prefix: str, reason: str) -> DataError:

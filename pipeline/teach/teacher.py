@@ -141,14 +141,13 @@ class RowTexts:
 # The two kinds of teachers.
 
 _WINDOW = 512
-_DOING = "computing scores and vectors of the teacher (finished parts are kept)"
+DOING = "computing scores and vectors of the teacher (finished parts are kept)"
 
 
 class Teacher(Protocol):
-    """A model that scores pairs of rows, and also computes vectors if `width` is not 0."""
+    """A model that scores pairs of rows, and computes vectors if `width` is not 0. `digest` identifies its results."""
 
     digest: str
-    """Identifies the weights and how the model is applied."""
     width: int
     name: str
 
@@ -179,7 +178,7 @@ def score_pairs(teacher: Teacher, texts: RowTexts, queries: Int64s, products: In
 
     with teacher.backend.loader(feed()) as ready:
         for batch in ready:
-            ctx.stop.raise_if_set(_DOING)
+            ctx.stop.raise_if_set(DOING)
             (host,) = teacher.backend.to_host([teacher.logits(batch)])
             chosen, logits = started.popleft(), host.numpy().astype(np.float64)
             best, others = logits[:, -1], logits[:, :-1]

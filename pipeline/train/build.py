@@ -46,7 +46,6 @@ from pipeline.parallel.mesh import check_plan, check_same
 from pipeline.parallel.process_group import ProcessGroup, open_ranks
 from pipeline.registry.records import checkpoints_in_use
 from pipeline.settings import LogConfig
-from pipeline.teach.store import open_mined_scores, open_taught
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import CheckpointConfig, TrainConfig, batch_lengths, groups_per_batch, rank_slice, run_layout
 from pipeline.train.inputs import RunInputs, check_identity
@@ -303,10 +302,9 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
     if inputs.negatives is not None:
         rows = open_rows(workspace, inputs.sets, "train", cache)
         pairs = open_negatives(workspace, inputs.negatives, rows.sizes, ctx.scratch / "negatives")
-        taught = _taught(ctx, inputs, inputs.sets)
-        score = None
+        taught, score = _taught(ctx, inputs, inputs.sets), None
         if inputs.taught is not None:
-            score = open_mined_scores(workspace, inputs.taught, pairs.product.shape, ctx.scratch / "teach")
+            score = inputs.taught.open_mined(rows.sizes, pairs.product.shape, ctx.scratch / "teach")
         slots = train.mined_per_query
         mined = MinedProducts(rows, rows.pad_id, pairs.query_id, pairs.product, slots, train.seed, taught, score)
     pools = TrainingPools.build(
@@ -337,9 +335,9 @@ def _taught(ctx: StageContext, inputs: RunInputs, sets: Sequence[TokenSet]) -> T
     """Open what the teacher computed for the rows of the given partitions, if there is a teacher."""
     if inputs.taught is None or not sets:
         return None
-    rows = [(one.info.fingerprint, open_rows(ctx.workspace, [one], "train", ctx.scratch / "tokens")) for one in sets]
-    sizes = [(name, part.sizes) for name, part in rows]
-    return open_taught(ctx.workspace, inputs.taught, sizes, ctx.scratch / "teach")
+    rows = [open_rows(ctx.workspace, [one], "train", ctx.scratch / "tokens") for one in sets]
+    sizes = [(one.info.fingerprint, part.sizes) for one, part in zip(sets, rows, strict=True)]
+    return inputs.taught.open_rows(sizes, ctx.scratch / "teach")
 
 
 def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> TokenRows:

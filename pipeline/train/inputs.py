@@ -130,7 +130,7 @@ def gather_inputs(
     teacher = None
     if train.teacher:
         names = [token_set.info.fingerprint for token_set in sets]
-        teacher = gather_taught(workspace, taught, names, mined.digest if mined else "")
+        teacher = gather_taught(workspace, taught or {}, names, mined.digest if mined else "")
     identity = identity_parts(
         train, model, spec, selection, info.buckets, *digests, teacher.identity if teacher else ""
     )
@@ -172,6 +172,7 @@ _NOT_IDENTITY = {
     "evaluate_rows",
     "patience",
     "start",
+    "teacher",  # what it computed has a fingerprint of its own
     "micro_batch_size",
     "step_boundary",
     "batches_per_execution",  # this setting and the next one existed only in earlier versions
@@ -200,7 +201,7 @@ def identity_parts(
     """
     # With these values, the batches are the same as before the settings were introduced, so they are left out to keep
     # the identity of older checkpoints.
-    neutral = {"queries_per_topic": 1, "link_queries": False, "teacher": "", "average": "off", "metric_rows": "all"}
+    neutral = {"queries_per_topic": 1, "link_queries": False, "average": "off", "metric_rows": "all"}
     unused = _NOT_IDENTITY | {name for name, value in neutral.items() if getattr(train, name) == value}
     fields = with_retired(train) | {"loss": train.loss.used_fields()}
     parts = {f"train.{name}": value for name, value in fields.items() if name not in unused}

@@ -152,7 +152,7 @@ def test_a_checkpoint_gives_the_logit_of_the_best_label_and_its_vectors(case: Ca
             np.testing.assert_allclose(vectors[array(case, prefix, side)], expected, atol=2e-3)
         assert len(vectors) == sum(len(np.unique(every[side], axis=0)) for side in ("query", "product")), "once"
     assert "0 are new" in case.run(teacher, stage="teach")
-    assert "different teacher, train.teacher" in case.run(teacher, stage="train", code=78), "trained without it"
+    assert "was trained with different teacher" in case.run(teacher, stage="train", code=78), "trained without it"
 
 
 @pytest.mark.parametrize("kind", ["scores", "classes"])
@@ -193,7 +193,7 @@ def test_a_cross_encoder_gives_its_logit_of_the_original_words(
         assert scores[index, 0] == pytest.approx(expected, abs=1e-4)
     trained = case.run(*MINED, f"--train.teacher={folder}", stage="train")
     plain = case.run(*MINED, stage="train", code=78)
-    assert "and 2 mined negatives" in trained and "different teacher, train.teacher" in plain
+    assert "and 2 mined negatives" in trained and "was trained with different teacher" in plain
 
 
 def test_a_sentence_transformers_folder_gives_its_vectors(case: Case, foreign: Callable[[str], Path]) -> None:
@@ -230,6 +230,8 @@ def test_workers_and_interruptions_change_no_byte_and_the_next_day_reuses_all(
     most = 3
 
     def counted(task: TeachTask, name: str, start: int, stop: int) -> object:
+        if start == stop:  # asked for the type of an array
+            return compute(task, name, start, stop)
         if len(computed) == most:
             raise TransientError("the machine is gone", expected="a machine", next_command="again")
         computed.append((task.source, name, start))

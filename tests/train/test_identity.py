@@ -34,6 +34,7 @@ def identity(**changes: object) -> dict[str, str]:
 
 OUTSIDE = {
     "start": "the digest of the parent is a part of its own",
+    "teacher": "what it computed is a part of its own",
     "micro_batch_size": "how a batch is cut for memory",
     "step_boundary": "how a step is cut into graphs",
     "parallel": "how ranks share a step",
