@@ -3,7 +3,7 @@
 Every trained side starts from the same MiniLM weights (`--model FOLDER`), sees the same number of pairs in the same
 precision, and is scored by the same search and metric code. A part keeps its result as a small file in
 bench/results/quality (`--keep`), so the bench may be run in parts, over days. `table` makes the results of what is
-there. `incremental` runs five daily cycles beside one training on all, and goes on where it ended. Choices are made
+there. `incremental` runs daily cycles beside one training on all, and goes on where it ended. Choices are made
 with `--split valid`; each run with `--split test` is counted, and the table tells how many.
 """
 
@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.quality.incremental import NO_REPLAY, TOGETHER, Arm, Chain
+from bench.quality.incremental import DAYS, NO_REPLAY, TOGETHER, Arm, Chain
 from bench.quality.incremental import PART as INCREMENTAL
 from bench.quality.part import CPU, DEVICES, KEPT, OURS, PartResult, is_kept, keep
 from bench.quality.run import PARTS, Run, run_part
@@ -35,7 +35,11 @@ def main() -> None:
 
 def run_incremental(arguments: argparse.Namespace) -> None:
     """Every arm that is not kept yet; one that was ended goes on."""
-    arms = [TOGETHER, NO_REPLAY, *(Arm(share, rate) for share in arguments.replay for rate in arguments.later_rate)]
+    shares, averages = arguments.replay, [False, True] if arguments.average else [False]
+    arms = [
+        Arm(share, rate, each, arguments.days) for share in shares for rate in arguments.later_rate for each in averages
+    ]
+    arms = [TOGETHER, NO_REPLAY, *arms] if arguments.days == DAYS else arms
     names = ("task", "data", "model", "split", "steps", "batch", "precision", "device", "seed")
     for arm in arms:
         chain = Chain(arm=arm, **{name: getattr(arguments, name) for name in names})
@@ -72,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--later-rate", type=float, nargs="+", default=[1.0], help="peaks after the first day, as shares"
     )
+    parser.add_argument("--average", action="store_true", help="also average the weights of each day with its start")
+    parser.add_argument("--days", type=int, default=DAYS, help="number of days that the rows are dealt to")
     parser.add_argument("--keep", type=Path, default=KEPT, help="folder of the parts' results")
     return parser
 

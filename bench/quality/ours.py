@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.quality.tasks import SEARCH_FLAGS, Task
+from bench.quality.tasks import SEARCH_FLAGS, Task, write_items
 from bench.results import ROOT
 from pipeline.core.fingerprint import fingerprint
+from pipeline.data.trained_items import TRAINED_ON
+from pipeline.evaluate.metrics.measure import RELEVANT_PRODUCTS
 from pipeline.evaluate.report import EvaluationReport, load_report
 from pipeline.evaluate.score import load_arrays
 from pipeline.io.storage import open_storage
@@ -43,7 +45,11 @@ def flags_of(
 ) -> list[str]:
     """Everything that is not the recipe of configs/small.toml. Where `split` is valid, no row of test is read."""
     flags = ["--config", str(CONFIG), "--workspace", str(workspace), "--cycle", CYCLE, "--backend", device]
-    flags += ["--data.path", str(data / task.pairs), *task.data_flags(split), "--data.buckets", ",".join(BUCKETS)]
+    pairs = data / task.pairs
+    if task.by_item:
+        workspace.mkdir(parents=True, exist_ok=True)
+        write_items(data, task, pairs := workspace / "pairs.parquet")
+    flags += ["--data.path", str(pairs), *task.data_flags(split), "--data.buckets", ",".join(BUCKETS)]
     flags += ["--data.tokenizer.path", str(model / "tokenizer.json"), "--model.init-from", str(model)]
     flags += ["--train.max-steps", str(steps), "--train.seed", str(seed), "--train.precision", precision]
     flags += ["--train.global-batch-size", str(batch), "--train.micro-batch-size", str(batch)]
@@ -84,7 +90,26 @@ def figures_of(report: EvaluationReport) -> dict[str, float]:
     found = report.figures()
     pairs = {name: value for name, value in found.items() if not name.startswith("retrieval_") and "@" not in name}
     searched = {name: value for name, value in found.items() if "retrieval_" in name}
-    return pairs | {name.replace("retrieval_", ""): value for name, value in searched.items()}
+    return pairs | {name.replace("retrieval_", ""): value for name, value in searched.items()} | _of_parts(report)
+
+
+def _of_parts(report: EvaluationReport) -> dict[str, float]:
+    """Figures by which side was trained on, calibration, and lower bounds of the lead over baselines."""
+    models = {"": report.candidate.slices} | {f"{tool.name}_": tool.slices for tool in report.baselines}
+    found = {
+        f"{prefix}{name}:{part.value}": part.report.values[name]
+        for prefix, slices in models.items()
+        for part in slices
+        if part.column in (TRAINED_ON, RELEVANT_PRODUCTS)
+        for name in ("f1", "accuracy", "retrieval_ndcg@10")
+        if name in part.report.values
+    }
+    for check in report.verdict.checks:
+        if check.kind == "baseline" and check.low is not None:
+            found[f"{check.metric}_ahead_of_{check.baseline.lower()}_low"] = check.low
+    if report.candidate.ece_before is not None:
+        found["ece_before"] = report.candidate.ece_before
+    return found
 
 
 def ndcg_by_query(workspace: Path, scratch: Path, cycle: str = CYCLE) -> tuple[float, ...]:

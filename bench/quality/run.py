@@ -118,7 +118,7 @@ def _ours(run: Run, task: Task) -> Found:
         )
         ours.run(flags, run.settings)
         seconds = time.monotonic() - started
-        by_query = ours.ndcg_by_query(workspace, Path(folder) / "scratch") if task.catalogue else ()
+        by_query = ours.ndcg_by_query(workspace, Path(folder) / "scratch") if task.catalogue or task.by_item else ()
         return Found(ours.figures_of(ours.report_of(workspace)), by_query, seconds)
 
 

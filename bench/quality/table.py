@@ -42,6 +42,15 @@ rows. sentence-transformers: bi-encoders fine-tuned on the same pairs (contrasti
 ones), compared by cosine; the learning rate is in the name of the part."""
 
 
+_ITEMS = """
+All pairs of the set are split again by `data.split_by = "both"`, so that each pair of test has an offer, as query or as
+product, that was not trained on; `neither`: both are new. Thresholds come from valid, whose offers are new as well.
+Boosting: scikit-learn on the lexical features that ours reads too. Search is over the distinct products of all splits;
+`new`: queries all of whose relevant products are new. Lower bounds are those of the gate, or 95 % over queries."""
+PUBLISHED = f"{OURS}-published"
+"""The published weights as they are, with our tokenizer: a training of one step at a learning rate of 1e-9."""
+
+
 def write(folder: Path) -> list[Result]:
     """Make what the parts in `folder` allow, and say what is missing. Raises SystemExit when there is nothing."""
     made, missing = tables(read_parts(folder))
@@ -80,18 +89,18 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
     test[OURS] = [part for part in test.get(OURS, ()) if part.recipe == recipe]
     if not test[OURS]:
         raise Incomplete("ours was not run on test with the present configs/small.toml")
-    searched = bool(TASKS[task].catalogue)
-    if searched or set(test) - {OURS, BM25}:
+    searched, by_item = bool(TASKS[task].catalogue), TASKS[task].by_item
+    if searched or (not by_item and set(test) - {OURS, BM25}):
         best, choice = best_peer(test, valid, NDCG if searched else F1)
     else:
         best, choice = "", "no bi-encoder was trained on this many pairs, so only boosting is beside it"
     of_table = [part for sides in (test, changed) for runs in sides.values() for part in runs]
     used = sum(part.reads for part in of_table)
-    method = (_START + (_SEARCH if searched else _PAIRS) + _END).format(
+    method = (_START + (_SEARCH if searched else _ITEMS if by_item else _PAIRS) + _END).format(
         **budget._asdict(), choice=choice, reads=used, others=reads - used
     )
     build = _searched if searched else _paired
-    figures, targets = build(task, test, best)
+    figures, targets = _new_items(test, changed) if by_item else build(task, test, best)
     figures += _of_sides(changed, (NDCG, ACCURACY) if searched else (F1,))
     return Table(
         bench=f"quality_{task}_{budget.name}",
@@ -171,4 +180,37 @@ def _paired(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[Tar
         *(one for one in _of_sides(sides, (F1,)) if one.name != f"{OURS}_{F1}"),
     ]
     targets = tuple(Target(figure=f"ahead_of_{name}", comparison=">", value=0.0) for name in beside)
+    return figures, targets
+
+
+def _new_items(sides: Sides, changed: Sides) -> tuple[list[Figure], tuple[Target, ...]]:
+    """Pairs and search on offers that were not trained on, beside boosting, BM25 and the published weights."""
+    own, boosting, search = sides[OURS], f"boosting_{F1}", "retrieval_ndcg@10"
+    if PUBLISHED not in changed:
+        raise Incomplete(
+            "the published weights were not searched: --variant published, and after --, --train.max-steps 1"
+            " --train.optimizer.learning-rate 1e-9"
+        )
+    lowest = {
+        "boosting": (min(values(own, f"{F1}_ahead_of_boosting_low")), "F1 of match, minus boosting"),
+        "bm25": (min(values(own, f"{search}_ahead_of_bm25_low")), "nDCG@10 of search, minus BM25"),
+    }
+    figures = [
+        figure("ahead_of_boosting", mean(own, F1) - mean(own, boosting), "", "F1 of match, mean minus boosting"),
+        *(
+            figure(f"{name}_lowest", low, "", f"{text}: lower bound, the lowest of the seeds")
+            for name, (low, text) in lowest.items()
+        ),
+        *interval_figures(own, {"published": changed[PUBLISHED]}),
+        *_of_sides(
+            {OURS: own}, (F1, boosting, f"{F1}:neither", f"{boosting}:neither", "accuracy", "ece", "ece_before")
+        ),
+        *_of_sides({OURS: own}, (NDCG, f"bm25_{NDCG}", f"{search}:new", f"bm25_{search}:new")),
+    ]
+    targets = (
+        Target(figure="ahead_of_boosting", comparison=">=", value=0.05),
+        *(Target(figure=name, comparison=">", value=0.0) for name in ("boosting_lowest", "bm25_lowest")),
+        Target(figure="published_low", comparison=">", value=0.0),
+        Target(figure=f"{OURS}_ece", comparison="<=", value=0.03),
+    )
     return figures, targets

@@ -1,7 +1,7 @@
 """The public data sets of this bench: texts to search, pairs to tell apart. None of it is part of the project."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +25,13 @@ class Task:
     splits_pairs: bool = False
     """It has pairs of its own in each split, but the same offers in more than one: 58 % of the queries of watches' test
     split were trained on, beside other products."""
+    by_item: bool = False
+    """The pairs of all splits are split again, so that each pair of test has an offer that was not trained on."""
 
     def data_flags(self, split: str) -> list[str]:
         """What `trnpipe prepare` is told of it. For valid, test stays out: `train` scores each split that it finds."""
+        if self.by_item:
+            return ["--data.name", self.name, *ITEM_SPLIT]
         kept = dict(self.filter) | ({"split": ("train", "valid")} if split == "valid" else {})
         wanted = ",".join(f"{key}={'|'.join(values)}" for key, values in kept.items())
         return ["--data.name", self.name, *(["--data.filter", wanted] if wanted else [])]
@@ -43,6 +47,14 @@ def _wdc(category: str, tier: str) -> Task:
     )
 
 
+def _items(category: str) -> Task:
+    """The medium tier of a category, of which all four have training pairs."""
+    return replace(_wdc(category, "medium"), name=f"wdc-{category}-items", splits_pairs=False, by_item=True)
+
+
+ITEM_SPLIT = ("--data.split-by", "both", "--data.test-fraction", "0.18", "--data.valid-fraction", "0.09")
+"""About a third of the pairs have an offer of test, and four of ten of these have two."""
+
 TASKS = {
     "pricerunner": Task(
         "pricerunner", "pricerunner_relevance_derived.parquet", {}, "same_product", "pricerunner_offers.parquet"
@@ -52,8 +64,17 @@ TASKS = {
     # The large tier of these two has no training rows in the file.
     "computers": _wdc("computers", "medium"),
     "watches": _wdc("watches", "medium"),
+    **{f"{category}_items": _items(category) for category in ("cameras", "shoes", "computers", "watches")},
 }
 SEARCH_FLAGS = ["--evaluate.retrieval.query", "cluster_label", "--evaluate.retrieval.query-id", "cluster_id"]
+
+
+def write_items(folder: Path, task: Task, file: Path) -> None:
+    """Write the distinct pairs of a task without ids and splits. Raises OSError, pyarrow.ArrowInvalid."""
+    table = pq.read_table(folder / task.pairs, filters=[(name, "in", values) for name, values in task.filter.items()])
+    distinct = table.select(["query", "title", "label"]).group_by(["query", "title"], use_threads=False)
+    named = distinct.aggregate([("label", "first")]).rename_columns(["query", "title", "label"])
+    pq.write_table(named, file)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Determine which queries and products of a holdout were trained on, by id or by text.
 
 A text counts as trained on regardless of the side that it was on, because in item-to-item data the query of one row can
-be the product of another. Texts are compared by their tokens.
+be the product of another. Texts are compared by their tokens, including prefixes and after truncation.
 """
 
 from collections.abc import Iterable

@@ -277,15 +277,14 @@ def _ids_and_splits(
     items = {"query": [query_id], "product": [product_id]}.get(rules.config.split_by) or list(map(_hashes, texts))
     unique, inverse = np.unique(np.stack(items), return_inverse=True)
     scores = np.array([hash63(f"split|{value}") / 2**63 for value in unique.tolist()])[inverse]
-    score = scores.reshape(len(items), -1).min(axis=0)
     test, held_out = rules.config.test_fraction, rules.config.test_fraction + rules.config.valid_fraction
-    by_hash = np.where(score < test, 2, np.where(score < held_out, 1, 0)).astype(np.int8)
+    by_item = np.where(scores < test, 2, np.where(scores < held_out, 1, 0)).astype(np.int8).reshape(len(items), -1)
     if "split" not in rows.fields:
-        return query_id, product_id, by_hash
+        return query_id, product_id, by_item.max(axis=0)
     split = np.array([_SPLIT_NAMES.get(name.lower(), -1) for name in rows.text("split")], dtype=np.int8)
     rows.mark_bad(split < 0, UNKNOWN_SPLIT)
     if rules.carve_valid:
-        split[(split == 0) & (by_hash == SPLITS.index("valid"))] = SPLITS.index("valid")
+        split[(split == 0) & (by_item == SPLITS.index("valid")).any(axis=0)] = SPLITS.index("valid")
     return query_id, product_id, split
 
 

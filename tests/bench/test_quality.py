@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from bench.quality import incremental, ours
-from bench.quality.incremental import DAYS, Arm, Chain, deal_days
+from bench.quality.incremental import DAYS, Arm, Chain, deal_days, shipped_arm
 from bench.quality.part import KEPT, Budget, PartResult, is_kept, keep, read_part, read_parts, reads_of_test
 from bench.quality.sides import Incomplete, Table, best_peer, sides_of
 from bench.quality.table import tables
-from bench.quality.tasks import TASKS
+from bench.quality.tasks import TASKS, write_items
 from bench.results import ROOT
 from pipeline.settings import resolve
 
@@ -152,6 +152,43 @@ def test_pairs_are_held_against_boosting_and_the_best_bi_encoder() -> None:
     assert verdicts(table) == {"ahead_of_boosting": True, "ahead_of_bi_encoder": False}
 
 
+def test_offers_that_were_not_trained_on_are_a_table_with_bounds() -> None:
+    figures = {"f1": 0.86, "boosting_f1": 0.8, "ndcg@10": 0.7, "bm25_ndcg@10": 0.5}
+    bounds = {"f1_ahead_of_boosting_low": 0.03, "retrieval_ndcg@10_ahead_of_bm25_low": 0.1}
+    own = [
+        part("ours", 0.7, task="cameras_items", seed=seed, figures=figures | bounds | {"ece": 0.02 * seed})
+        for seed in (1, 2)
+    ]
+    with_lower = own[1].model_copy(update={"figures": own[1].figures | {"f1_ahead_of_boosting_low": -0.01}})
+    assert "the published weights were not searched" in tables(own)[1][0]
+    table = only([own[0], with_lower, part("ours", 0.4, task="cameras_items", variant="published")])
+    found = figures_of(table)
+    assert found["ahead_of_boosting"][0] == pytest.approx(0.06) and found["boosting_lowest"][0] == -0.01
+    assert found["published_low"][0] == pytest.approx(0.3, abs=1e-6) and found["ours_ece"] == (0.03, 0.02, 0.04)
+    assert {name for name, holds in verdicts(table).items() if not holds} == {"boosting_lowest"}
+
+
+def test_pairs_are_written_once_without_their_split(tmp_path: Path) -> None:
+    rows = [
+        {"category": "cameras", "tier": tier, "split": split, "query": query, "title": "t", "label": label}
+        for tier, split, query, label in (
+            ("medium", "train", "a", "match"),
+            ("test", "test", "a", "match"),
+            ("test", "test", "b", "non_match"),
+            ("large", "train", "c", "match"),
+        )
+    ]
+    task = TASKS["cameras_items"]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / task.pairs)
+    write_items(tmp_path, task, tmp_path / "pairs.parquet")
+    written = pq.read_table(tmp_path / "pairs.parquet").to_pylist()
+    assert written == [
+        {"query": "a", "title": "t", "label": "match"},
+        {"query": "b", "title": "t", "label": "non_match"},
+    ]
+    assert "--data.split-by" in task.data_flags("test") and "--data.filter" not in task.data_flags("valid")
+
+
 def test_a_part_survives_its_file_and_counts_its_runs(tmp_path: Path) -> None:
     first = part("ours", 1 / 3)
     assert keep(first, tmp_path).reads == 1
@@ -181,12 +218,14 @@ def by_day(arm: str, value: float, **changes: Any) -> PartResult:
 
 
 def test_five_days_are_held_against_one_training() -> None:
-    shipped = Arm(resolve([ours.CONFIG], {}, []).settings.train.replay_share).name
-    runs = [by_day("together", 0.80), by_day(shipped, 0.795, reads=2), by_day("replay-0", 0.77)]
+    shipped, many = shipped_arm().name, shipped_arm(20).name
+    runs = [by_day("together", 0.80), by_day(shipped, 0.796, reads=2), by_day("replay-0", 0.77)]
     table = only(runs)
     found = figures_of(table)
-    assert found["behind"][0] == pytest.approx(0.005) and found["behind_without_replay"][0] == pytest.approx(0.03)
+    assert found["behind"][0] == pytest.approx(0.004) and found["behind_without_replay"][0] == pytest.approx(0.03)
     assert verdicts(table) == {"behind": True} and "was read 4 times" in table.method
+    slow = only([*runs, by_day(many, 0.785)])
+    assert verdicts(slow) == {"behind": True, "behind_20_days": False}
     late = by_day(shipped, 0.78, seed=2)
     assert not verdicts(only([*runs, late]))["behind"]
     assert tables(runs[1:])[1] == ["pricerunner by day, 16,000 pairs: together was not run on test"]
@@ -207,7 +246,7 @@ def test_rows_of_a_query_are_of_one_day_and_days_come_one_by_one(tmp_path: Path)
 
 def test_a_chain_goes_on_with_the_day_it_ended_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(pa.table({"query_id": ["a", "b"]}), tmp_path / TASKS["pricerunner"].pairs)
-    chain = Chain(Arm(0.2, 0.5), "pricerunner", tmp_path, tmp_path, "valid", 50, 64, "fp32", "cpu", 1)
+    chain = Chain(Arm(0.2, 0.5, averages=True), "pricerunner", tmp_path, tmp_path, "valid", 50, 64, "fp32", "cpu", 1)
     ran: list[dict[str, str]] = []
     done = {"day-1", "day-2"}
     monkeypatch.setattr(incremental, "WORK", tmp_path)
@@ -217,10 +256,10 @@ def test_a_chain_goes_on_with_the_day_it_ended_in(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ours, "figures_of", lambda report: {"ndcg@10": 0.5} if report == "day-5" else {})
     monkeypatch.setattr(ours, "ndcg_by_query", lambda workspace, scratch, cycle: (0.5,))
     found = chain.run()
-    assert found.figures == {"ndcg@10": 0.5} and found.variant == "replay-0.2-later-rate-0.5"
+    assert found.figures == {"ndcg@10": 0.5} and found.variant == "replay-0.2-later-rate-0.5-averaged"
     assert [flags["--cycle"] for flags in ran] == ["day-3", "day-4", "day-5"]
     assert {flags["--train.max-steps"] for flags in ran} == {"10"}
-    assert {flags["--train.replay-share"] for flags in ran} == {"0.2"}
+    assert {(flags["--train.replay-share"], flags["--train.average"]) for flags in ran} == {("0.2", "start")}
     peak = resolve([ours.CONFIG], {}, []).settings.train.optimizer.learning_rate
     assert {float(flags["--train.optimizer.learning-rate"]) for flags in ran} == {peak / 2}
     assert [flags.get("--evaluate.baselines.bm25") for flags in ran] == ["false", "false", None]

@@ -227,9 +227,9 @@ def test_valid_rows_are_carved_out_of_train_alone(carve: bool, split_by: SplitBy
     config = HALVES.config.model_copy(update={"split_by": split_by})
     rules = replace(HALVES, carve_valid=carve, config=config)
     rows, _, _ = validate_chunk(texts(query=queries, title=titles, split=split), rules)
-    if split_by == "both" and carve:  # a quarter of the items of each side, unless the other one is a test item
+    if split_by == "both" and carve:  # rows with an item of either side
         assert set(rows.split[1::2].tolist()) == {2}
-        assert np.bincount(rows.split[::2], minlength=3)[1] / 200 == pytest.approx(0.75**2 - 0.5**2, abs=0.1)
+        assert np.bincount(rows.split[::2], minlength=3) / 200 == pytest.approx([0.75**2, 1 - 0.75**2, 0], abs=0.1)
         return
     assert set(rows.split[1::2].tolist()) == {2}
     assert np.bincount(rows.split[::2], minlength=3) / 200 == pytest.approx(

@@ -25,6 +25,7 @@ from pipeline.convert.folder import PRODUCT, QUERY
 from pipeline.core.errors import ConfigError, DataError, NumericError
 from pipeline.core.fingerprint import hash63
 from pipeline.embed.vectors import find_vectors
+from pipeline.evaluate.metrics import labels
 from pipeline.evaluate.report import load_report
 from pipeline.evaluate.score import load_scores
 from pipeline.inference.model import Hit, Kind
@@ -211,7 +212,9 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, Path]:
         "--no-evaluate.baselines.boosting",
     ]
     assert cli.main(["prepare", *flags]) == 0
-    assert cli.main(["train", *flags]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(labels, "MIN_FITTED", 50)
+        assert cli.main(["train", *flags]) == 0
     assert cli.main(["evaluate", *flags]) in (0, 80)
     return open_storage(str(folder / "workspace")), path
 

@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace with a cycle that has learned something."""
     cycle = Cycle(tmp_path_factory.mktemp("first"), ONCE.model_copy(update={"max_steps": 400, **rate(5e-3)}), name="c")
     cycle.every_steps = 400
-    cycle.partition(1, {"train": (200, 200), "valid": (60, 60)})
+    cycle.partition(1, {"train": (200, 200), "valid": (100, 100)})
     assert cycle.run().holdouts["valid"].accuracy > 0.7
     return cycle.folder
 
@@ -48,7 +48,7 @@ def next_cycle(trained: Path, folder: Path, **changes: Any) -> tuple[Cycle, Chec
     shutil.copytree(trained, folder)
     second = ONCE.model_copy(update={"start": "incumbent", "average": "start", **rate(0.015), **changes})
     cycle = Cycle(folder, second, name="next", prefixes=["tokens/d/print-1"])
-    cycle.partition(2, ROWS | {"valid": (60, 60)})
+    cycle.partition(2, ROWS | {"valid": (100, 100)})
     return cycle, open_checkpoint(cycle.storage, "checkpoints/c/step-400", folder / "cache")
 
 

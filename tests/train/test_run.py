@@ -202,7 +202,7 @@ def test_a_stop_anywhere_resumes_to_the_same_end(tmp_path: Path, event: EventNam
     whole, stopped = Cycle(tmp_path / "whole"), Cycle(tmp_path / "stopped")
     for made in (whole, stopped):
         made.folder.mkdir()
-        made.partition(1, ROWS | {"valid": (60, 60)})
+        made.partition(1, ROWS | {"valid": (100, 100)})
         made.model = MODEL.model_copy(update={"dropout": 0.3})
     expected = whole.run()
     stopped.stop_at(event, step)

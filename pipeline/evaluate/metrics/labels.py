@@ -159,27 +159,27 @@ SMALLEST = float(np.finfo(np.float64).eps)
 """Smaller probabilities are clipped to this value, as in scikit-learn, so that no row has a loss above 36.04 nats."""
 
 
-MIN_FITTED = 100
-"""Number of labelled rows below which no temperature is fitted."""
+MIN_FITTED = 200
+"""Number of labelled rows below which no temperature is fitted. With 120 rows, it often made calibration worse."""
 _COLDEST, _HOTTEST = 0.05, 20.0
 
 
 def fit_temperature(logits: Float32s, label: Int64s) -> float:
     """Fit the temperature: dividing logits [N, K] by it minimizes the log loss of their softmax (Guo et al., 2017).
 
-    One additional row per label is assumed, spread over all logits (as in Platt, 1999), so that the temperature of a
-    model that makes no mistake on these rows does not become 0. Unlabelled rows (-1) are ignored. Returns 1.0 if there
+    One additional row whose label is unknown is assumed (similar to Platt, 1999), so that the temperature of a model
+    that makes no mistake on these rows does not become 0. Unlabelled rows (-1) are ignored. Returns 1.0 if there
     are less than MIN_FITTED labelled rows, if all of them have the same label, or if a logit is not finite.
     """
     labelled = label >= 0
     wide, label = logits[labelled].astype(np.float64), label[labelled]
-    num_rows, num_labels = wide.shape
+    num_rows = len(wide)
     if num_rows < MIN_FITTED or len(np.unique(label)) < 2 or not np.isfinite(wide).all():
         return 1.0
     wide -= wide.max(axis=1, keepdims=True)
     if not wide.any():
         return 1.0
-    smoothing = num_labels / (num_rows + num_labels)
+    smoothing = 1 / (num_rows + 1)
     true = (1 - smoothing) * wide[np.arange(num_rows), label].mean() + smoothing * wide.mean()
     # The loss is convex in 1 / T. Its derivative is the mean expected logit minus the mean true logit.
     low, high = np.log(_COLDEST), np.log(_HOTTEST)

@@ -429,3 +429,22 @@ def test_numbers() -> None:
     assert [number(value) for value in shown] == [*shown.values()]
     assert [short_number(v) for v in (200_000, 1500, 0.05, 1.2e10)] == ["200k", "1500", "0.05", "12.0B"]
     assert [_plural(1, "node"), _plural(2, "node"), _plural(3, "query")] == ["1 node", "2 nodes", "3 queries"]
+
+
+def test_parts_by_what_was_trained_on_stand_side_by_side(storage: Storage) -> None:
+    text, data = written(storage)
+    table = re.search(r"by the side that was trained on.*?<table>(.*?)</table>", text, re.DOTALL)
+    assert table is not None
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall("<tr>(.*?)</tr>", table[1])]
+    assert rows == [
+        ["", "both", "query", "product", "neither", "search: seen", "search: new"],
+        ["size", "22,500", "22,500", "22,500", "22,500", "9,000", "9,000"],
+        ["candidate", "0.7100", "0.7200", "0.7300", "0.7400", "0.7100", "0.7200"],
+        ["BM25", "-", "-", "-", "-", "0.6000", "0.6100"],
+    ]
+    assert data.evaluation is not None
+    unchecked = data.evaluation.holdout.model_copy(update={"parts": {}})
+    alone = data.evaluation.candidate.model_copy(update={"slices": ()})
+    without = data.evaluation.model_copy(update={"holdout": unchecked, "candidate": alone})
+    own = next(iter(read_index(storage).cycles))  # type: ignore[union-attr]
+    assert "by the side that was trained on" not in page(data.model_copy(update={"evaluation": without}), own)
