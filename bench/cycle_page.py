@@ -218,12 +218,16 @@ def _results(storage: Storage, cycle: str, text: str) -> None:
 
 def _model(cycle: str, shift: float) -> ModelReport:
     rows = MetricReport(
-        values={"ndcg@10": 0.8 + shift, "loss": 0.5 - shift}, missing={}, num_rows=90_000, num_queries=9000
+        values={"ndcg@10": 0.8 + shift, "loss": 0.5 - shift, "ece": 0.021},
+        missing={},
+        num_rows=90_000,
+        num_queries=9000,
     )
     found = MetricReport(values={"retrieval_ndcg@10": 0.7 + shift}, missing={}, num_rows=90_000, num_queries=9000)
     return ModelReport(
         checkpoint=f"s3://bucket/relevance/checkpoints/{cycle}/step-1", digest=f"d-{cycle}", cycle=cycle, step=1,
         scores="x", metrics=rows, retrieval=found, slices=_parts(shift, rows, found), threshold=None,
+        temperature=1.8, ece_before=0.064,
     )  # fmt: skip
 
 

@@ -6,10 +6,8 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,15 @@ from pipeline.core.errors import EXIT_OK, ConfigError, DataError
 from pipeline.core.format import aligned, shortened
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.data.config import DataConfig
+from pipeline.data.attributes import COLUMNS, ValueStats, attribute_pairs, find_columns
+from pipeline.data.config import CategoricalFeature, DataConfig
 from pipeline.data.input_files import open_files
 from pipeline.data.rows import LIKELY_NAMES, SLICE, ColumnPlan, by_spelling
 from pipeline.data.survey import common_labels, infer_gains
 from pipeline.evaluate.gate.judge import HALF_WIDTH, fraction_for
 from pipeline.io.atomic import create_atomic
 from pipeline.io.storage import os_errors
+from pipeline.model.config import Attribute
 from pipeline.settings import PROJECT_FILE, Settings, flatten, leaves
 
 MAX_ROWS = 200_000
@@ -37,6 +37,13 @@ _MAX_LABELS, _MAX_CATEGORIES = 20, 1000
 _ROWS_PER_CATEGORY = 5
 _DISTINCT_NUMBERS = 10
 """Columns with at most this many distinct numbers are treated as categorical."""
+_BRANDS, _BRAND_WORDS = 50, 1.5
+"""Columns with at most this many values or mean words are not queries or titles, but brands or categories."""
+_LONG = 40
+"""Texts with a longer mean length are no attributes."""
+_IDS = re.compile(r"(?i)(^|_)(id|ids|uri|url|link|cluster)(_|$)")
+_CODES = ("model", "model_number", "model_no", "mpn", "part_number", "sku", "ean", "gtin", "upc", "isbn")
+_BRAND_NAMES = ("brand", "manufacturer", "maker", "vendor")
 
 
 @dataclass
@@ -46,8 +53,8 @@ class Column:
     name: str
     rows: int = 0
     empty: int = 0
-    numbers: int = 0
     characters: int = 0
+    words: int = 0
     values: Counter[str] = field(default_factory=Counter)
 
     def add(self, values: Iterable[bytes | None]) -> None:
@@ -56,19 +63,27 @@ class Column:
             self.rows += 1
             self.empty += not text
             self.characters += len(text)
-            with suppress(ValueError):
-                self.numbers += isfinite(float(text)) and "_" not in text  # readers reject underscores, too
+            self.words += len(text.split())
             if text:
                 self.values[text] += 1
 
     @property
     def is_number(self) -> bool:
-        return self.numbers == self.rows - self.empty > 0
+        stats = stats_of(self)
+        return stats.numbers == stats.present > 0
 
     @property
     def is_category(self) -> bool:
         distinct = len(self.values)
         return 2 <= distinct <= _MAX_CATEGORIES and distinct * _ROWS_PER_CATEGORY <= self.rows
+
+
+def stats_of(*columns: Column) -> ValueStats:
+    """Return statistics of the values of columns, from which the kind of an attribute is determined."""
+    stats = ValueStats()
+    for text, count in (item for column in columns for item in column.values.items()):
+        stats.add(text, count)
+    return stats
 
 
 @dataclass
@@ -82,7 +97,8 @@ class Guess:
     unordered: tuple[str, ...] = ()
     """Labels whose order could not be guessed."""
     numeric: list[str] = field(default_factory=list)
-    categorical: list[str] = field(default_factory=list)
+    categorical: list[CategoricalFeature] = field(default_factory=list)
+    attributes: list[Attribute] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Messages about guesses that the user should check."""
 
@@ -153,12 +169,15 @@ def guess_columns(columns: Mapping[str, Column], config: DataConfig | None = Non
     config, guess, rest = config or DataConfig(), Guess(), dict(columns)
     command = f"trnpipe init {shlex.quote(path)}"
     guess.columns.update(config.columns.model_dump(exclude_unset=True))
+    list(attribute_pairs(config.attributes, list(columns), path))  # raises DataError if one has no column
+    guess.attributes = [_resolved(attribute, columns) for attribute in config.attributes]
     configured = [*guess.columns.values(), *config.numeric, *(feature.column for feature in config.categorical)]
+    configured += filter(None, (column for each in guess.attributes for column in (each.query, each.product)))
     if absent := [column for column in configured if columns and column not in columns]:
         raise DataError(
             f"{path} has no column {', '.join(map(repr, absent))}",
             expected=f"one of the columns {', '.join(columns)}",
-            next_command=f"{command} with a different --data.columns.*, --data.numeric or --data.categorical",
+            next_command=f"{command} with a different --data.columns.*, .numeric, .categorical or .attributes",
         )
     for name in configured:
         rest.pop(name, None)
@@ -168,10 +187,18 @@ def guess_columns(columns: Mapping[str, Column], config: DataConfig | None = Non
         if match is not None and field_name not in guess.columns and _fits(field_name, rest[match]):
             guess.columns[field_name] = rest.pop(match).name
     texts = [column for column in rest.values() if not column.is_number and column.characters > 3 * column.rows]
-    texts.sort(key=lambda column: len(column.values))  # fewer queries than titles
-    for field_name in ("query", "title"):
-        if field_name not in guess.columns and texts:
-            guess.columns[field_name] = rest.pop(texts.pop(0).name).name
+    wanted = [name for name in ("query", "title") if name not in guess.columns]
+    phrases = [column for column in texts if column.words > _BRAND_WORDS * column.rows and len(column.values) > _BRANDS]
+    texts = phrases if len(phrases) >= len(wanted) else texts
+    for field_name in wanted:
+        if texts:
+            most = max(len(column.values) for column in texts)
+            chosen = min(texts, key=lambda column: len(column.values))  # there are fewer queries than titles
+            if field_name == "title":  # which are shorter than other texts
+                likely = (column for column in texts if len(column.values) >= most / 2)
+                chosen = min(likely, key=lambda column: column.characters)
+            texts.remove(chosen)
+            guess.columns[field_name] = rest.pop(chosen.name).name
             guess.notes.append(
                 f"column {guess.columns[field_name]!r} looks like the {field_name}, judging by its content"
             )
@@ -192,11 +219,14 @@ def guess_columns(columns: Mapping[str, Column], config: DataConfig | None = Non
             expected="a query, a product title and a relevance label or gain in each row",
             next_command=" ".join([command, *(f"--data.columns.{name} COLUMN" for name in missing)]),
         )
-    guess.labels, guess.numeric = config.labels, [*config.numeric]
-    guess.categorical = [feature.column for feature in config.categorical]
+    guess.labels, guess.numeric, guess.categorical = config.labels, [*config.numeric], [*config.categorical]
     if "label" in guess.columns and not guess.labels:
         _guess_labels(guess, columns[guess.columns["label"]])
-    for column in rest.values() if not guess.numeric and not guess.categorical else ():
+    for pattern in COLUMNS["query"]:
+        for name in [name for name in rest if re.fullmatch(pattern.format("(.+)"), name)]:
+            before, after = pattern.split("{}")
+            _guess_pair(guess, Attribute(name=name.removeprefix(before).removesuffix(after), query=name), rest)
+    for column in rest.values():
         _guess_feature(guess, column)
     return guess
 
@@ -224,23 +254,50 @@ def _guess_labels(guess: Guess, column: Column) -> None:
         guess.notes.append(f"PUT data.labels IN ORDER, starting with the least relevant: {', '.join(guess.unordered)}")
 
 
+def _resolved(attribute: Attribute, columns: Mapping[str, Column]) -> Attribute:
+    """Return an attribute with the columns that it has in a file and the kind of their values."""
+    found = find_columns(attribute, list(columns))
+    kind = attribute.kind or stats_of(*(columns[name] for name in found.values() if name in columns)).kind
+    return Attribute(name=attribute.name, query=found.get("query", ""), product=found.get("product", ""), kind=kind)
+
+
+def _guess_pair(guess: Guess, attribute: Attribute, rest: dict[str, Column]) -> None:
+    """Add an attribute that both sides have, unless it is an id, which may tell the label, or a long text."""
+    names = [*find_columns(attribute, list(rest)).values()]
+    columns = [rest[name] for name in names]
+    if len(columns) < len(COLUMNS) or not all(column.values for column in columns):
+        return
+    why = "ids and links of both sides may tell the label" if _IDS.search(attribute.name) else ""
+    if sum(column.characters for column in columns) > _LONG * sum(column.rows - column.empty for column in columns):
+        why = "their texts are long"
+    if why:
+        guess.notes.append(f"columns {' and '.join(map(repr, names))} are not used, because {why}")
+    else:
+        guess.attributes.append(_resolved(attribute, rest))
+    for name in names:
+        del rest[name]
+
+
 def _guess_feature(guess: Guess, column: Column) -> None:
-    distinct = len(column.values)
-    is_numeric = column.is_number and distinct > _DISTINCT_NUMBERS
-    if is_numeric and not column.empty:
+    distinct, spelled = len(column.values), next(iter(by_spelling([column.name])))
+    is_numeric = distinct > _DISTINCT_NUMBERS and column.is_number and stats_of(column).kind == "number"
+    is_category = not is_numeric and column.is_category and spelled not in _CODES
+    if is_numeric:
         guess.numeric.append(column.name)
-    elif not is_numeric and column.is_category:
-        guess.categorical.append(column.name)  # missing values form a category
+    elif is_category:
+        guess.categorical.append(CategoricalFeature(column=column.name))  # missing values form a category
+    elif spelled in (*_CODES, *_BRAND_NAMES) and column.values:
+        guess.attributes.append(Attribute(name=column.name, query="", product=column.name, kind="text"))
     else:
         why = f"has {distinct:,} different values in {column.rows:,} rows"
-        if is_numeric:
-            why = f"has no number in {column.empty:,} rows. Missing numbers are not supported yet, use 0 or a default"
         guess.notes.append(f"column {column.name!r} is not used, because it {why}")
 
 
 def _preview(guess: Guess, rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Format the first rows as a table with a column for each used field and feature."""
-    shown = [*guess.columns.items(), *((name, name) for name in (*guess.numeric, *guess.categorical))]
+    features = [*guess.numeric, *(feature.column for feature in guess.categorical)]
+    features += filter(None, (column for each in guess.attributes for column in (each.query, each.product)))
+    shown = [*guess.columns.items(), *((name, name) for name in features)]
     table = [[field for field, _ in shown]]
     for row in rows:
         cells = ["".join(c if c.isprintable() else " " for c in row.get(column, "")) for _, column in shown]
@@ -290,7 +347,11 @@ def project_text(path: str, guess: Guess, test_fraction: float | None, settings:
         "path": path,
         "labels": guess.labels or guess.unordered,
         "numeric": guess.numeric,
-        "categorical": guess.categorical,
+        "categorical": [
+            each.column if each == CategoricalFeature(column=each.column) else each.model_dump()
+            for each in guess.categorical
+        ],
+        "attributes": [each.model_dump() for each in guess.attributes],
         "test_fraction": test_fraction,
     }
     sections: dict[str, dict[str, Any]] = {
@@ -302,12 +363,13 @@ def project_text(path: str, guess: Guess, test_fraction: float | None, settings:
     }
     explicit = settings.model_dump(mode="json", exclude_unset=True, exclude_none=True) if settings else {}
     for dotted, value in flatten(explicit, leaves(Settings)):
-        if dotted not in ("cycle", "data.path"):
+        if dotted not in ("cycle", "data.path", "data.numeric", "data.categorical", "data.attributes"):
             section, _, name = dotted.rpartition(".")
             sections.setdefault(section, {})[name] = value
     comments = {
         "data.path": f"all rows count as new if the file changes, so add new days as {stem}/dt=YYYY-MM-DD/",
         "data.labels": "starting with the least relevant",
+        "data.attributes": "texts are appended to queries and titles and compared, numbers subtracted and divided",
         "train.metric": "choose the best checkpoint by relevance scores and search",
         "health.min_free_gib": "disk space that a cycle of the tiny model needs",
     }
@@ -329,6 +391,8 @@ def project_text(path: str, guess: Guess, test_fraction: float | None, settings:
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        return "[\n" + "".join(f"    {_toml(item)},\n" for item in value) + "]"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value, ensure_ascii=False)

@@ -96,6 +96,8 @@ def evaluation_plan(
         plan |= {f"{prefix}.{name}": value for name, value in fields.items() if name not in excluded}
     plan |= {f"model.{name}": value for name, value in model.shape().items() if name not in ("preset", "init_from")}
     plan |= embed_plan(model, settings.embed, settings.compile, spec, device, world_size)
+    if spec.may_miss:
+        plan["data.missing"] = len(spec.missing)
     return plan | {
         "data.buckets": [bucket.name for bucket in buckets],
         "data.pad_id": spec.pad_id,

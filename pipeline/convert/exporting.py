@@ -47,7 +47,7 @@ from pipeline.model.factory import PREFIX as FACTORY_PREFIX
 from pipeline.model.factory import FactoryEncoder
 from pipeline.model.hf import CONFIG, FAMILIES, from_hf, hf_config
 from pipeline.model.ops import choose_forms, l2_normalize
-from pipeline.model.relevance import RelevanceInputs, RelevanceModel, build_model
+from pipeline.model.relevance import MISSING, RelevanceInputs, RelevanceModel, build_model
 from pipeline.registry.checkpoints import Ancestor
 from pipeline.registry.records import one_line
 
@@ -347,6 +347,9 @@ def _card(record: ExportRecord, plan: ExportPlan) -> str:
     }[plan.format]
     gains = ", ".join(f"{_text(label)}: {gain:.6g}" for label, gain in zip(spec.labels, spec.label_gains, strict=True))
     features = f"{', '.join(map(_text, spec.numeric)) or 'no numbers'} and {len(spec.categorical_ids)} categories"
+    features += f" (a missing number is {MISSING:g})" if spec.may_miss else ""
+    texts = ", ".join(_text(each.name) for each in spec.attributes if each.kind == "text")
+    features += f". The texts of {texts} are appended to queries and products" if texts else ""
     figures = plan.ancestors[0].figures if plan.ancestors else {}
     names = [*(name for name in _FIRST if name in figures), *sorted(figures.keys() - {*_FIRST})]
     lines = [

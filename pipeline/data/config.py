@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 
 from pipeline.core.batch_order import LONGEST, Bucket, check_buckets
 from pipeline.core.record import Record
+from pipeline.model.config import Attribute
 
 SplitBy = Literal["query", "product", "both"]
 
@@ -73,6 +74,11 @@ class DataConfig(Record):
     )
     numeric: tuple[str, ...] = Field((), description="Numeric feature columns")
     categorical: tuple[CategoricalFeature, ...] = Field((), description="Categorical feature columns")
+    attributes: tuple[Attribute, ...] = Field(
+        (),
+        description="Attributes of queries and products, such as brand, model_number and price. Texts are appended to"
+        " queries and titles and compared, and numbers are subtracted and divided",
+    )
     slices: tuple[str, ...] = Field(
         (), description="Columns by which evaluation breaks down metrics (category, language). Not used by the model"
     )
@@ -114,10 +120,10 @@ class DataConfig(Record):
     def _nested(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(bucket.name for bucket in check_buckets([Bucket.parse(text) for text in value])) if value else ()
 
-    @field_validator("labels", "numeric", "categorical", "slices")
+    @field_validator("labels", "numeric", "categorical", "attributes", "slices")
     @classmethod
     def _each_once(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        names = [item.column if isinstance(item, CategoricalFeature) else item for item in value]
+        names = [getattr(item, "column", getattr(item, "name", item)) for item in value]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"duplicate names {', '.join(map(repr, duplicates))}; expected each name once")
         return value

@@ -45,6 +45,9 @@ class ChunkRecord(Record):
     without_category: tuple[int, ...] = Field(
         (), description="Number of usable rows without a value, for each categorical column"
     )
+    without_number: tuple[int, ...] = Field(
+        (), description="Number of usable rows without a value, for each numeric feature that may be missing"
+    )
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
             quarantined=quarantined(bad[:QUARANTINE_ROWS]),
             slices=rows.slices.names,
             without_category=tuple((rows.categorical == 0).sum(axis=0).tolist()),
+            without_number=tuple(np.isnan(rows.numeric).sum(axis=0).tolist()),
         )
         write_bytes_atomic(task.staging.record_path(task.index), record.model_dump_json().encode())
     return task.rules.partition, task.index, record

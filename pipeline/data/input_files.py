@@ -18,12 +18,14 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
+from pipeline.data.attributes import SIDES
 from pipeline.data.readers import Planner, file_version, object_version, read_file, suffix_format
-from pipeline.data.rows import READER_VERSION, RawBatch, shorten
+from pipeline.data.rows import READER_VERSION, ColumnPlan, RawBatch, shorten
 from pipeline.io.commit import stream_record
 from pipeline.io.paths import user_path
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import ObjectStat, Storage, open_parent, open_storage, os_errors
+from pipeline.model.config import Attribute
 
 FLAT = "flat"
 _MAX_NAMES = 5
@@ -84,6 +86,25 @@ class Files:
                 content_id = fingerprint([content, READER_VERSION])
                 inputs.append(InputFile(stat.key, name, content_id, stat.size_bytes, version))
         return tuple(inputs)
+
+    def text_attributes(self, attributes: Sequence[Attribute], warn: Callable[[str], object]) -> tuple[Attribute, ...]:
+        """Return text attributes with only those columns that exist in the first file that has rows.
+
+        If a column of the products does not exist, `warn` is called with a message.
+        """
+        texts, names = [each for each in attributes if each.kind == "text"], list[str]()
+
+        def plan(columns: list[str]) -> ColumnPlan:
+            names[:] = columns
+            return ColumnPlan(())
+
+        if texts:
+            next(self.read(lambda uri: plan, 1, "reading column names"), None)
+        if missing := [each.product for each in texts if each.product and each.product not in names]:
+            warn(f"the catalogue has no column {', '.join(map(repr, missing))}, so titles are used without it")
+        found = [{side: getattr(each, side) for side in SIDES if getattr(each, side) in names} for each in texts]
+        blank = dict.fromkeys(SIDES, "")
+        return tuple(t.model_copy(update=blank | columns) for t, columns in zip(texts, found, strict=True) if columns)
 
     def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
         """Yield batches of at most `num_rows` rows from all files. `plan` maps the URI of a file to its planner."""

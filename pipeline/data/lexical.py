@@ -171,8 +171,9 @@ def _analyse(text: str) -> _Text:
 
 
 def numeric_names(config: DataConfig) -> tuple[str, ...]:
-    """Return the names of all numeric features. The configured columns are followed by the lexical features."""
-    return config.numeric + (LEXICAL_NAMES if config.lexical else ())
+    """Return the names of all numeric features: the configured columns, the attributes, and the lexical features."""
+    attributes = tuple(name for attribute in config.attributes for name in attribute.features)
+    return config.numeric + attributes + (LEXICAL_NAMES if config.lexical else ())
 
 
 def lexical_features(queries: Sequence[str], titles: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -183,6 +184,35 @@ def lexical_features(queries: Sequence[str], titles: Sequence[str]) -> npt.NDArr
     analyse = lru_cache(maxsize=_CACHED_TEXTS)(_analyse)
     values = [_pair_features(analyse(query), analyse(title)) for query, title in zip(queries, titles, strict=True)]
     return np.array(values, dtype=np.float32).reshape(len(values), len(LEXICAL_NAMES))
+
+
+class _Code(NamedTuple):
+    squeezed: str
+    trigrams: frozenset[str]
+
+
+def _analyse_code(text: str) -> _Code:
+    """Return the letters and digits of a text in lower case, without spaces and punctuation."""
+    squeezed = _analyse(text).squeezed.replace(".", "").replace(",", "")
+    padded = f" {squeezed} "
+    return _Code(squeezed, frozenset(padded[i : i + 3] for i in range(len(padded) - 2)))
+
+
+def code_features(queries: Sequence[str], products: Sequence[str]) -> npt.NDArray[np.float32]:
+    """Compare the values of a text attribute in N pairs, ignoring case, punctuation and spaces. Returns [N, 2].
+
+    The features are whether the values are equal and how similar they are, which is the cosine of their trigrams or, if
+    one value contains the other, at least the ratio of their lengths. Both are NaN if one side has no value.
+    """
+    analyse = lru_cache(maxsize=_CACHED_TEXTS)(_analyse_code)
+    values = np.full((len(queries), 2), np.nan, dtype=np.float32)
+    for row, (query, product) in enumerate(zip(map(analyse, queries), map(analyse, products), strict=True)):
+        shorter, longer = sorted((query.squeezed, product.squeezed), key=len)
+        if shorter:
+            cosine = len(query.trigrams & product.trigrams) / (len(query.trigrams) * len(product.trigrams)) ** 0.5
+            contained = len(shorter) / len(longer) if shorter in longer else 0.0
+            values[row] = shorter == longer, max(cosine, contained)
+    return values
 
 
 # The rows of a query are usually adjacent, so a small cache suffices. A text of 100 characters takes 20 KB of memory, a

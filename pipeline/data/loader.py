@@ -16,7 +16,7 @@ from pipeline.core.batch_order import BatchPlan, RankSlice, rank_slice
 from pipeline.core.shuffle import mix64
 from pipeline.data.shards import Arrays
 from pipeline.data.taught import TAUGHT
-from pipeline.model.relevance import GroupInputs, RelevanceInputs
+from pipeline.model.relevance import MISSING, GroupInputs, RelevanceInputs
 
 
 class RowSource(Protocol):
@@ -80,7 +80,7 @@ def training_batches(
         for micro_step in range(share.accumulation):
             part = rank_slice(plan.batch_size, share.world_size, share.rank, share.accumulation, micro_step)
             arrays = source.read(batch.pools[part], batch.rows[part], batch.bucket, batch.epoch)
-            tensors = {name: torch.from_numpy(arrays[name]) for name in GroupInputs._fields}
+            tensors = _inputs(arrays, GroupInputs._fields)
             tensors |= {name: torch.from_numpy(arrays[name]) for name in TAUGHT if name in arrays}
             tensors |= target_tensors(arrays) | {"place": torch.arange(part.start, part.stop, dtype=torch.int32)}
             yield MicroBatch(position, batch.bucket, tensors, arrays["sample_id"][arrays["is_row"]])
@@ -88,7 +88,13 @@ def training_batches(
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
     """Return the model inputs for scoring rows. Integers are 32-bit because Neuron truncates 64-bit integers."""
-    return {name: torch.from_numpy(arrays[name]) for name in RelevanceInputs._fields}
+    return _inputs(arrays, RelevanceInputs._fields)
+
+
+def _inputs(arrays: Arrays, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return tensors in which NaN, a missing number, is replaced by MISSING."""
+    present = np.where(np.isnan(arrays["numeric"]), np.float32(MISSING), arrays["numeric"])
+    return {name: torch.from_numpy(present if name == "numeric" else arrays[name]) for name in names}
 
 
 def target_tensors(arrays: Arrays) -> dict[str, Tensor]:

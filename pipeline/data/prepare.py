@@ -19,9 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.core.batch_order import LONGEST
-from pipeline.core.errors import DataError, TransientError
+from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
+from pipeline.data.attributes import like_parent
 from pipeline.data.buckets import choose_buckets
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import ChunkRecord, ChunkTask, Staging, encode_chunk
@@ -49,6 +50,7 @@ from pipeline.data.validate import RowRules, merge_names
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, os_errors
+from pipeline.model.config import LEXICAL, Attribute
 from pipeline.proc.pool import run_tasks
 from pipeline.telemetry.events import EventName
 
@@ -128,6 +130,7 @@ def prepare(
     *,
     scratch: Path,
     tokenizer: bytes | None = None,
+    attributes: Sequence[Attribute] = (),
     longest: int = LONGEST,
     worker: int = 0,
     events: Emit,
@@ -138,16 +141,19 @@ def prepare(
     Args:
         scratch: Local folder for staged chunks. A rerun must use the same folder to be able to skip finished chunks.
         tokenizer: The tokenizer.json of the parent model. `config.tokenizer.path` takes precedence.
+        attributes: The attributes of the parent model, whose columns and kinds are used unless they are configured.
         longest: The maximum number of tokens per text if `config.buckets` is empty and none were chosen before.
         worker: Index of this worker, below `config.workers`.
 
     Raises DataError if the input is unusable or has too many bad rows, ConfigError if the tokenizer does not exist,
     Preempted if a stop is requested, and TransientError if the input changes while it is being read.
     """
+    config = config.model_copy(update={"attributes": like_parent(config.attributes, attributes)})
     listed = list_input_objects(config, stop) if config.workers > 1 else frozenset()
     source = open_source(config, scratch=scratch, stop=stop)
     scratch = scratch / f"worker-{worker}" if config.workers > 1 else scratch  # workers may share a machine
-    encoding, tokenizer_prefix = _labels_and_tokenizer(config, source, workspace, scratch, tokenizer, events, stop)
+    encoding, tokenizer_prefix = _surveyed(config, source, workspace, scratch, tokenizer, events, stop)
+    config, source = encoding.config, replace(source, config=encoding.config)
     if not config.buckets:  # set them only now, because the vocabulary must not depend on which run chooses them
         buckets = choose_buckets(config, source, workspace, encoding.tokenizer, longest, stop)
         encoding = replace(encoding, config=config.model_copy(update={"buckets": buckets}))
@@ -226,7 +232,7 @@ def _committed(encoding: Encoding, prefix: str, workspace: Storage) -> TokenSetI
 # Labels, tokenizer, and partition names.
 
 
-def _labels_and_tokenizer(
+def _surveyed(
     config: DataConfig,
     source: Source,
     workspace: Storage,
@@ -235,10 +241,11 @@ def _labels_and_tokenizer(
     events: Emit,
     stop: StopSignal,
 ) -> tuple[Encoding, str]:
-    """Determine the labels and the tokenizer, and store the tokenizer in the workspace.
+    """Determine the labels, the attributes and the tokenizer, and store the tokenizer in the workspace.
 
-    Labels that are not configured have to be read from the data, and a new tokenizer has to be trained on it. In either
-    case this reads the entire input. Returns the encoding and the prefix at which its tokenizer is stored.
+    Labels and attributes that are not configured have to be read from the data, and a new tokenizer has to be trained
+    on it. In each case this reads the entire input. Returns the encoding and the prefix at which its tokenizer is
+    stored. Raises ConfigError if two numeric features have the same name.
     """
     tokenizer = given_tokenizer(config, parent_tokenizer, stop)
     if tokenizer is not None and config.tokenizer.path is not None and config.tokenizer.split_digits:
@@ -247,9 +254,17 @@ def _labels_and_tokenizer(
     tokenizer = tokenizer or find_tokenizer(config, source, workspace)
     needs_labels = not config.labels and not source.fixed_labels
     surveyed = None
-    if needs_labels or tokenizer is None:
+    if needs_labels or tokenizer is None or any(None in each.model_dump().values() for each in config.attributes):
         surveyed = survey(source, config, want_labels=needs_labels, want_sample=tokenizer is None, stop=stop)
     labels = decide_labels(config, source.fixed_labels, surveyed)
+    if surveyed is not None:
+        config = config.model_copy(update={"attributes": surveyed.attributes.resolve(config.attributes)})
+    if duplicates := [name for name, count in Counter(numeric_names(config)).items() if count > 1]:
+        raise ConfigError(
+            f"data.numeric and data.attributes have two features {', '.join(map(repr, duplicates))}",
+            expected="each name once",
+            next_command="remove the column from --data.numeric, or rename the attribute",
+        )
     if tokenizer is None:
         sample = surveyed.sample if surveyed else TextSample()
         tokenizer = train_in_worker(config, list(sample.texts()), stop)
@@ -269,6 +284,7 @@ def name_partition(encoding: Encoding, partition: InputPartition, *, carve_valid
         {
             # Omit defaults so that data prepared before these settings were introduced keeps its name.
             **{name: value for name, value in newer.items() if value},
+            **({"attributes": [each.model_dump() for each in config.attributes]} if config.attributes else {}),
             **({"split_by": config.split_by} if config.split_by != "query" else {}),
             "format": FORMAT_VERSION,
             "content": partition.content_id,
@@ -392,7 +408,9 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         split: TokenRows([ShardFile(work.staging.files / s.file, s.rows) for s in infos], buckets, tokenizer.pad_id)
         for split, infos in shards.items()
     }
-    is_counted = all(len(record.without_category) == len(categorical) for record in records)
+    optional = [name for name in numeric_names(config) if not name.startswith(LEXICAL)]
+    are_counted = all(len(record.without_category) == len(categorical) for record in records)
+    are_counted &= all(len(record.without_number) == len(optional) for record in records)
     return TokenSetInfo(
         dataset=config.name,
         partition=work.partition.name,
@@ -408,6 +426,7 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         labels=tuple(labels.gains),
         label_gains=tuple(labels.gains.values()),
         numeric=numeric_names(config),
+        attributes=config.attributes,
         categorical=categorical,
         splits=shards,
         rows_read=sum(record.rows_read for record in records),
@@ -420,7 +439,11 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         judged=count_judgements(staged, len(labels.gains), stop),
         without_category={
             info.column: sum(record.without_category[i] for record in records)
-            for i, info in enumerate(categorical if is_counted else ())
+            for i, info in enumerate(categorical if are_counted else ())
+        },
+        without_number={
+            name: sum(record.without_number[i] for record in records)
+            for i, name in enumerate(optional if are_counted else ())
         },
     )
 
@@ -466,7 +489,7 @@ def _check_bad_fraction(
     top = ", ".join(f"{reason} ({count})" for reason, count in Counter(info.reasons).most_common(_TOP_REASONS))
     remedy = "fix the input, correct --data.columns / --data.labels"
     if any(reason.startswith("feature ") for reason in info.reasons):
-        remedy = "write 0 or another default where a number is missing, take the column out of --data.numeric"
+        remedy = "write a number or nothing in each row, take the column out of --data.numeric"
     raise DataError(
         f"{info.partition}: {info.rows_bad} of {info.rows_read} rows are bad"
         f" ({info.rows_bad / info.rows_read:.1%}): {top}{first}",

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
+from pipeline.data.attributes import attribute_pairs, base_of
 from pipeline.data.config import DataConfig
 from pipeline.data.token_sets import QuarantinedRow, RowContent
 
@@ -200,10 +201,12 @@ class ColumnPlan:
         return list(dict.fromkeys(column for _, column in self.pairs))
 
     def only(self, fields: Sequence[str] | None) -> "ColumnPlan":
-        """Return a plan for only the given fields (None: all) and the columns used by the filter."""
+        """Return a plan for only the given fields (None: all), their text attributes, and the filter's columns."""
         if fields is None:
             return self
-        return ColumnPlan(tuple(p for p in self.pairs if p[0] in fields or p[0].startswith(FILTER)))
+        return ColumnPlan(
+            tuple(p for p in self.pairs if p[0] in fields or p[0].startswith(FILTER) or base_of(p[0]) in fields)
+        )
 
 
 def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
@@ -224,7 +227,8 @@ def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> Col
         pairs.append(("label", mapping.label))
     has_text = mapping.text not in (mapping.query, mapping.title)
     pairs += [(field, getattr(mapping, field)) for field in _OPTIONAL if field != "text" or has_text]
-    return match_columns([*pairs, *feature_pairs(config)], available, file, _setting, _OPTIONAL)
+    pairs += [*feature_pairs(config), *attribute_pairs(config.attributes, available, file)]
+    return match_columns(pairs, available, file, _setting, _OPTIONAL)
 
 
 def plan_pairs(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
@@ -236,7 +240,8 @@ def plan_pairs(config: DataConfig, available: Sequence[str], file: str) -> Colum
     pairs = [("query", mapping.query), ("title", mapping.title)]
     if mapping.text not in (mapping.query, mapping.title):
         pairs.append(("text", mapping.text))
-    return match_columns([*pairs, *feature_pairs(config)], available, file, _setting, _OPTIONAL)
+    pairs += [*feature_pairs(config), *attribute_pairs(config.attributes, available, file)]
+    return match_columns(pairs, available, file, _setting, _OPTIONAL)
 
 
 def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
@@ -250,13 +255,15 @@ def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
 
 
 LIKELY_NAMES: Mapping[str, tuple[str, ...]] = {
-    "query": ("query", "search_term", "search_query", "query_text", "keyword", "keywords", "search", "term", "q"),
-    "title": ("title", "product_title", "item_name", "product_name", "item_title", "name", "item", "product"),
+    "query": ("query", "search_term", "search_query", "query_text", "keyword", "keywords", "search", "term", "q",
+              "title_left", "left_title", "name_left"),
+    "title": ("title", "product_title", "item_name", "product_name", "item_title", "name", "item", "product",
+              "title_right", "right_title", "name_right"),
     "text": ("text", "description", "product_description", "item_description", "body"),
     "label": ("label", "relevance", "grade", "esci_label", "judgement", "judgment", "relevance_label", "rating"),
     "gain": ("gain", "relevance_score", "score"),
-    "query_id": ("query_id", "qid", "search_id"),
-    "product_id": ("product_id", "item_id", "pid", "asin", "sku", "doc_id", "id"),
+    "query_id": ("query_id", "qid", "search_id", "id_left", "left_id"),
+    "product_id": ("product_id", "item_id", "pid", "asin", "sku", "doc_id", "id", "id_right", "right_id"),
     "split": ("split", "fold", "subset"),
 }  # fmt: skip
 """Common column names by field, most likely first."""
@@ -399,8 +406,18 @@ def _canonical_texts(array: pa.Array) -> pa.Array:
     return pc.replace_with_mask(array, is_variant, pa.array(texts, pa.large_binary()))
 
 
+def with_attributes(text: pa.Array, values: Sequence[pa.Array]) -> pa.Array:
+    """Append the values of text attributes to a query or title, separated by spaces. A blank text stays as it is."""
+    is_blank, *are_blank = (pc.fill_null(pc.match_substring_regex(each, r"^\s*$"), True) for each in (text, *values))
+    nothing = pa.nulls(len(text), pa.large_binary())
+    present = [pc.if_else(blank, nothing, each) for blank, each in zip(are_blank, values, strict=True)]
+    filled = pc.fill_null(text, b"")  # with "skip", pyarrow 26 drops rows in which everything is null
+    joined = pc.binary_join_element_wise(filled, *present, pa.scalar(b" ", pa.large_binary()), null_handling="skip")
+    return pc.if_else(is_blank, text, joined)
+
+
 def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:
-    """Convert input columns to the fields of a plan.
+    """Convert input columns to the fields of a plan, and append text attributes to the query and the title.
 
     The name of the input column is stored in the metadata of each field. Raises pa.ArrowTypeError if a column contains
     neither strings nor numbers.
@@ -411,6 +428,9 @@ def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:
             arrays.append(as_field(columns[column], field))
         except pa.ArrowException as error:
             raise pa.ArrowTypeError(f"column {column!r} is {columns[column].type}: {error}") from error
+    for index, (base, _) in enumerate(plan.pairs):
+        if values := [array for (field, _), array in zip(plan.pairs, arrays, strict=True) if base_of(field) == base]:
+            arrays[index] = with_attributes(arrays[index], values)
     fields = [
         pa.field(field, array.type, metadata={_COLUMN: column.encode()})
         for (field, column), array in zip(plan.pairs, arrays, strict=True)

@@ -17,6 +17,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data import synthetic
+from pipeline.data.attributes import attribute_pairs
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import (
     Files,
@@ -49,13 +50,14 @@ from pipeline.io.storage import ObjectStat, Storage, os_errors
 class Source:
     """An input that has been opened.
 
-    `reader` takes a file and the fields to read (None: all). If the dataset defines its own labels, `fixed_labels`
-    contains their gains, least relevant first. Otherwise it is empty. `skipped` contains the keys of files below the
-    path that are not read, and `warnings` describes potential problems with the input.
+    `reader` takes the settings, a file and the fields to read (None: all). If the dataset defines its own labels,
+    `fixed_labels` contains their gains, least relevant first. Otherwise it is empty. `skipped` contains the keys of
+    files below the path that are not read, and `warnings` describes potential problems with the input.
     """
 
     partitions: tuple[InputPartition, ...]
-    reader: Callable[[InputFile, Sequence[str] | None], Iterator[RawBatch]]
+    config: DataConfig
+    reader: Callable[[DataConfig, InputFile, Sequence[str] | None], Iterator[RawBatch]]
     fixed_labels: Mapping[str, float]
     skipped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -69,7 +71,7 @@ class Source:
 
         Raises DataError if the file cannot be read, and TransientError if it has changed since it was listed.
         """
-        return self.reader(file, fields)
+        return self.reader(self.config, file, fields)
 
 
 @contextmanager
@@ -114,7 +116,7 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
     files = choose_files(listing, config.format, config.path)
     warnings = input_warnings(files.inputs, files.skipped, config.path)
     partitions = group_by_day(files.inputs, config.path)
-    return Source(partitions, file_reader(config, listing.storage), {}, files.skipped, warnings)
+    return Source(partitions, config, file_reader(listing.storage), {}, files.skipped, warnings)
 
 
 def list_input_objects(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
@@ -135,7 +137,7 @@ def _synthetic_source(config: DataConfig) -> Source:
         for name in synthetic.partitions(config.synthetic)
     )
 
-    def read(file: InputFile, fields: Sequence[str] | None) -> Iterator[RawBatch]:
+    def read(config: DataConfig, file: InputFile, fields: Sequence[str] | None) -> Iterator[RawBatch]:
         plan = plan_columns(config, synthetic.SCHEMA.names, "the synthetic catalogue").only(fields)
         size, first = batch_rows(config.rows_per_chunk), 0
         for batch in synthetic.generate(config.synthetic, file.key.split("/")[0]):
@@ -145,15 +147,13 @@ def _synthetic_source(config: DataConfig) -> Source:
                 yield RawBatch(to_fields(columns, plan), np.arange(first, first + len(part), dtype=np.int64))
                 first += len(part)
 
-    return Source(partitions, read, {})
+    return Source(partitions, config, read, {})
 
 
-def file_reader(
-    config: DataConfig, storage: Storage
-) -> Callable[[InputFile, Sequence[str] | None], Iterator[RawBatch]]:
+def file_reader(storage: Storage) -> Callable[[DataConfig, InputFile, Sequence[str] | None], Iterator[RawBatch]]:
     """Return a function that reads the files of a table."""
 
-    def read(file: InputFile, fields: Sequence[str] | None) -> Iterator[RawBatch]:
+    def read(config: DataConfig, file: InputFile, fields: Sequence[str] | None) -> Iterator[RawBatch]:
         def plan(names: list[str]) -> ColumnPlan:
             return plan_columns(config, names, storage.uri(file.key)).only(fields)
 
@@ -212,7 +212,8 @@ def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
     table = EsciProducts(storage, product, scratch / "esci", limit)
     return Source(
         group_by_day(files, path, (product.content_id,)),
-        partial(_read_esci, config, table),
+        config,
+        partial(_read_esci, table),
         ESCI_GAINS,
         skipped,
         input_warnings(files, skipped, path),
@@ -220,13 +221,14 @@ def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
 
 
 def _read_esci(
-    config: DataConfig, products: "EsciProducts", file: InputFile, fields: Sequence[str] | None
+    products: "EsciProducts", config: DataConfig, file: InputFile, fields: Sequence[str] | None
 ) -> Iterator[RawBatch]:
     """Yield the examples, joined with the titles and texts of their products.
 
     An example whose product does not exist is yielded as a bad row.
     """
-    plan = ColumnPlan((*_ESCI_FIELDS.items(), *feature_pairs(config)))
+    attributes = attribute_pairs(config.attributes, (), "the ESCI dataset")  # brand and colour are part of the text
+    plan = ColumnPlan((*_ESCI_FIELDS.items(), *feature_pairs(config), *attributes))
     plan = plan.only(None if fields is None else [*fields, "product_id", "locale"])
     storage, num_rows = products.storage, batch_rows(config.rows_per_chunk)
     planner = _esci_planner(plan, storage.uri(file.key))

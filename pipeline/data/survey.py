@@ -1,7 +1,7 @@
-"""Count the labels in the input, and sample texts to train the tokenizer on, in a single pass over a few columns.
+"""Read a few columns of the whole input once, to count labels, survey attributes, and sample texts for the tokenizer.
 
-The pass is only needed if the labels are neither configured nor defined by the dataset, or if a tokenizer has to be
-trained.
+The pass is only needed if the labels are neither configured nor defined by the dataset, if the columns or kinds of
+attributes are not configured, or if a tokenizer has to be trained.
 """
 
 import json
@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
+from pipeline.data.attributes import ATTRIBUTES, SIDES, AttributeSurvey, field_of
 from pipeline.data.config import DataConfig
 from pipeline.data.rows import FILTER, text_characters
 from pipeline.data.sources import ESCI_GAINS, Source, reading_progress
@@ -23,7 +24,7 @@ from pipeline.data.validate import filter_mask, to_floats
 
 MAX_LABELS = 1000
 SAMPLE_BYTES = 128 * 2**20  # maximum size of the sampled text, which takes 5x as much memory during training
-_TEXT_FIELDS = ("query", "title", "text")
+_TEXT_FIELDS, _UNKNOWN = ("query", "title", "text"), f"{ATTRIBUTES}unknown."
 
 
 @dataclass
@@ -45,7 +46,7 @@ class TextSample:
         """Add rows from the next batch of a file. Texts are truncated to `max_bytes`."""
         chosen = np.flatnonzero((self.next_row + np.arange(batch.num_rows)) % self.stride == 0)
         sampled = batch.take(pa.array(chosen))
-        names = [name for name in _TEXT_FIELDS if name in sampled.schema.names]
+        names = [name for name in sampled.schema.names if name in _TEXT_FIELDS or name.startswith(_UNKNOWN)]
         columns = [pc.binary_slice(sampled[name], 0, max_bytes).to_pylist() for name in names]
         rows = [tuple(value or b"" for value in row) for row in zip(*columns, strict=True)]
         self.rows += [(self.next_row + int(index), row) for index, row in zip(chosen, rows, strict=True)]
@@ -76,17 +77,19 @@ class Survey:
 
     sample: TextSample = field(default_factory=TextSample)
     labels: dict[str, LabelCount] = field(default_factory=dict)
+    attributes: AttributeSurvey = field(default_factory=AttributeSurvey)
     has_labels: bool = False
     has_rows: bool = False
     without_gain: str = ""
 
 
 def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
-    """Read the input to count labels, to sample texts, or both.
+    """Read the input to count labels, to sample texts, or both, and to survey the attributes.
 
     Raises DataError if a required column is missing, or if there are more than MAX_LABELS labels.
     """
     fields = (["label", "gain"] if want_labels else []) + (list(_TEXT_FIELDS) if want_sample else [])
+    fields += [field_of(each, side) for each in config.attributes for side in SIDES]
     fields += [FILTER + column for column in config.filter]
     max_bytes = 4 * text_characters(config.bucket_shapes)
     result = Survey()
@@ -100,6 +103,7 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
                 if config.filter:
                     batch = batch.filter(pa.array(filter_mask(batch, config.filter)))
                 result.has_rows |= batch.num_rows > 0
+                result.attributes.add(batch)
                 if want_labels and "label" in batch.schema.names:
                     result.has_labels = True
                     _count_labels(result.labels, batch, config.columns.label)

@@ -20,7 +20,7 @@ from pipeline.data.config import SyntheticConfig
 
 
 @dataclass(frozen=True)
-class Attribute:
+class SyntheticAttribute:
     """A product attribute, with its possible values and the format strings in which a value may be written."""
 
     values: Sequence[str]
@@ -33,14 +33,14 @@ class Kind:
 
     names: Sequence[str]
     series: Sequence[str]
-    attributes: Sequence[Attribute]
+    attributes: Sequence[SyntheticAttribute]
     complements: Sequence[str]
     price: float
 
 
 def _kind(table: dict[str, Any]) -> Kind:
     attributes = [_TABLES["attributes"][name] for name in table["attributes"]]
-    return Kind(**table | {"attributes": [Attribute(**attribute) for attribute in attributes]})
+    return Kind(**table | {"attributes": [SyntheticAttribute(**attribute) for attribute in attributes]})
 
 
 _TABLES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_bytes())

@@ -17,7 +17,7 @@ from pipeline.data.config import SplitBy
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, read_record
-from pipeline.model.config import InputSpec
+from pipeline.model.config import Attribute, InputSpec
 
 # The `fields` in the MANIFEST.json of a folder of token shards.
 
@@ -122,6 +122,7 @@ class TokenSetInfo(Record):
     labels: tuple[str, ...]
     label_gains: tuple[float, ...]
     numeric: tuple[str, ...] = Field(description="Names of the configured columns, followed by the lexical features")
+    attributes: tuple[Attribute, ...] = Field((), description="Attributes with their columns and kinds")
     categorical: tuple[CategoricalInfo, ...]
     splits: dict[Split, tuple[ShardInfo, ...]]
     rows_read: int
@@ -139,6 +140,9 @@ class TokenSetInfo(Record):
     )
     without_category: dict[str, int] = Field(
         {}, description="Number of rows without a value, by categorical column (empty in sets from earlier versions)"
+    )
+    without_number: dict[str, int] = Field(
+        {}, description="Number of rows without a value, by numeric feature (empty in sets from earlier versions)"
     )
 
     @property
@@ -215,7 +219,7 @@ class TokenSet:
 
 _TEXTS = ("tokenizer_fingerprint", "pad_id", "query_prefix", "product_prefix", "buckets")
 # These fields must be equal in all partitions of a run.
-_COMMON = (*_TEXTS, "labels", "numeric", "categorical", "slice_columns", "split_by")
+_COMMON = (*_TEXTS, "labels", "numeric", "attributes", "categorical", "slice_columns", "split_by")
 
 
 def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSet]:
@@ -288,6 +292,8 @@ def spec_of(info: TokenSetInfo) -> InputSpec:
         categorical_ids=tuple(feature.num_ids for feature in info.categorical),
         query_prefix=info.query_prefix,
         product_prefix=info.product_prefix,
+        attributes=info.attributes,
+        missing=tuple(info.without_number),
     )
 
 
@@ -313,7 +319,7 @@ class PartitionDigest(Record):
     blank: int
     truncated: int
     tokens: int
-    without_category: Mapping[str, int] = Field({}, description="Number of rows without a value, by categorical column")
+    without_category: Mapping[str, int] = Field({}, description="Number of rows without a value, by feature")
 
 
 class PrepareDigest(Record):
@@ -378,5 +384,5 @@ def _partition_digest(info: TokenSetInfo) -> PartitionDigest:
         blank=sum(file.blank for file in info.files),
         truncated=info.truncated_rows,
         tokens=info.tokens,
-        without_category=info.without_category,
+        without_category=info.without_category | info.without_number,
     )

@@ -370,6 +370,7 @@ def _training(config: DataConfig) -> JsonValue:
         "train_rows": SAMPLE_ROWS,
         "lowercase": True,
         **({"split_digits": True} if config.tokenizer.split_digits else {}),
+        **({"attributes": [attribute.name for attribute in config.attributes]} if config.attributes else {}),
         "columns": config.columns.model_dump(mode="json"),
         "filter": dict(config.filter),
         "esci_locale": None,

@@ -12,13 +12,18 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
+from pipeline.data.attributes import SIDES, field_of
 from pipeline.data.config import DataConfig
+from pipeline.data.lexical import code_features
 from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, RowChunk, canonical_text, row_content
 from pipeline.data.token_sets import SPLITS
+from pipeline.model.config import Attribute
 
 EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
 NO_LABEL, UNKNOWN_LABEL, UNKNOWN_SPLIT = "no label", "unknown label", "unknown split"
 BAD_GAIN = "gain is not a number from 0 to 1"
+_MISSING_NUMBER = r"(?i)^\s*([+-]?nan)?\s*$"
+_LARGEST_NUMBER = 1e38  # beyond it are the infinities of some devices, and the stand-in for a missing number
 _BOOLEANS = {b"true": 1.0, b"false": 0.0}
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
@@ -242,16 +247,45 @@ def _labels_and_gains(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.int1
 
 def _features(rows: _Rows, config: DataConfig) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     """Return the numeric features and the categorical ids. Categories are hashed as bytes and can have any encoding."""
-    numeric = np.zeros((len(rows.rows), len(config.numeric)), dtype=np.float32)
-    for index, column in enumerate(config.numeric):
-        with np.errstate(over="ignore"):
-            numeric[:, index] = to_floats(rows.table[NUMERIC + column].combine_chunks()).astype(np.float32)
-        rows.mark_bad(~np.isfinite(numeric[:, index]), f"feature {column} is not a finite number")
+    numbers = [_numbers(rows, NUMERIC + column, column)[:, None] for column in config.numeric]
+    numbers += [_compare(rows, attribute) for attribute in config.attributes]
+    numeric = np.concatenate([np.zeros((len(rows.rows), 0), dtype=np.float32), *numbers], axis=1)
     categorical = np.zeros((len(rows.rows), len(config.categorical)), dtype=np.int32)
     for index, info in enumerate(config.categorical):
         values = rows.table[CATEGORICAL + info.column].to_pylist()
         categorical[:, index] = [category_id(value, info.num_ids) for value in values]
     return numeric, categorical
+
+
+def _numbers(rows: _Rows, field: str, column: str) -> npt.NDArray[np.float32]:
+    """Return the numbers of a field, where an empty cell, null or NaN is missing and is returned as NaN.
+
+    Rows with an infinite number or with any other text are marked as bad.
+    """
+    values = rows.table[field].combine_chunks()
+    with np.errstate(over="ignore"):
+        numbers = to_floats(values).astype(np.float32)
+    is_missing = np.isnan(numbers)
+    if not pa.types.is_floating(values.type):
+        empty = pc.fill_null(pc.match_substring_regex(values, _MISSING_NUMBER), True)
+        is_missing = empty.to_numpy(zero_copy_only=False)
+    rows.mark_bad(~is_missing & ~(np.abs(numbers) < _LARGEST_NUMBER), f"feature {column} is not a finite number")
+    return numbers
+
+
+def _compare(rows: _Rows, attribute: Attribute) -> npt.NDArray[np.float32]:
+    """Return the numeric features of an attribute, of shape [N, len(attribute.features)]."""
+    sides = [field for side in SIDES if (field := field_of(attribute, side)) in rows.fields]
+    if not attribute.features:
+        return np.zeros((len(rows.rows), 0), dtype=np.float32)
+    if attribute.kind == "text":
+        return code_features(*map(rows.text, sides))
+    query, *product = (_numbers(rows, field, attribute.name) for field in sides)
+    if not product:
+        return query[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where((query > 0) & (product[0] > 0), np.log(product[0] / query), np.nan)
+    return np.stack([product[0] - query, ratio], axis=1).astype(np.float32)
 
 
 def category_id(value: bytes | None, num_ids: int) -> int:

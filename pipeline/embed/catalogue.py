@@ -14,12 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
+from pipeline.data.attributes import attribute_pairs, base_of
 from pipeline.data.readers import open_parquet, refuse_unreadable
 from pipeline.data.rows import (
     CHARACTERS_PER_TOKEN,
@@ -39,6 +40,7 @@ from pipeline.embed.config import FRAME, max_chunk_tokens
 from pipeline.embed.vectors import ID_TYPES, IdType
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import ObjectStat, Storage
+from pipeline.model.config import Attribute
 
 # Divide a catalogue into work shards. The result depends only on the footers, so that every worker computes the same
 # shards.
@@ -99,6 +101,13 @@ class CatalogueColumns(Record):
     title: str
     text: str = "text"
     filter: dict[str, str] = Field(default_factory=dict)
+    attributes: tuple[Attribute, ...] = Field((), description="Attributes whose texts are appended to the title")
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the attributes if there are none, so that the digests of older catalogues do not change."""
+        fields: dict[str, Any] = serialize(self)
+        return {name: value for name, value in fields.items() if value or name != "attributes"}
 
     def plan(self, available: Sequence[str], file: str) -> ColumnPlan:
         """Return the columns to read from a file. Raises DataError that lists the existing ones if one is missing."""
@@ -106,6 +115,7 @@ class CatalogueColumns(Record):
         if self.text != self.title:
             pairs.append(("text", self.text))
         pairs += [(FILTER + column, column) for column in self.filter]
+        pairs += [pair for pair in attribute_pairs(self.attributes, (), file) if base_of(pair[0]) == "title"]
         return match_columns(pairs, available, file, lambda field: f"--embed.catalogue.{field.partition('.')[0]}")
 
 

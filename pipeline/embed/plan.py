@@ -84,6 +84,7 @@ def gather_products(
         "columns": config.columns.model_dump(include={"product_id", "title", "text"}),
         "filter": dict(config.filter),
         "esci_locale": None,
+        **({"attributes": [each.model_dump() for each in config.attributes]} if config.attributes else {}),
     }
 
     def products() -> Iterator[RawBatch]:
@@ -167,6 +168,7 @@ def _gather(workspace: Storage, content: dict[str, JsonValue], batches: Iterator
 def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext) -> Catalogue:
     """Find the files of the catalogue and convert them to Parquet if necessary.
 
+    `data` has the attributes of the model, which are left out with a warning if the files do not have their columns.
     Raises DataError if the catalogue cannot be read or has no rows.
     """
     if config.path is None:
@@ -175,8 +177,14 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
         with os_errors("writing", f"file://{lock}"), atomic.exclusive(lock, ctx.stop):
             prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
     else:
-        columns = CatalogueColumns(id=config.id, title=config.title, text=config.text, filter=config.filter)
         files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
+        columns = CatalogueColumns(
+            id=config.id,
+            title=config.title,
+            text=config.text,
+            filter=config.filter,
+            attributes=files.text_attributes(data.attributes, ctx.console.warn),
+        )
         if files.skipped:
             ctx.console.info(f"embed: {len(files.skipped)} other file(s) were not read: {names_of(files.skipped)}")
         if all(name == "parquet" for _, name in files.entries):
@@ -324,7 +332,8 @@ def make_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpo
     checkpoint = open_model(location, settings, ctx)
     width, made_by = checkpoint.state.model.encoder.hidden_size, vector_identity(config, checkpoint)
     check_dimensions("embed.output.dimensions", config.output.dimensions, width)
-    catalogue = find_catalogue(config.catalogue, settings.data, ctx)
+    data = settings.data.model_copy(update={"attributes": checkpoint.state.inputs.attributes})
+    catalogue = find_catalogue(config.catalogue, data, ctx)
     layout = VectorLayout(
         format=config.output.format,
         dtype=config.output.dtype,

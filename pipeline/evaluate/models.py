@@ -35,7 +35,7 @@ from pipeline.evaluate.score import (
     save_scores,
 )
 from pipeline.io.commit import read_manifest
-from pipeline.model.config import ModelConfig, difference
+from pipeline.model.config import difference
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.process_group import ProcessGroup
@@ -176,10 +176,11 @@ def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint
     """Verify that the data fits a model. Raises ConfigError if not.
 
     Tokenizer, labels and features must be the same, and rows must not be too long for the model. Only the gains of the
-    labels may differ, because both models are evaluated with the gains of the data.
+    labels may differ, because both models are evaluated with the gains of the data, and the form of missing numbers.
     """
     state, info = checkpoint.state, sets[0].info
-    model, data = state.inputs.model_dump(exclude={"label_gains"}), spec_of(info).model_dump(exclude={"label_gains"})
+    model = state.inputs.model_dump(exclude={"label_gains", "missing"})
+    data = spec_of(info).model_dump(exclude={"label_gains", "missing"})
     model["tokenizer"], data["tokenizer"] = state.tokenizer_fingerprint, info.tokenizer_fingerprint
     for name in ("tokenizer", *model):
         if model[name] != data[name]:
@@ -278,7 +279,7 @@ class ModelScorer:
         with torch.device("meta"):  # only the structure is needed
             model = RelevanceModel(state.model, state.inputs)
         template = model.state_dict()
-        name = _architecture(state.model)
+        name = _architecture(checkpoint)
         if name not in self._programs:
             self._programs[name] = ScoreProgram(
                 model,
@@ -294,11 +295,12 @@ class ModelScorer:
         """Open the guard that verifies that all graphs were compiled ahead of time, if the device compiles graphs."""
         if not (self.backend.is_lazy or self.backend.compiles_steps):
             return GraphWatch()
-        name = _architecture(checkpoint.state.model)
+        name = _architecture(checkpoint)
         if name not in self._watches:
             dropout = self.settings.model.dropout  # has no effect here, but is part of the plan of the training run
             model = checkpoint.state.model.model_copy(update={"dropout": dropout})
-            trained, spec = self.settings.model_copy(update={"model": model}), spec_of(holdout.sets[0].info)
+            trained = self.settings.model_copy(update={"model": model})
+            spec = spec_of(holdout.sets[0].info).continuing(checkpoint.state.inputs)
             ranks, device = self.ctx.world.world_size, self.backend.device_name()
             plan = evaluation_plan(trained, spec, holdout.rows.buckets, ranks, device)
             self._watches[name] = open_part_guard(
@@ -320,7 +322,8 @@ class ModelScorer:
         return f"cycles/{self.ctx.cycle}/evaluate/scores/{holdout.split}-{checkpoint.digest[:16]}-{digest}"
 
 
-def _architecture(model: ModelConfig) -> str:
+def _architecture(checkpoint: Checkpoint) -> str:
     """Return a fingerprint of the architecture. If it is equal, two models have the same parameters and graphs."""
-    unused = ("preset", "dropout", "init_from")
-    return fingerprint({name: value for name, value in model.shape().items() if name not in unused})
+    unused, inputs = ("preset", "dropout", "init_from"), checkpoint.state.inputs
+    shape = {name: value for name, value in checkpoint.state.model.shape().items() if name not in unused}
+    return fingerprint({**shape, "missing": len(inputs.missing)})

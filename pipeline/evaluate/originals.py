@@ -44,7 +44,8 @@ def with_originals(
         return [shortened(text, MAX_TEXT) for text in decode_tokens(tokens, tokenizer)]
 
     def windows() -> Iterator[dict[Text, str]]:
-        source, num_rows = open_source(config, scratch=ctx.scratch, stop=ctx.stop), 0
+        attributes = {"attributes": info.attributes}
+        source, num_rows = open_source(config.model_copy(update=attributes), scratch=ctx.scratch, stop=ctx.stop), 0
         newest_first = replace(source, partitions=source.partitions[::-1])
         for batch in read_products(newest_first, ctx.stop, ("query", "title", "text")):
             window = {("query", info.query_prefix + query): query for query in field_texts(batch, "query")}

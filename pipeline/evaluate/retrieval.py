@@ -19,6 +19,7 @@ from pipeline.core.format import shortened
 from pipeline.core.record import with_retired
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
+from pipeline.data.attributes import attribute_pairs
 from pipeline.data.input_files import Files, names_of, open_files
 from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, product_text, text_characters
 from pipeline.data.shards import TokenRows, text_hashes
@@ -39,7 +40,7 @@ from pipeline.evaluate.metrics.scored_rows import PerQuery
 from pipeline.evaluate.report import MAX_TEXT, FoundProduct, GoldenReport, MovedQuery
 from pipeline.evaluate.score import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
-from pipeline.model.config import InputSpec
+from pipeline.model.config import Attribute, InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.retrieval.products import decode_tokens, distinct_products, join_tokens
 from pipeline.retrieval.search import Ranked, search_on_ranks
@@ -121,6 +122,10 @@ class JudgedCatalogue:
 
     config: RetrievalConfig
     files: Files
+    attributes: tuple[Attribute, ...] = ()
+
+    def with_attributes(self, attributes: Sequence[Attribute], warn: Callable[[str], object]) -> "JudgedCatalogue":
+        return replace(self, attributes=self.files.text_attributes(attributes, warn))
 
     @property
     def content(self) -> str:
@@ -189,6 +194,7 @@ class JudgedCatalogue:
         names = ("id", "title", "query", "text", *(["query_id"] if config.query_id else []))
         pairs = [(name, getattr(config, name)) for name in names]
         pairs += [(FILTER + column, column) for column in {**config.queries, **config.valid_queries}]
+        pairs += attribute_pairs(self.attributes, (), config.catalogue or "")
 
         def setting(field: str) -> str:
             if field.startswith(FILTER):
@@ -568,7 +574,8 @@ class ModelSearch:
         if self._catalogue is not None:
             batches, name = self._catalogue.batches(("id", "title")), "id"
         else:
-            source = open_source(self.settings.data, scratch=self.ctx.scratch, stop=self.ctx.stop)
+            data = self.settings.data.model_copy(update={"attributes": self.sets[0].info.attributes})
+            source = open_source(data, scratch=self.ctx.scratch, stop=self.ctx.stop)
             batches, name = read_products(source, self.ctx.stop), "product_id"
         for batch in batches:
             for row in zip(*(field_texts(batch, column) for column in (name, "title", "text")), strict=True):
@@ -596,7 +603,10 @@ class ModelSearch:
     @cached_property
     def _catalogue(self) -> JudgedCatalogue | None:
         config = self.settings.evaluate.retrieval
-        return open_catalogue(config, config.catalogue, self.ctx.stop) if config.catalogue else None
+        if not config.catalogue:
+            return None
+        catalogue = open_catalogue(config, config.catalogue, self.ctx.stop)
+        return catalogue.with_attributes(self.sets[0].info.attributes, self.warn)
 
     def _widths(self, checkpoint: Checkpoint) -> list[int]:
         """Return the number of dimensions to serve, followed by the additional ones to evaluate.

@@ -207,10 +207,12 @@ class Model:
         info = _trained_on(self._workspace, self.checkpoint)
         if info is not None:
             is_lexical = info.numeric[-len(LEXICAL_NAMES) :] == LEXICAL_NAMES
-            numeric = info.numeric[: -len(LEXICAL_NAMES)] if is_lexical else info.numeric
+            computed = {*LEXICAL_NAMES, *(name for attribute in spec.attributes for name in attribute.features)}
+            numeric = tuple(name for name in info.numeric if name not in computed)
             columns = [{"column": feature.column, "num_ids": feature.num_ids} for feature in info.categorical]
             trained = {"numeric": numeric, "lexical": is_lexical, "categorical": columns, "buckets": info.buckets}
             data = DataConfig.model_validate(data.model_dump() | trained)
+        data = data.model_copy(update={"attributes": spec.attributes})
         numeric, num_ids = numeric_names(data), tuple(feature.num_ids for feature in data.categorical)
         if (numeric, num_ids) != (spec.numeric, spec.categorical_ids):
             raise ConfigError(

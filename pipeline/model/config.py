@@ -24,6 +24,8 @@ ENCODER_FIELDS = (
 )
 """Fields that determine the encoder, in addition to its sizes."""
 MAX_POSITIONS = 8192
+LEXICAL = "lex_"
+"""Prefix of the names of lexical features."""
 MPNET_PAD = 1
 """Padding token id of MPNet models, which is hardcoded in transformers as the offset of positions."""
 
@@ -251,6 +253,24 @@ class LossConfig(Record):
             )
 
 
+class Attribute(Record):
+    """A property that queries, products or both have, such as a brand or a price."""
+
+    short: ClassVar[tuple[str, ...]] = ("name", "kind")
+    name: str = Field(min_length=1, description="Name of the attribute")
+    query: str | None = Field(None, description="Column for queries (default: found by name, empty: none)")
+    product: str | None = Field(None, description="Column for products (default: found by name, empty: none)")
+    kind: Literal["text", "number"] | None = Field(None, description="Kind of its values (default: read from the data)")
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of its numeric features. If its columns or its kind are not known yet, it is a text on both sides."""
+        if "" not in (self.query, self.product):
+            names = ("difference", "log_ratio") if self.kind == "number" else ("equal", "near")
+            return tuple(f"{self.name}_{name}" for name in names)
+        return (self.name,) if self.kind == "number" else ()
+
+
 class InputSpec(Record):
     """The properties of the data that the model depends on, which are stored in checkpoints."""
 
@@ -263,11 +283,26 @@ class InputSpec(Record):
     query_prefix: str = ""
     """Text that is prepended to every query."""
     product_prefix: str = ""
+    attributes: tuple[Attribute, ...] = ()
+    """The attributes, whose texts are appended to queries and titles, with their columns and kinds."""
+    missing: tuple[str, ...] = ()
+    """The first of the numeric features, which have an indicator that is 1 if the number is missing. Empty in models of
+    earlier versions, in which a missing number is the same as the mean."""
 
     def used_fields(self) -> dict[str, Any]:
-        """Return the fields except for empty prefixes, so that the identities of older runs don't change."""
+        """Return the fields except for later ones that are empty, so that the identities of older runs don't change."""
         fields = self.model_dump(mode="json")
-        return {name: value for name, value in fields.items() if value or not name.endswith("_prefix")}
+        later = ("query_prefix", "product_prefix", "attributes", "missing")
+        return {name: value for name, value in fields.items() if value or name not in later}
+
+    def continuing(self, parent: "InputSpec") -> "InputSpec":
+        """Return a copy for a run that continues a parent, with its gains and its form of missing numbers."""
+        return self.model_copy(update={"label_gains": parent.label_gains, "missing": parent.missing})
+
+    @property
+    def may_miss(self) -> bool:
+        """True if any numeric feature may be missing, which is not the case for lexical features."""
+        return any(not name.startswith(LEXICAL) for name in self.numeric)
 
     @property
     def num_classes(self) -> int:
@@ -276,7 +311,7 @@ class InputSpec(Record):
 
 def difference(data: Any, model: Any) -> str:
     """Describe the difference between a field of the data and of a model. For tuples, lists missing and new values."""
-    if isinstance(data, tuple) and isinstance(model, tuple) and {*data} != {*model}:
+    if isinstance(data, tuple) and isinstance(model, tuple) and {*map(str, data)} != {*map(str, model)}:
         changes = (
             ("missing", [value for value in model if value not in data]),
             ("new", [value for value in data if value not in model]),

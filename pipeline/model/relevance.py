@@ -99,29 +99,39 @@ class CrossNetwork(nn.Module):
         return crossed
 
 
+MISSING = -3e38
+"""Stands for a missing number on devices, which may not compare NaN correctly. It is finite in bf16, too."""
+
+
 class FeatureEncoder(nn.Module):
     """MLP over numeric and categorical features.
 
     Numeric features are first squashed with log(1 + x) and then standardized with `scale` and `shift`, which are
     computed from the training split (see `fit`). Both are parameters, so that they are part of every checkpoint and
-    export.
+    export. A number that is MISSING becomes 0, which is the mean, and sets its indicator, if the model has one.
     """
 
     def __init__(self, config: ModelConfig, spec: InputSpec) -> None:
         super().__init__()
-        self.num_numeric = len(spec.numeric)
+        self.num_numeric, self.num_indicators, self.may_miss = len(spec.numeric), len(spec.missing), spec.may_miss
         if self.num_numeric:
             self.scale = nn.Parameter(torch.ones(self.num_numeric))
             self.shift = nn.Parameter(torch.zeros(self.num_numeric))
         self.embeddings = nn.ModuleList(nn.Embedding(ids, _CATEGORICAL_SIZE) for ids in spec.categorical_ids)
-        inputs = self.num_numeric + _CATEGORICAL_SIZE * len(spec.categorical_ids)
+        inputs = self.num_numeric + self.num_indicators + _CATEGORICAL_SIZE * len(spec.categorical_ids)
         widths = (inputs, *config.feature_sizes) if inputs else (0,)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.width = widths[-1]
 
     def forward(self, numeric: Tensor, categorical: Tensor) -> Tensor:
         """Encode numeric features of shape [B, F] and categorical ids of shape [B, C] as a [B, width] tensor."""
-        parts = [_squash(numeric) * self.scale + self.shift] if self.num_numeric else []
+        parts: list[Tensor] = []
+        if self.may_miss:
+            present = 0.5 + 0.5 * torch.sign(numeric - MISSING / 2)  # 0 or 1, and without the f64 of a comparison
+            parts = [(_squash(numeric * present) * self.scale + self.shift) * present]
+            parts += [1.0 - present[:, : self.num_indicators]] if self.num_indicators else []
+        elif self.num_numeric:
+            parts = [_squash(numeric) * self.scale + self.shift]
         parts += [table(categorical[:, index]) for index, table in enumerate(self.embeddings)]
         hidden = torch.cat(parts, dim=1) if parts else numeric
         for layer in self.layers:
@@ -130,11 +140,17 @@ class FeatureEncoder(nn.Module):
 
     @torch.no_grad()
     def fit(self, numeric: Tensor) -> None:
-        """Set scale and shift from N rows of the training split, of shape [N, F]. Constant features become zero."""
+        """Set scale and shift from N rows of the training split, of shape [N, F], in which NaN is a missing number.
+
+        Constant features become zero.
+        """
         if not self.num_numeric:
             return
         squashed = _squash(numeric.double())
+        present = ~squashed.isnan()
+        squashed = torch.where(present, squashed, squashed.nanmean(0).nan_to_num())
         mean, deviation = squashed.mean(0), squashed.std(0, unbiased=False)
+        deviation *= (len(squashed) / present.sum(0).clamp(min=1)).sqrt()
         changes = (deviation > _CONSTANT).double()
         scale = changes / deviation.clamp(min=_CONSTANT)
         self.scale.copy_(scale)

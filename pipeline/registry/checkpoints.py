@@ -24,6 +24,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError, first_
 from pipeline.data.token_sets import load_digest
 from pipeline.io.commit import check_record, stream_record, verify_dir
 from pipeline.io.storage import KeyNotFound, Storage, join_key, open_parent
+from pipeline.model.config import InputSpec
 from pipeline.registry.records import CheckpointRef, check_prefix, load_verdict, one_line, pointer_key
 from pipeline.settings import Settings
 
@@ -108,15 +109,31 @@ def parent_tokenizer(settings: Settings, workspace: Storage) -> bytes | None:
 
     Returns None if there is no parent. Raises CheckpointError if the parent does not have a tokenizer.
     """
+    return _parent_file(settings, workspace, TOKENIZER)
+
+
+def parent_inputs(settings: Settings, workspace: Storage) -> InputSpec | None:
+    """Read the inputs that the parent was trained with.
+
+    Returns None if there is no parent. Raises CheckpointError if its state cannot be read.
+    """
+    state = _parent_file(settings, workspace, STATE)
+    try:
+        return None if state is None else parse_state(state).inputs
+    except (DataError, ValidationError) as error:
+        raise _bad(f"the {STATE} of the parent", error) from error
+
+
+def _parent_file(settings: Settings, workspace: Storage, name: str) -> bytes | None:
     location = locate_start(settings.train.start, settings, workspace)
     if location is None:
         return None
     storage, prefix = location
     try:
-        return storage.read_bytes(f"{prefix}/{TOKENIZER}")
+        return storage.read_bytes(f"{prefix}/{name}")
     except KeyNotFound as error:
         raise CheckpointError(
-            f"the parent {storage.uri(prefix)} has no {TOKENIZER}",
+            f"the parent {storage.uri(prefix)} has no {name}",
             expected="a committed checkpoint (train.start)",
             next_command="choose a different checkpoint with --train.start, or --train.start scratch",
         ) from error

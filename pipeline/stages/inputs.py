@@ -15,10 +15,10 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.buckets import given_buckets, pinned_buckets
 from pipeline.data.lexical import numeric_names
 from pipeline.data.token_sets import read_token_sets, spec_of, token_set_prefixes
-from pipeline.model.config import InputSpec
+from pipeline.model.config import LEXICAL, InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
-from pipeline.registry.checkpoints import locate_start, parent_buckets, production_prefix
+from pipeline.registry.checkpoints import locate_start, parent_buckets, parent_inputs, production_prefix
 from pipeline.settings import Settings
 from pipeline.teach.teacher import find_teacher
 from pipeline.telemetry.console import Console
@@ -131,13 +131,20 @@ def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], objec
     if prepared is None:
         given = given_buckets(settings.data, ctx.workspace, parent_buckets(settings, ctx.workspace))
         shapes = expected_shapes(settings, given or pinned_buckets(settings.data, ctx.workspace))
+        shapes = replace(shapes, spec=_as_parent(shapes.spec, ctx))
         warn(
             f"no data has been prepared yet, assuming a vocabulary of {shapes.spec.vocab_size:,} tokens, "
             f"{shapes.spec.num_classes} labels, and texts of up to {shapes.buckets[-1].product_tokens} tokens"
         )
         return replace(shapes, teacher=teacher)
     info = read_token_sets(ctx.workspace, prepared.token_sets)[0].info
-    return Shapes(spec_of(info), tuple(Bucket.parse(text) for text in info.buckets), teacher)
+    return Shapes(_as_parent(spec_of(info), ctx), tuple(Bucket.parse(text) for text in info.buckets), teacher)
+
+
+def _as_parent(spec: InputSpec, ctx: StageContext) -> InputSpec:
+    """Return the inputs of a training run, for which a parent determines the form of missing numbers."""
+    parent = parent_inputs(ctx.settings, ctx.workspace) if spec.may_miss else None
+    return spec if parent is None else spec.model_copy(update={"missing": parent.missing})
 
 
 def expected_shapes(settings: Settings, buckets: tuple[str, ...] = ()) -> Shapes:
@@ -153,10 +160,12 @@ def expected_shapes(settings: Settings, buckets: tuple[str, ...] = ()) -> Shapes
         pad_id=0,
         labels=labels,
         label_gains=tuple(i / (len(labels) - 1) for i in range(len(labels))),
-        numeric=numeric_names(data),
+        numeric=(numeric := numeric_names(data)),
+        attributes=data.attributes,
         categorical_ids=tuple(feature.num_ids for feature in data.categorical),
         query_prefix=data.query_prefix,
         product_prefix=data.product_prefix,
+        missing=tuple(name for name in numeric if not name.startswith(LEXICAL)),
     )
     longest = min(LONGEST, settings.model.max_positions)
     return Shapes(spec, tuple(map(Bucket.parse, buckets or data.buckets)) or (Bucket(longest, longest),))

@@ -18,7 +18,7 @@ from pipeline.data.token_sets import QUARANTINE, store_digest
 from pipeline.evaluate.gate.judge import count_queries, precision_warning, size_advice
 from pipeline.evaluate.golden import read_golden
 from pipeline.parallel.world import job_index
-from pipeline.registry.checkpoints import parent_buckets, parent_tokenizer
+from pipeline.registry.checkpoints import parent_buckets, parent_inputs, parent_tokenizer
 from pipeline.settings import Settings
 
 NAME = "prepare"
@@ -38,12 +38,14 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     started, config = datetime.now(UTC), settings.data
     read_golden(settings, ctx.stop)  # report errors in the golden queries now, rather than after training
     tokenizer = None if config.tokenizer.path else parent_tokenizer(settings, ctx.workspace)
+    parent = parent_inputs(settings, ctx.workspace) if config.attributes else None
     given = given_buckets(config, ctx.workspace, parent_buckets(settings, ctx.workspace))
     data = prepare(
         config.model_copy(update={"buckets": given}),
         ctx.workspace,
         scratch=ctx.scratch,
         tokenizer=tokenizer,
+        attributes=parent.attributes if parent else (),
         longest=min(LONGEST, settings.model.max_positions),
         worker=job_index(config.workers, os.environ, "data"),
         events=ctx.events.emit,
@@ -107,9 +109,12 @@ def summary(data: PreparedData) -> str:
         shown = [f"{rows:,} {reason}" for reason, rows in reasons[:_MAX_REASONS]]
         shown += [f"{len(reasons) - _MAX_REASONS} other reasons"] if len(reasons) > _MAX_REASONS else []
         bad = f", {data.rows_bad:,} quarantined: {', '.join(shown)}"
+    missing = sum((Counter(info.without_number) for info in data.infos), Counter[str]())
+    repeated = {name for each in data.infos[0].attributes for name in each.features[1:]}
+    without = "".join(f", {rows:,} without {name}" for name, rows in missing.items() if rows and name not in repeated)
     return (
         f"prepare: {data.prepared} partition(s) prepared, {data.reused} reused | "
-        f"{data.rows:,} rows{bad} | labels {' < '.join(data.labels)}{buckets}"
+        f"{data.rows:,} rows{bad}{without} | labels {' < '.join(data.labels)}{buckets}"
     )
 
 

@@ -95,7 +95,7 @@ def gather_inputs(
     info = sets[0].info
     spec = spec_of(info)
     if parent is not None:
-        spec = spec.model_copy(update={"label_gains": parent.state.inputs.label_gains})
+        spec = spec.continuing(parent.state.inputs)
     if spec.num_classes < 2:
         raise DataError(
             f"the prepared data has {spec.num_classes} relevance classes",

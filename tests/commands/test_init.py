@@ -1,13 +1,16 @@
 """`trnpipe init`: what columns are taken for, and the project file that commands in a folder read."""
 
+import json
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from pipeline import cli
-from pipeline.commands.init import Column, guess_columns, project_text
+from pipeline.commands.init import Column, Guess, guess_columns, project_text
 from pipeline.core.errors import ConfigError, DataError
+from pipeline.data.config import CategoricalFeature, DataConfig
+from pipeline.model.config import Attribute
 from pipeline.settings import PROJECT_FILE, project_files, resolve
 from tests.docs.markdown import ROOT, blocks
 
@@ -33,7 +36,7 @@ def test_columns_are_found_by_their_names() -> None:
     )
     assert guess.columns == {"query": "search_term", "title": "Item Name", "label": "Grade", "product_id": "sku"}
     assert guess.labels == ("0", "1", "2")
-    assert (guess.numeric, guess.categorical, guess.notes) == (["price"], ["brand"], [])
+    assert (guess.numeric, guess.categorical, guess.notes) == (["price"], [CategoricalFeature(column="brand")], [])
 
 
 def test_columns_are_found_by_their_content_and_said() -> None:
@@ -60,14 +63,90 @@ def test_gains_put_labels_in_order_and_a_category_may_be_missing() -> None:
         )
     )
     assert guess.labels == () and guess.columns["gain"] == "gain"
-    assert (guess.numeric, guess.categorical) == ([], ["brand"])
+    assert (guess.numeric, guess.categorical) == ([], [CategoricalFeature(column="brand")])
 
 
-def test_numbers_that_are_missing_are_not_guessed_and_what_to_do_is_said() -> None:
+def test_numbers_may_be_missing_and_configured_features_are_added_to_the_guessed_ones() -> None:
     prices = ["", *(f"{number}.5" for number in range(399))]
-    guess = guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, price=prices, const=["x"] * 400))
-    assert guess.numeric == [] and "no number in 1 rows" in guess.notes[0] and "use 0" in guess.notes[0]
-    assert "1 different values" in guess.notes[1]
+    file = columns(query=QUERIES, title=TITLES, label=GRADES, price=prices, size=prices, const=["x"] * 400)
+    guess = guess_columns(file)
+    assert guess.numeric == ["price", "size"] and "1 different values" in guess.notes[0]
+    assert guess_columns(file, DataConfig(numeric=("size",))).numeric == ["size", "price"]
+
+
+def attributes_of(guess: Guess) -> list[tuple[str | None, ...]]:
+    return [(each.name, each.query, each.product, each.kind) for each in guess.attributes]
+
+
+BRANDS = [f"Brand {number % 20}" for number in range(400)]
+MODELS = [f"{910001898 + number % 150}" for number in range(400)]
+GAPS = ["" if number % 9 == 0 else f"{number % 90}.5" for number in range(400)]
+LONG = [f"{title} with a long description that nobody compares" for title in TITLES]
+
+
+def test_attributes_of_both_sides_are_proposed_with_their_kinds() -> None:
+    sides = {"query_brand": BRANDS, "brand": BRANDS[::-1], "query_mpn": MODELS, "product_mpn": MODELS}
+    guess = guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, **sides, query_price=GAPS, price=GAPS))
+    assert attributes_of(guess) == [
+        ("brand", "query_brand", "brand", "text"),
+        ("mpn", "query_mpn", "product_mpn", "text"),
+        ("price", "query_price", "price", "number"),
+    ]
+    assert (guess.numeric, guess.categorical, guess.notes) == ([], [], [])
+
+
+def test_pairs_of_offers_whose_ids_may_tell_the_label() -> None:
+    names = ("id", "title", "brand", "cluster_id", "description", "price", "url")
+    cells = (MODELS, TITLES, BRANDS, MODELS, LONG, GAPS, MODELS)
+    sides = {f"{name}_{side}": values for side in ("left", "right") for name, values in zip(names, cells, strict=True)}
+    guess = guess_columns(columns(pair_id=MODELS, label=["0", "1"] * 200, **sides))
+    assert guess.columns == {
+        "query": "title_left", "title": "title_right", "label": "label", "query_id": "id_left", "product_id": "id_right"
+    }  # fmt: skip
+    assert [each.name for each in guess.attributes] == ["brand", "price"]
+    why = {note.split(" ", 2)[1]: note for note in guess.notes}
+    assert "may tell the label" in why["'cluster_id_left'"] and "may tell the label" in why["'url_left'"]
+    assert "are long" in why["'description_left'"]
+
+
+def test_brands_are_not_taken_for_queries_and_long_texts_not_for_titles() -> None:
+    file = columns(marke=BRANDS, beschreibung=LONG, suchanfrage=QUERIES, titel=TITLES, preis=GAPS, relevanz=GRADES)
+    guess = guess_columns(file)
+    assert guess.columns == {"query": "suchanfrage", "title": "titel", "label": "relevanz"}
+    assert (guess.numeric, guess.categorical) == (["preis"], [CategoricalFeature(column="marke")])
+    few = guess_columns(columns(a=["red shoe", "blue hat"] * 200, b=TITLES, label=GRADES))
+    assert few.columns["query"] == "a", "unless there is no other text"
+
+
+def test_attributes_of_products_alone_and_configured_ones() -> None:
+    file = columns(query=QUERIES, title=TITLES, label=GRADES, MPN=MODELS, vendor=[f"v{n}" for n in range(400)])
+    assert attributes_of(guess_columns(file)) == [("MPN", "", "MPN", "text"), ("vendor", "", "vendor", "text")]
+    given = DataConfig(attributes=(Attribute(name="maker", product="vendor"), Attribute(name="MPN", kind="number")))
+    assert attributes_of(guess_columns(file, given)) == [("maker", "", "vendor", "text"), ("MPN", "", "MPN", "number")]
+    with pytest.raises(DataError, match="no column of attribute 'size'"):
+        guess_columns(file, DataConfig(attributes=(Attribute(name="size"),)))
+
+
+@pytest.mark.stage
+def test_a_file_with_attributes_needs_no_column_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ("query", "title", "label", "query_brand", "brand", "query_price", "price")
+    cells = (QUERIES, TITLES, GRADES, BRANDS, BRANDS[::-1], GAPS, GAPS[::-1])
+    lines = [",".join(row) for row in (names, *zip(*cells, strict=True))]
+    Path("mine.csv").write_text("\n".join(lines) + "\n")
+    assert cli.main(["init", "mine.csv"]) == 0
+    settings = resolve(project_files(tmp_path), {}).settings
+    assert [(each.query, each.kind) for each in settings.data.attributes] == [
+        ("query_brand", "text"), ("query_price", "number")
+    ]  # fmt: skip
+    assert cli.main(["prepare", "--cycle", "c1", "--data.num-workers=1"]) == 0
+    result = json.loads(Path("workspace/mine/cycles/c1/prepare/digest.json").read_text())
+    (partition,) = result["partitions"]
+    assert partition["bad"] == 0 and sum(partition["rows"].values()) == 400
+    missing = sum(not one or not other for one, other in zip(GAPS, GAPS[::-1], strict=True))
+    assert partition["without_category"] == {
+        "brand_equal": 0, "brand_near": 0, "price_difference": missing, "price_log_ratio": missing
+    }  # fmt: skip
 
 
 def test_flags_win_over_guesses_and_are_written(
@@ -109,7 +188,7 @@ def test_a_split_column_is_one_only_with_the_names_of_splits() -> None:
         in guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, split=["train", "test"] * 200)).columns
     )
     guess = guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, split=["a", "b"] * 200))
-    assert "split" not in guess.columns and guess.categorical == ["split"]
+    assert "split" not in guess.columns and guess.categorical == [CategoricalFeature(column="split")]
 
 
 def test_a_file_without_judgements_is_refused() -> None:

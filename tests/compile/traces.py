@@ -23,6 +23,7 @@ OWN = (
     "--model.token-match=true",
     "--model.architecture=mpnet",
     "--model.architecture=modernbert",
+    "--data.numeric=price,weight",
 )
 """Each way to trace a step, and each kind of encoder."""
 

@@ -188,7 +188,7 @@ def test_the_card(export: Export, checkpoint: Checkpoint) -> None:
         r"it came \|from\| \<afar\> \# heading",
         "them to 20 tokens",
         "no: 0, yes: 1",
-        "Additional features: price and 0 categories",
+        "Additional features: price and 0 categories (a missing number is -3e+38)",
         "query int32 [2, 8], product int32 [2, 12], numeric float32 [2, 1]",
         checkpoint.digest,
         'program = torch.jit.load("PATH/relevance-8x12.pt")',

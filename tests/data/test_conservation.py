@@ -40,7 +40,7 @@ def check_prepared(storage: Storage, made: Made, chooser: random.Random) -> None
     file = InputFile(made.name, str(suffix_format(made.name)), "content")
     rows_per_chunk = chooser.choice(ROWS_PER_CHUNK)
     config = DataConfig(columns={"query_id": "product_id"}, rows_per_chunk=rows_per_chunk)  # type: ignore[arg-type]
-    batches = list(file_reader(config, storage)(file, None))
+    batches = list(file_reader(storage)(config, file, None))
     ids, numbers, bad = list[str](), list[int](), 0
 
     for chunk in cut_chunks(file.key, batches, rows_per_chunk):
@@ -136,7 +136,7 @@ def test_every_reader_gives_every_row_of_many_files(tmp_path: Path, s3_uri: str)
 def read(path: Path) -> list[RawBatch]:
     config = DataConfig(columns={"query_id": "product_id"})  # type: ignore[arg-type]
     file = InputFile(path.name, str(suffix_format(path.name)), "content")
-    return list(file_reader(config, open_storage(str(path.parent)))(file, None))
+    return list(file_reader(open_storage(str(path.parent)))(config, file, None))
 
 
 def json_lines(count: int, extra: str = "") -> str:

@@ -1,14 +1,19 @@
 """Batches of ranks: together the same global batch whatever the world, and the same tail after a restart."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from pipeline.core.batch_order import BatchPlan, RankSlice
-from pipeline.data.loader import MicroBatch, sample_digest, target_tensors, training_batches
+from pipeline.data.loader import MicroBatch, sample_digest, target_tensors, to_tensors, training_batches
+from pipeline.data.shards import TokenRows
 from pipeline.data.training_groups import TrainingPools
+from pipeline.model.relevance import MISSING
 from pipeline.train.stream import add_digests
-from tests.train.rows import make_rows, mined_from
+from tests.train.rows import BUCKETS, PAD, make_rows, mined_from, write_shard
 
 BATCH = 12
 LENGTHS = (20, 26, 60)
@@ -91,6 +96,22 @@ def test_tensors_are_32_bit_and_empty_slots_have_no_target(pools: TrainingPools)
         assert int((label >= 0).sum()) == len(batch.sample_ids)
         mined += int((gain[:, 2:] == 0).sum())
     assert mined > BATCH
+
+
+def test_nan_never_reaches_a_device(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "gaps", (20, 9), first_id=1)
+    tensors = load_file(shard.path)
+    for bucket in (0, 1):
+        tensors[f"b{bucket}.numeric"][::3] = np.nan
+    save_file(tensors, shard.path)
+    rows = TokenRows([shard], BUCKETS, PAD)
+    scored = to_tensors(rows.read(np.zeros(20, np.int64), np.arange(20), 0))["numeric"]
+    assert scored.dtype == torch.float32
+    assert (scored[:, 0] == torch.tensor(MISSING)).tolist() == [row % 3 == 0 for row in range(20)]
+    gaps = TrainingPools.build(rows, None, 0.0, 1, slots=2, lengths=LENGTHS, positive_gain=0.99)
+    trained = torch.cat([batch.tensors["numeric"] for batch in global_batches(gaps, 1, 1, 0, 2)])
+    assert torch.isfinite(trained).all() and (trained == torch.tensor(MISSING)).any()
+    assert torch.isfinite(torch.tensor(MISSING).bfloat16())
 
 
 def test_keys_use_all_bits_of_the_id() -> None:

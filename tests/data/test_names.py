@@ -17,6 +17,7 @@ from pipeline.data.survey import LabelSet
 from pipeline.data.token_sets import FileRows, SliceInfo, TokenSetInfo, read_token_sets
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, store_tokenizer
 from pipeline.io.storage import open_storage
+from pipeline.model.config import Attribute
 from tests.embed.catalogues import tokenizer_json
 from tests.kit.fields import check_named, without_effect
 from tests.train.rows import token_set_info
@@ -30,6 +31,7 @@ CONFIG = DataConfig(
     tokenizer=TokenizerConfig(path="file:///t/tokenizer.json"),
 )
 GIVEN: dict[str, Any] = {
+    "attributes": (Attribute(name="brand", query="", product="brand", kind="text"),),
     "format": "csv",
     "buckets": ("16x16", "32x32"),
     "categorical": (CategoricalFeature(column="brand", num_ids=65),),
@@ -144,7 +146,8 @@ def test_every_field_of_prepared_data_is_common_to_the_partitions_of_a_run_or_th
         "label_gains": "the mean gains of its rows; a run takes those of the first or of its parent",
         **dict.fromkeys(("partition", "watermark", "fingerprint", "splits", "files", "judged"), "its own"),
         **dict.fromkeys(
-            ("rows_read", "rows_bad", "reasons", "truncated_rows", "tokens", "without_category"), "its own"
+            ("rows_read", "rows_bad", "reasons", "truncated_rows", "tokens", "without_category", "without_number"),
+            "its own",
         ),
     }
     given: dict[str, Any] = {
@@ -153,7 +156,9 @@ def test_every_field_of_prepared_data_is_common_to_the_partitions_of_a_run_or_th
         "files": (FileRows(file="x", rows=1, good=1, bad=0, filtered=0, blank=0),),
         "reasons": {"x": 1},
         "without_category": {"x": 1},
+        "without_number": {"x": 1},
         "label_gains": (0.0, 0.5),
+        "attributes": GIVEN["attributes"],
         "categorical": (),
         "split_by": "both",
         "slices": (SliceInfo(column="category", names=("a",)),),

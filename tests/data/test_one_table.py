@@ -117,7 +117,9 @@ def outcome(folder: Path, format_name: str, wanted: dict[str, str], labels: tupl
         _count_labels(counts, batch.columns, "label")
     for chunk in cut_chunks("table", batches, 100):
         rows, bad, judged = validate_chunk(chunk, rules)
-        arrays = (rows.label, rows.gain, rows.numeric, rows.categorical, rows.sample_id, rows.query_id, rows.split)
+        numbers = rows.numeric.astype(object)
+        numbers[np.isnan(rows.numeric)] = None  # because NaN is not equal to itself
+        arrays = (rows.label, rows.gain, numbers, rows.categorical, rows.sample_id, rows.query_id, rows.split)
         values = [rows.query, rows.title, rows.text, *(array.tolist() for array in arrays)]
         found.append((judged, values, rows.slices.values.tolist(), [(row.row, row.reason, row.count) for row in bad]))
     return found, counts
@@ -211,5 +213,5 @@ def test_numbers_of_features(tmp_path: Path, name: str) -> None:
     write(Table(dict.fromkeys(COLUMNS, pa.string()), rows), tmp_path / name)
     ((judged, values, _, bad),), _ = outcome(tmp_path, name, {}, ("x", "y"))
     assert judged == len(texts)
-    assert values[5] == [[7.0], [1.0], [100.0]]
-    assert [(row, "price" in reason) for row, reason, _ in bad] == [(row, True) for row in (0, 2, 3, 4, 5, 8)]
+    assert values[5] == [[7.0], [None], [1.0], [100.0], [None]]
+    assert [(row, "price" in reason) for row, reason, _ in bad] == [(row, True) for row in (0, 3, 4, 5)]

@@ -107,6 +107,32 @@ def texts_of(folder: Path, **settings: Any) -> DataConfig:
 
 
 @pytest.mark.stage
+def test_missing_numbers_are_counted_and_stored_as_nan(workplace: Make, tmp_path: Path) -> None:
+    place, config = workplace("one"), texts_of(tmp_path, numeric=("price",))
+    rows = [json.loads(line) for line in Path(str(config.path)).read_text().splitlines()]
+    lines = (json.dumps({**row, **({"price": 2} if i % 4 else {})}) + "\n" for i, row in enumerate(rows))
+    Path(str(config.path)).write_text("".join(lines))
+    done = place.prepare(config)
+    assert (done.rows, done.rows_bad, done.infos[0].without_number) == (200, 0, {"price": 50})
+    assert ", 50 without price |" in summary(done)
+    (one,) = read_token_sets(place.storage, done.token_set_prefixes)
+    assert spec_of(one.info).missing == ("price",)
+    numeric = np.concatenate(
+        [
+            found.read(np.full(len(numbers), bucket), numbers, bucket, ("numeric",))["numeric"]
+            for split in SPLITS
+            for found in [open_rows(place.storage, [one], split, tmp_path)]
+            for bucket, numbers in found.blocks()
+        ]
+    )
+    assert np.isnan(numeric).sum(axis=0).tolist() == [50, *[0] * len(LEXICAL_NAMES)]
+    with pytest.raises(DataError, match="feature price is not a finite number") as error:
+        Path(str(config.path)).write_text("".join(json.dumps({**row, "price": "cheap"}) + "\n" for row in rows))
+        place.prepare(config)
+    assert "a number or nothing" in str(error.value.next_command)
+
+
+@pytest.mark.stage
 def test_slices_go_with_the_rows(workplace: Make, tmp_path: Path) -> None:
     place = workplace("one")
     done = place.prepare(texts_of(tmp_path, slices=("label", "kind")))
@@ -314,14 +340,14 @@ def test_a_file_changed_after_it_was_named_is_prepared_by_the_next_run(
     config = DataConfig(path=str(path), labels=("no", "yes"), num_workers=1, tokenizer=TokenizerConfig(vocab_size=256))
     old = b"query,title,label\n" + b"q,t,yes\n" * 40
     path.write_bytes(old)
-    decide = prepare_module._labels_and_tokenizer
+    decide = prepare_module._surveyed
 
     def changes_it(*arguments: Any) -> Any:
         path.write_bytes(old + b"q,t,no\n" * 20)
         return decide(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_labels_and_tokenizer", changes_it)
+        patch.setattr(prepare_module, "_surveyed", changes_it)
         with pytest.raises(TransientError):
             place.prepare(config)
     assert place.prepare(config).rows == 60

@@ -80,8 +80,8 @@ def judged(*rows: dict[str, Any]) -> tuple[CleanRows, list[BadRow], int]:
         ({"query": b"\xc3"}, "query is not UTF-8"),
         ({"gain": float("nan")}, "gain is not a number from 0 to 1"),
         ({"gain": 1.5}, "gain is not a number from 0 to 1"),
-        ({"price": float("nan")}, "feature price is not a finite number"),
-        ({"price": None}, "feature price is not a finite number"),
+        ({"price": float("inf")}, "feature price is not a finite number"),
+        ({"price": -1e38}, "feature price is not a finite number"),
         ({"price": 1e300}, "feature price is not a finite number"),
         ({"split": b"holdout"}, "unknown split"),
     ],
@@ -91,6 +91,23 @@ def test_each_defect_has_its_reason(change: dict[str, Any], reason: str) -> None
     assert [(row.row, row.reason) for row in bad] == [(1, reason)]
     assert len(rows.query) == 2
     assert rows_read == 3
+
+
+@pytest.mark.parametrize(("cell", "is_good"), [
+    (b"", True), (b"  ", True), (None, True), (b"nan", True), (b" NaN ", True), (b"-nan", True), (b"7", True),
+    (b"n/a", False), (b"inf", False), (b"-Infinity", False), (b"1e39", False), (b"1_000", False), (b"1,5", False),
+])  # fmt: skip
+def test_an_empty_number_is_missing_and_other_text_is_bad(cell: bytes | None, is_good: bool) -> None:
+    rows, bad, _ = judged({"price": b"1"}, {"price": cell})
+    assert [row.reason for row in bad] == ([] if is_good else ["feature price is not a finite number"])
+    assert len(rows.query) == 1 + is_good
+    assert not is_good or rows.numeric[1, 0] == 7 or np.isnan(rows.numeric[1, 0])
+    assert np.isnan(rows.numeric).sum() == (is_good and cell != b"7")
+
+
+def test_numbers_that_are_null_or_nan_are_missing() -> None:
+    rows, bad, _ = judged({"price": float("nan")}, {"price": 2.5}, {"price": None})
+    assert not bad and str(rows.numeric.tolist()) == "[[nan], [2.5], [nan]]"
 
 
 def test_good_rows_keep_their_values() -> None:
@@ -111,11 +128,11 @@ def test_a_bad_row_is_shown_by_the_columns_of_its_file() -> None:
         "search_term": pa.array([b"shoe"], pa.large_binary()),
         "title": pa.array([b"x" * 600], pa.large_binary()),
         "label": pa.array([None], pa.large_binary()),
-        "price": pa.array([float("nan")]),
+        "price": pa.array([float("inf")]),
     }
     fields = to_fields(table, plan_columns(config, [*table], "f"))
     _, bad, _ = validate_chunk(next(cut_chunks("f", [RawBatch(fields, np.arange(1, dtype=np.int64))], 10)), PLAIN)
-    shown = {"search_term": "shoe", "title": "x" * 500 + "...", "label": None, "price": "nan"}
+    shown = {"search_term": "shoe", "title": "x" * 500 + "...", "label": None, "price": "inf"}
     assert [row.content for row in bad] == [shown]
     (row,) = quarantined(bad)
     assert json.loads(quarantine_lines([row]))["content"] == json.loads(row.text) == shown

@@ -15,9 +15,11 @@ from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig
 from pipeline.embed import plan as plan_module
-from pipeline.embed.catalogue import read_shard
+from pipeline.embed.catalogue import Catalogue, read_shard
 from pipeline.embed.config import CatalogueConfig
 from pipeline.embed.plan import find_catalogue, gather_products
+from pipeline.io.storage import open_storage
+from pipeline.model.config import Attribute
 from pipeline.settings import Settings
 from tests.kit.killing import killed_at
 
@@ -70,6 +72,39 @@ def test_of_the_rows_of_a_product_the_first_counts(ctx: StageContext, tmp_path: 
     assert {row[0] for row in of_data(ctx, folder, filter={"shop": "2"})} == {f"p{n}".encode() for n in range(7)}
     with pytest.raises(DataError, match="no row"):
         of_data(ctx, folder, filter={"shop": "3"})
+
+
+BRAND = Attribute(name="shop", query="", product="shop", kind="text")
+SIZE = Attribute(name="size", query="", product="size", kind="text")
+
+
+def test_attributes_are_appended_to_titles(ctx: StageContext, tmp_path: Path) -> None:
+    found = of_data(ctx, judgements(tmp_path / "in"), attributes=(BRAND,))
+    assert found[:2] == [(b"p0", b"p0 of file 0 2", None), (b"p1", b"p1 of file 0 1", None)]
+    assert of_data(ctx, tmp_path / "in")[0] == (b"p0", b"p0 of file 0", None), "another catalogue"
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_attributes_that_a_catalogue_file_lacks_are_left_out_with_a_warning(
+    ctx: StageContext, tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings = list[str]()
+    monkeypatch.setattr(ctx.console, "warn", warnings.append)
+    table, path = pa.table({"product_id": ["a", "b"], "title": ["lamp", ""], "shop": ["x", "y"]}), tmp_path / suffix
+    path.mkdir()
+    (path / "1.csv").write_text("product_id,title,shop\na,lamp,x\nb,,y\n")
+    if suffix == "parquet":
+        (path / "1.csv").unlink()
+        pq.write_table(table, path / "1.parquet")
+    config = CatalogueConfig(path=str(path))
+    catalogue = find_catalogue(config, DataConfig(attributes=(BRAND, SIZE)), ctx)
+    assert len(warnings) == 1 and "no column 'size'" in warnings[0]
+    storage = ctx.workspace if suffix == "csv" else open_storage(str(path))
+    (raw,) = read_shard(catalogue, storage, catalogue.shards(10)[0], 10)
+    assert [title or b"" for title in raw.batch()["title"].to_pylist()] == [b"lamp x", b""]
+    plain = find_catalogue(config, DataConfig(), ctx)
+    assert plain.digest != catalogue.digest and len(warnings) == 1
+    assert '"attributes":' not in plain.model_dump_json() and Catalogue.model_validate_json(plain.model_dump_json())
 
 
 def test_products_without_an_id(ctx: StageContext, tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def searching(
         stop=StopSignal(),
     )
     backend, holdout = SimpleNamespace(device_name=lambda: device), SimpleNamespace(name="holdout")
-    given: Any = (settings, ctx, backend, process_group, [], holdout, "no valid rows", b"", print)
+    sets = [SimpleNamespace(info=SimpleNamespace(fingerprint="f", attributes=()))]
+    given: Any = (settings, ctx, backend, process_group, sets, holdout, "no valid rows", b"", print)
     found = ModelSearch(*given)
     found.__dict__["task"] = TASK
     return found

@@ -21,7 +21,7 @@ from pipeline.evaluate import retrieval
 from pipeline.evaluate.config import RetrievalConfig
 from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.retrieval import RetrievalTask, from_catalogue, from_products, open_catalogue, search
-from pipeline.model.config import InputSpec
+from pipeline.model.config import Attribute, InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.retrieval.products import distinct_products, join_tokens
@@ -265,6 +265,21 @@ def test_items_are_read_as_far_as_their_chunks_go(
     assert task.queries.tokens.lengths.tolist() == [largest.query_tokens]
     ((text,),) = list(task.texts())
     assert len(text) == chunks * 16 * largest.product_tokens
+
+
+def test_attributes_of_a_catalogue_file(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
+    told: list[str] = []
+    attributes = (
+        Attribute(name="cluster", query="cluster", product="cluster", kind="text"),
+        Attribute(name="size", query="", product="size", kind="text"),
+        Attribute(name="price", query="", product="price", kind="number"),
+    )
+    file = open_catalogue(OFFERS, str(catalogue), StopSignal()).with_attributes(attributes, told.append)
+    task = from_catalogue(file, holdout, tokenizer, SPEC)
+    titles = [text for part in task.texts() for text in part]
+    assert titles[0] == "red shoe c1" and len(titles) == 5
+    assert "shoe red c1" in task.queries.texts
+    assert len(told) == 1 and "no column 'size'" in told[0]
 
 
 def test_valid_queries_of_a_catalogue(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:

@@ -138,6 +138,15 @@ def test_the_table() -> None:
     assert lines == TABLE.splitlines()
 
 
+def test_the_calibration_error_stands_beside_that_without_the_temperature() -> None:
+    """Not of a model without a temperature, whose report may be of an earlier version."""
+    calibrated = model(found(ece=0.021), temperature=1.8, ece_before=0.064)
+    lines = table_lines(report(model(found(ece=0.3)), candidate=calibrated))
+    assert [line for line in lines if "calibration" in line] == [
+        "calibration error of candidate: 0.0210, 0.0640 without temperature 1.8"
+    ]
+
+
 def test_the_figures_of_all_models_by_name() -> None:
     ours = {"ndcg@10": 0.8, "loss": 0.5, "retrieval_mrr": 0.25}
     hybrids = {"hybrid_rrf_retrieval_mrr": 0.61, "hybrid_weighted_retrieval_mrr": 0.62}

@@ -191,26 +191,30 @@ def test_encode_on_the_command_line(
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, Path]:
-    """A workspace with a model trained on a CSV file with a numeric and a categorical column, and evaluated."""
+    """A workspace with a model trained on a CSV file with features and attributes, some missing, and evaluated."""
     folder = tmp_path_factory.mktemp("judged")
     random = np.random.default_rng(5)
     rows = []
     for query in range(60):
         for place in range(6):
             kind = KINDS[(query + (place > 2)) % 8]
-            price = random.uniform(1, 100)
-            rows.append(f"{KINDS[query % 8]} {query},{kind} model {place},{place <= 2:d},{price:.2f},brand{place % 3}")
+            price = f"{random.uniform(1, 100):.2f}" if place else ""
+            cost, code = f"{random.uniform(1, 9):.1f}" if query % 5 else "", f"c-{query + 20 * place}"
+            row = [
+                f"{KINDS[query % 8]} {query}",
+                f"{kind} model {place}",
+                f"{place <= 2:d}",
+                price,
+                f"brand{place % 3}",
+            ]
+            rows.append(",".join([*row, f"C{query}" if query % 7 else "", code, "3.5", cost]))
     path = folder / "pairs.csv"
-    path.write_text("query,title,label,price,brand\n" + "\n".join(rows) + "\n")
+    path.write_text("query,title,label,price,brand,query_code,code,cost_left,cost_right\n" + "\n".join(rows) + "\n")
     flags = [f"--workspace={folder}/workspace", f"--data.path={path}", "--cycle=c1", "--backend=cpu", *MODEL, *TRAIN]
     flags += ["--data.numeric=price", "--data.categorical=brand", "--data.labels=0,1", "--data.test-fraction=0.4"]
-    flags += ["--data.buckets=8x8,16x32", "--data.tokenizer.vocab-size=300", "--data.num-workers=1"]
-    flags += [
-        "--data.valid-fraction=0.3",
-        "--train.max-steps=10",
-        "--train.evaluate-every=0",
-        "--no-evaluate.baselines.boosting",
-    ]
+    flags += ["--data.attributes=code,cost", "--data.buckets=8x8,16x32", "--data.tokenizer.vocab-size=300"]
+    flags += ["--data.num-workers=1", "--data.valid-fraction=0.3", "--train.max-steps=10", "--train.evaluate-every=0"]
+    flags += ["--no-evaluate.baselines.boosting"]
     assert cli.main(["prepare", *flags]) == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(labels, "MIN_FITTED", 50)
@@ -243,6 +247,7 @@ def test_score_equals_the_scores_of_evaluate(
     assert report and report.candidate.temperature == state.temperature != 1.0
     assert report.candidate.ece_before and report.candidate.ece_before > report.candidate.metrics.values["ece"]
     first = {"query": "phone 0", "title": "phone model 0", "price": 20.5, "brand": "brand0"}
+    first |= {"query_code": "C0", "code": "c-0", "cost_left": 3.5, "cost_right": 2}
     scores = model.score([first, first | {"price": 99.0}])
     assert scores.labels == ("0", "1") and len(scores) == 2 and scores.grades[0] in scores.labels
     assert scores.gains[0] != scores.gains[1]
@@ -250,7 +255,12 @@ def test_score_equals_the_scores_of_evaluate(
     with pytest.raises(DataError, match="price"):
         model.score([("phone 0", "phone model 0")])
     with pytest.raises(DataError, match="pair 1: feature price"):
-        model.score([first, first | {"price": None}])
+        model.score([first, first | {"price": "much"}])
+    changes = ({"price": None}, {"code": "c-1"}, {"query_code": None}, {"cost_right": None}, {"cost_right": 9})
+    gains = model.score([first, *(first | change for change in changes)]).gains.tolist()
+    assert len(set(gains)) == 1 + len(changes), "every feature and attribute matters, and may be missing"
+    assert model.score([first | {"code": "C 0"}]).gains[0] != gains[0], "the text"
+    assert [each.kind for each in model.row_config.attributes] == ["text", "number"]
 
 
 def test_score_names_the_rows_that_it_cannot_score(
@@ -258,7 +268,9 @@ def test_score_names_the_rows_that_it_cannot_score(
 ) -> None:
     storage, _ = judged
     checkpoint = f"checkpoints/c1/{storage.list_dirs('checkpoints/c1/')[-1]}"
-    table = "query,title,price,brand\nphone,phone 1,2,brand1\n,phone 2,2,brand1\nphone,phone 3,much,\n"
+    rows = ("phone,phone 1,2,brand1", ",phone 2,2,brand1", "phone,phone 3,much,")
+    header = "query,title,price,brand,query_code,code,cost_left,cost_right\n"
+    table = header + "".join(f"{row},C1,c-1,1,2\n" for row in rows)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(table.encode())))
     assert ask(storage, "score", "--checkpoint", checkpoint) == DataError.exit_code
     captured = capsys.readouterr()

@@ -1,15 +1,22 @@
 """What two runs must share to share their graphs, from the settings alone."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from pipeline.commands.doctor import estimates
 from pipeline.compile.manifest import Plan, graph_key
+from pipeline.context import open_context
 from pipeline.core.batch_order import RankSlice
+from pipeline.core.errors import CheckpointError
 from pipeline.core.footprint import EncoderSizes, Estimate
+from pipeline.core.stop import StopSignal
 from pipeline.model.factory import FactoryEncoder
 from pipeline.parallel.world import World
 from pipeline.settings import resolve
-from pipeline.stages.inputs import expected_shapes
+from pipeline.stages.inputs import expected_shapes, shapes_of
+from tests.embed.checkpoints import make_checkpoint
 
 
 def plan(*flags: tuple[str, str]) -> Plan:
@@ -40,6 +47,32 @@ def test_the_key_of_one_program_changes_with_what_the_compiler_is_told(flag: tup
 def test_what_travels_with_the_batches_or_stays_on_the_host_changes_no_graph(flag: tuple[str, str]) -> None:
 
     assert plan() == plan(flag)
+
+
+def test_numbers_that_may_be_missing_are_in_the_plan_and_lexical_features_are_not() -> None:
+    assert "data.missing" not in plan()
+    assert plan(("--data.numeric", "price"))["data.missing"] == 1
+    attributes = [{"name": "code", "product": ""}, {"name": "cost", "kind": "number"}]
+    assert plan(("--data.attributes", json.dumps(attributes)))["data.missing"] == 2
+
+
+@pytest.mark.parametrize("missing", [(), ("price",)])
+def test_a_parent_determines_the_form_of_missing_numbers(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    """Also in graphs that are compiled before the data is prepared."""
+    flags = [("--workspace", str(tmp_path / "workspace")), ("--data.numeric", "price"), ("--model-name", "sample")]
+    settings = resolve((), {}, flags).settings
+    with open_context(settings, StopSignal(), {}) as ctx:
+        assert shapes_of(settings, ctx, print).spec.missing == ("price",), "of a first model"
+        prefix = make_checkpoint(ctx.workspace, tmp_path, promoted=False)
+        state = json.loads(ctx.workspace.read_bytes(f"{prefix}/state.json"))
+        state["inputs"] |= {"numeric": ["price"], "missing": missing}
+        ctx.workspace.write_bytes(f"{prefix}/state.json", json.dumps(state).encode())
+        started = settings.model_copy(update={"train": settings.train.model_copy(update={"start": prefix})})
+        with open_context(started, StopSignal(), {}) as again:
+            assert shapes_of(started, again, print).spec.missing == missing
+            ctx.workspace.write_bytes(f"{prefix}/state.json", b"{}")
+            with pytest.raises(CheckpointError, match=r"the state\.json of the parent"):
+                shapes_of(started, again, print)
 
 
 OWN = (("--model.factory", "examples.own_encoder:build"), ("--model.hidden-size", "32"), ("--data.buckets", "16x32"))

@@ -13,7 +13,7 @@ from pipeline.data.token_sets import JudgedSplit, TokenSet, TokenSetInfo, select
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
-from pipeline.model.config import LossConfig, ModelConfig
+from pipeline.model.config import Attribute, LossConfig, ModelConfig
 from pipeline.train.config import TrainConfig
 from pipeline.train.inputs import RunInputs, data_warnings, gather_inputs
 from tests.train.rows import MODEL, SPEC, TRAIN, checkpoint_of, grouped, make_rows, token_set_info
@@ -107,6 +107,15 @@ def test_inputs_that_fit(tmp_path: Path) -> None:
     assert (run.negatives, run.replays) == (None, TRAIN.replay_share > 0)
 
 
+def test_a_run_has_indicators_unless_its_parent_was_trained_without(tmp_path: Path) -> None:
+    without = {"price": 3}
+    assert gather(tmp_path / "new", without_number=without).spec.missing == ("price",)
+    old = gather(tmp_path / "old", parent=parent_of({}), without_number=without)
+    assert old.spec == SPEC and "missing" not in old.spec.used_fields()
+    newer = parent_of({}, inputs=SPEC.model_copy(update={"missing": ("price",)}))
+    assert gather(tmp_path / "newer", parent=newer).spec.missing == ("price",), "also of data from before"
+
+
 def test_parent_and_mined_negatives_are_in_the_identity_and_choose_what_is_new(tmp_path: Path) -> None:
     alone = gather(tmp_path / "alone")
     child = gather(tmp_path / "child", parent=parent_of({"flat": "print"}))
@@ -142,6 +151,11 @@ def other_inputs(**changes: Any) -> dict[str, Checkpoint]:
             other_inputs(numeric=("price", "brand_age")),
             ConfigError,
             "numeric differs between the data and .*: missing: brand_age\n",
+        ),
+        (
+            other_inputs(attributes=(Attribute(name="brand", kind="text"),)),
+            ConfigError,
+            "attributes differs between the data and .*: missing: {'name': 'brand', ",
         ),
         (other_inputs(labels=("a", "b")), ConfigError, "labels differs between the data and .*: missing: a, b; new: "),
         (

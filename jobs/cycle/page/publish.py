@@ -322,7 +322,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:
-    """Return a table row per categorical column about the rows in which it is missing.
+    """Return a table row per categorical and numeric feature about the rows in which it is missing.
 
     A row contains the number of such rows, and their fraction in the newest partition and in earlier ones.
     """

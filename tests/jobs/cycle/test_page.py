@@ -134,6 +134,7 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
         "10 better, 80 equal, 9 worse",
         "long battery life and a case : 0.200 → 0.900",
         "900 groups of new partitions and 100 of earlier ones (10% replayed)",
+        "accuracy by confidence (error 0.0210, 0.0640 without temperature 1.8)",
         "rows without a value",
         "reason 3",
         "12 of 12",
