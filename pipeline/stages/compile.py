@@ -92,8 +92,6 @@ def _trace(
     ):
         trace_file, is_scoring = os.environ.get(TRACE_FILE), SCORING in os.environ
         device, traces = backend.device_name(), backend.is_lazy or backend.compiles_steps
-        if teacher is not None and traces and not trace_file:
-            _trace_teacher(teacher, ctx, backend, process_group)
         is_teacher = os.environ.get(SCORING) == TEACHER
         if is_teacher and teacher is not None:
             plan = teacher.shapes.scoring_plan(teacher.settings, ctx.world.world_size, device)
@@ -102,17 +100,19 @@ def _trace(
         else:
             plan = shapes.plan(settings, ctx.world, device)
         existing = None if trace_file else load_manifest(ctx.workspace, plan)
-        if existing is not None:
-            return _already_done(ctx, existing, started)
         recorder = Recorder(backend, plan)
         if traces and is_teacher and teacher is not None:
             teacher.trace(backend, process_group, recorder, ctx)
-        elif traces:
+        elif traces and existing is None:
             trial = shapes.trial(settings, backend, process_group, recorder, ctx.stop, ctx.console)
             if not trace_file:
                 recorder.on_graph = _progress(ctx, trial.num_graphs, started)
             with use_display(no_display):  # do not show the progress of scoring, which is only part of the trial
                 trial.score() if is_scoring else trial.run()
+        if teacher is not None and traces and not trace_file:
+            _trace_teacher(teacher, ctx, backend, process_group)
+    if existing is not None:
+        return _already_done(ctx, existing, started)
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
     if not ctx.world.is_main:
         return _result(ctx, manifest, started)
