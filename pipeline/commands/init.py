@@ -348,8 +348,7 @@ def project_text(path: str, guess: Guess, test_fraction: float | None, settings:
         "labels": guess.labels or guess.unordered,
         "numeric": guess.numeric,
         "categorical": [
-            each.column if each == CategoricalFeature(column=each.column) else each.model_dump()
-            for each in guess.categorical
+            each.model_dump() if "num_ids" in each.model_fields_set else each.column for each in guess.categorical
         ],
         "attributes": [each.model_dump() for each in guess.attributes],
         "test_fraction": test_fraction,

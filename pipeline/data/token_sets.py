@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -256,7 +256,9 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
                     expected=f"{expected}, as in {sets[0].info.partition}",
                     next_command="trnpipe prepare, with the settings of this run",
                 )
-    return sets
+    # Sets of earlier versions do not count missing numbers, but a new model has indicators if any of its sets does.
+    counts = dict.fromkeys((name for each in sets for name in each.info.without_number), 0)
+    return [replace(s, info=s.info.model_copy(update={"without_number": counts | s.info.without_number})) for s in sets]
 
 
 def open_rows(

@@ -19,7 +19,7 @@ from pipeline.core.format import shortened
 from pipeline.core.record import with_retired
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
-from pipeline.data.attributes import attribute_pairs
+from pipeline.data.attributes import attribute_pairs, base_of
 from pipeline.data.input_files import Files, names_of, open_files
 from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, product_text, text_characters
 from pipeline.data.shards import TokenRows, text_hashes
@@ -578,8 +578,10 @@ class ModelSearch:
             source = open_source(data, scratch=self.ctx.scratch, stop=self.ctx.stop)
             batches, name = read_products(source, self.ctx.stop), "product_id"
         for batch in batches:
-            for row in zip(*(field_texts(batch, column) for column in (name, "title", "text")), strict=True):
-                yield row[0], row[1], prefix + product_text(row[1], row[2], limit)
+            columns = name, "title", "text", *(n for n in batch.columns.schema.names if base_of(n) == "title")
+            for item, title, text, *values in zip(*(field_texts(batch, column) for column in columns), strict=True):
+                original = title.removesuffix(" " + " ".join(filter(None, values)))  # without attributes
+                yield item, original, prefix + product_text(title, text, limit)
 
     @cached_property
     def inputs(self) -> dict[str, Json]:

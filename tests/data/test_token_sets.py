@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.data.token_sets import Partition, Selection, open_rows, read_token_sets, select_partitions
+from pipeline.data.token_sets import Partition, Selection, open_rows, read_token_sets, select_partitions, spec_of
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
 from tests.train.rows import write_token_set
@@ -115,3 +115,14 @@ def test_partitions_that_do_not_fit_together_are_named(
     prefixes = [commit(workspace, tmp_path, 1), commit(workspace, tmp_path, 2, **{name: value})]  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"dt=2026-01-02 was prepared with {name}"):
         read_token_sets(workspace, prefixes)
+
+
+def test_a_partition_that_counts_missing_numbers_gives_a_new_model_its_indicators(
+    workspace: Storage, tmp_path: Path
+) -> None:
+    """Those of earlier versions do not count them, and alone give a model as it was."""
+    old, new = commit(workspace, tmp_path, 1), commit(workspace, tmp_path, 2, without_number={"price": 3})
+    assert [spec_of(one.info).missing for one in read_token_sets(workspace, [old])] == [()]
+    both = read_token_sets(workspace, [old, new])
+    assert [spec_of(one.info).missing for one in both] == [("price",), ("price",)]
+    assert [one.info.without_number for one in both] == [{"price": 0}, {"price": 3}]

@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 
 from pipeline.core.stop import StopSignal
+from pipeline.data.token_sets import TokenSet
 from pipeline.evaluate import retrieval
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalQueries, RetrievalTask
 from pipeline.evaluate.score import save_arrays
 from pipeline.io.storage import Storage, open_storage
+from pipeline.model.config import Attribute
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.retrieval.search import Ranked
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from tests.evaluate.process_groups import alone, on_ranks
+from tests.train.rows import BUCKETS, token_set_info
 
 IDS = np.array([3, 8])
 TASK = RetrievalTask(
@@ -54,6 +57,15 @@ def searching(
     found = ModelSearch(*given)
     found.__dict__["task"] = TASK
     return found
+
+
+def test_golden_products_are_named_by_their_titles_without_attributes(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("query,title,label,product_id,brand\nq,lamp 5,good,a,Acme\nq,desk,bad,b,\n")
+    found = searching(tmp_path, data={"path": str(tmp_path / "rows.csv")})
+    brand = Attribute(name="brand", query="", product="brand", kind="text")
+    found.sets = [TokenSet("", token_set_info("flat").model_copy(update={"attributes": (brand,)}))]
+    found.holdout = SimpleNamespace(rows=SimpleNamespace(buckets=BUCKETS))  # type: ignore[assignment]
+    assert list(found._product_rows()) == [("a", "lamp 5", "lamp 5 Acme"), ("b", "desk", "desk")]
 
 
 def checkpoint(max_tokens: int = 64) -> Any:
