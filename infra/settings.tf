@@ -23,6 +23,7 @@ locals {
     environment = merge({ AWS_DEFAULT_REGION = var.region }, var.job_environment) # not confirmed that AWS Batch sets a region on EC2
     prepare     = local.on_cpu
     mine        = merge(local.on_cpu, { role = module.roles.embed_role_arn })
+    teach       = local.on_cpu
     evaluate    = { role = module.roles.promote_role_arn }
     embed       = merge({ for key, value in local.on_cpu : key => value if !var.embed_on_trainium }, { role = module.roles.embed_role_arn })
     verify      = merge(local.on_cpu, { role = module.roles.embed_role_arn })

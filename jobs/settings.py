@@ -17,7 +17,7 @@ class StageJob(Record):
     nodes: int = Field(1, ge=1, le=1000, description="Number of machines (a multi-node job if more than 1)")
     processes: int = Field(1, ge=1, le=1024, description="Ranks per machine, one per device")
     workers: int = Field(
-        1, ge=1, le=10_000, description="Number of array children that divide the work (prepare, mine, embed)"
+        1, ge=1, le=10_000, description="Number of array children that divide the work (prepare, mine, teach, embed)"
     )
     instance: str = Field(
         "", description="Instance type, such as trn1.32xlarge, which determines devices, sizes and price"
@@ -36,7 +36,7 @@ class StageJob(Record):
         None,
         ge=60,
         description="Time limit of one attempt in seconds, after which the job fails without a retry (null: 1 h,"
-        " health 1.5 h, compile, mine and embed 12 h, train 24 h, or the limit of the stage if that is longer)",
+        " health 1.5 h, compile, mine, teach and embed 12 h, train 24 h, or the limit of the stage if that is longer)",
     )
 
     @property
@@ -154,6 +154,7 @@ class JobsConfig(Record):
     health: StageJob = StageJob()
     compile: StageJob = StageJob()
     mine: StageJob = StageJob()
+    teach: StageJob = StageJob()
     train: StageJob = StageJob()
     evaluate: StageJob = StageJob()
     embed: StageJob = StageJob()

@@ -21,7 +21,7 @@ from jobs.cycle.page.gather import PageData, gather
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import failure_lines
 from jobs.cycle.verdict import outcome_text, verdict_lines
-from jobs.plan.cycle import AFTER, RUN_PREFIX, plan_cycle, plan_script
+from jobs.plan.cycle import AFTER, MINE, RUN_PREFIX, TEACH, plan_cycle, plan_script
 from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target, with_errors, with_placements
@@ -242,6 +242,7 @@ def make_plan(settings: CycleSettings) -> JobPlan:
         workspace=_workspace_uri(settings),
         settings=pipeline_fingerprint(settings),
         mines=settings.mine.enabled,
+        teaches=bool(settings.train.teacher),
         stage_limits_s=limits_s,
     )
     return with_placements(plan, jobs)
@@ -267,7 +268,8 @@ def _check_compiled_ranks(settings: CycleSettings, on_neuron: Collection[str]) -
             expected="equal numbers, because the number of replicas is part of a compiled graph",
             next_command=f"--jobs.compile.nodes {trained.nodes} --jobs.compile.processes {trained.processes}",
         )
-    scoring, names = settings.compile.scoring_ranks, ("evaluate", "embed", *(["mine"] if settings.mine.enabled else []))
+    scoring, names = settings.compile.scoring_ranks, ["evaluate", "embed"]
+    names += [MINE] * settings.mine.enabled + [TEACH] * bool(settings.train.teacher)
     counts = sorted({trained.ranks, *scoring})
     for name, ranks in ((name, settings.jobs.stage(name).ranks) for name in names if name in on_neuron):
         if ranks not in counts:

@@ -35,6 +35,7 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.mine.config import MineConfig
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.config import PLAN_VARIABLE
+from pipeline.teach.config import TeachConfig
 from pipeline.train.config import CheckpointConfig, TrainConfig
 
 ENV_PREFIX = "TRNPIPE_"
@@ -106,6 +107,7 @@ class Settings(BaseSettings):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     mine: MineConfig = MineConfig()
+    teach: TeachConfig = TeachConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     embed: EmbedConfig = EmbedConfig()
@@ -154,6 +156,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "evaluate": {"candidate": True, "golden": True, "promote": True, "force_reason": True},
     "gate": {"golden": True},
     "mine": {"workers": True, "queries_per_part": True},
+    "teach": True,
     "embed": {"worker": True, "workers": True},
 }
 

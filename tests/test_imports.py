@@ -26,7 +26,9 @@ LAYERS = (
     ("embed",),
     ("evaluate",),
     ("mine", "inference"),
-    ("train", "convert"),
+    ("convert",),
+    ("teach",),
+    ("train",),
     ("command_line",),
     ("stages",),
     ("commands",),
@@ -70,11 +72,12 @@ ONLY_IN = {
         "pipeline/commands/parity.py",
         "pipeline/retrieval/search.py",
         "pipeline/stages/",
+        "pipeline/teach/",
         "pipeline/telemetry/console.py",
         "pipeline/train/",
     ),
 }
-TORCH_FREE_CONFIGS = ("parallel", "data", "model", "train", "compile", "embed", "health", "mine")
+TORCH_FREE_CONFIGS = ("parallel", "data", "model", "train", "compile", "embed", "health", "mine", "teach")
 
 
 def imports_of(path: Path, package: list[str]) -> Iterator[str]:

@@ -343,6 +343,7 @@ NOT_HASHED = frozenset(
         *(
             "mine.workers",
             "mine.queries_per_part",
+            "teach",
             "embed.worker",
             "embed.workers",
         ),

@@ -67,9 +67,10 @@ def flags_of(
 
 
 def run(flags: Sequence[str], more: Sequence[str]) -> None:
-    """All stages, `mine` where `more` asks for mined negatives. Raises CalledProcessError; a refusal of the gate (80)
-    is none."""
-    for stage in ("prepare", *(["mine"] if MINED in more else []), "train", "evaluate"):
+    """All stages, `mine` and `teach` where `more` asks for mined negatives or a teacher. Raises CalledProcessError; a
+    refusal of the gate (80) is none."""
+    optional = [name for name, flag in (("mine", MINED), ("teach", "--train.teacher")) if flag in more]
+    for stage in ("prepare", *optional, "train", "evaluate"):
         command = [sys.executable, "-m", "pipeline", stage, *flags, *more]
         code = subprocess.run(command, check=False, cwd=ROOT).returncode
         if code and not (stage == "evaluate" and code == 80):

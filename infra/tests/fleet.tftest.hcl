@@ -37,7 +37,7 @@ run "settings_and_fleet_are_known_before_anything_is_made" {
   }
 
   assert {
-    condition = alltrue([for stage in ["prepare", "mine", "embed", "verify", "report"] :
+    condition = alltrue([for stage in ["prepare", "mine", "teach", "embed", "verify", "report"] :
       output.settings.jobs[stage].queue == "relevance-cpu" && output.settings.jobs[stage].image == var.cpu_image
     ])
     error_message = "work without Trainium belongs on the CPU queue, with the CPU image"

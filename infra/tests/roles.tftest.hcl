@@ -97,7 +97,7 @@ run "roles" {
   assert {
     condition = jsondecode(aws_iam_role_policy.job["driver"].policy).Statement[
       index(jsondecode(aws_iam_role_policy.job["driver"].policy).Statement[*].Sid, "DefineStages")
-      ].Resource == flatten([for stage in ["prepare", "health", "compile", "mine", "train", "evaluate", "embed", "verify", "report", "run"] : [
+      ].Resource == flatten([for stage in ["prepare", "health", "compile", "mine", "teach", "train", "evaluate", "embed", "verify", "report", "run"] : [
         "arn:aws:batch:us-west-2:123456789012:job-definition/relevance-${stage}",
         "arn:aws:batch:us-west-2:123456789012:job-definition/relevance-${stage}:*"
     ]])

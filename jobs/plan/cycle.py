@@ -1,7 +1,7 @@
 """Plan the jobs of a cycle or the single job of a script. Equal settings always result in equal plans.
 
     prepare ──┐
-    health  ──┴─> compile [-> mine] -> train -> evaluate -> embed -> verify -> report
+    health  ──┴─> compile [-> mine] [-> teach] -> train -> evaluate -> embed -> verify -> report
 
 This module only defines how the stages depend on each other. The size of each job is configured in `[jobs]`, and which
 failures are retried is defined by the table of exit codes.
@@ -23,19 +23,22 @@ AFTER: dict[str, tuple[str, ...]] = {
     "health": (),
     "compile": ("prepare", "health"),
     "mine": ("compile",),  # mining needs compiled graphs to embed texts
-    "train": ("mine",),
+    "teach": ("mine",),
+    "train": ("teach",),
     "evaluate": ("train",),
     "embed": ("evaluate",),
     "verify": ("embed",),
     "report": ("verify",),
 }
-MINE = "mine"  # the only optional stage
+MINE, TEACH = "mine", "teach"  # the optional stages
 _COMMANDS = {"verify": ("trnpipe", "embed", "verify"), "report": ("trnjobs", "report")}
-_RANKS = frozenset({"health", "compile", "mine", "train", "evaluate", "embed"})  # stages that can start several ranks
+_RANKS = frozenset(
+    {"health", "compile", "mine", "teach", "train", "evaluate", "embed"}
+)  # stages that can start several ranks
 _NODE_GROUPS = frozenset({"health", "compile", "train", "evaluate"})
-_ARRAYS = frozenset({"prepare", "mine", "embed"})
+_ARRAYS = frozenset({"prepare", "mine", "teach", "embed"})
 _SECTION = {"prepare": "data"}  # settings sections that are not named after their stage
-USUAL_TIMEOUT_S = {"health": 5400, "train": 24 * 3600} | dict.fromkeys(("compile", "mine", "embed"), 12 * 3600)
+USUAL_TIMEOUT_S = {"health": 5400, "train": 24 * 3600} | dict.fromkeys(("compile", "mine", "teach", "embed"), 12 * 3600)
 """Default time limits in seconds. All other stages have 3600 s."""
 START_S = 900  # extra time for nodes to connect (jobs/node/environment.py) and start, before a stage starts its clock
 
@@ -47,9 +50,10 @@ def plan_cycle(
     workspace: str,
     settings: str = "",
     mines: bool = False,
+    teaches: bool = False,
     stage_limits_s: Mapping[str, float] = MappingProxyType({}),
 ) -> JobPlan:
-    """Plan the jobs of a cycle, which only include the mine stage if `mines` is True.
+    """Plan the jobs of a cycle, which only include the mine and teach stages if `mines` and `teaches` are True.
 
     `stage_limits_s` are the time limits that stages enforce themselves. Raises ConfigError if a stage does not support
     the configured number of nodes, processes or workers, if an instance type is unknown, or if a job has a shorter time
@@ -60,20 +64,21 @@ def plan_cycle(
         script_job(jobs, steps[name], after, workspace=workspace, cycle=cycle)
         if name in steps
         else _job(jobs, name, after, stage_limits_s.get(name, 0.0))
-        for name, after in ordered(stages(mines), jobs.steps).items()
+        for name, after in ordered(stages(mines, teaches), jobs.steps).items()
     )
     return JobPlan(pipeline=jobs.name, cycle=cycle, workspace=workspace, settings=settings, jobs=specs)
 
 
-def stages(mines: bool) -> dict[str, tuple[str, ...]]:
-    """Return the stages of a cycle with their dependencies, with or without the mine stage.
+def stages(mines: bool, teaches: bool) -> dict[str, tuple[str, ...]]:
+    """Return the stages of a cycle with their dependencies, with or without the optional stages.
 
-    Without it, stages that depend on the mine stage depend on its dependencies instead.
+    Stages that depend on an optional stage that is left out depend on its dependencies instead.
     """
-    if mines or MINE not in AFTER:
-        return AFTER
-    before = AFTER[MINE]
-    return {name: before if after == (MINE,) else after for name, after in AFTER.items() if name != MINE}
+    chosen = AFTER
+    for optional in (name for name, included in ((MINE, mines), (TEACH, teaches)) if not included and name in AFTER):
+        before = chosen[optional]
+        chosen = {n: before if after == (optional,) else after for n, after in chosen.items() if n != optional}
+    return chosen
 
 
 def _job(jobs: JobsConfig, name: str, after: tuple[str, ...], stage_limit_s: float) -> JobSpec:

@@ -60,12 +60,13 @@ STAGES: dict[str, str] = {
     "health": "Check the cores and collectives of this machine. Exit code 75 means that a different machine may help.",
     "prepare": "Tokenise new input data and write it as token shards.",
     "mine": "Mine hard negatives for the training queries, using the parent model or BM25 (for train.mined_per_query).",
+    "teach": "Compute the scores and vectors of a larger model for the training rows (train.teacher).",
     "compile": "Compile all graphs of this cycle ahead of time, and list them in the graph manifest.",
     "train": "Train on the prepared shards. Training resumes from the last checkpoint of an earlier attempt.",
     "evaluate": "Compare the model with production, and promote or refuse it. The exit code of a refusal is 80.",
     "embed": "Embed the whole catalogue. Unchanged vectors of an earlier cycle are reused.",
 }
-PARALLEL = frozenset({"mine", "compile", "train", "evaluate", "embed"})
+PARALLEL = frozenset({"mine", "teach", "compile", "train", "evaluate", "embed"})
 """Stages that run in multiple ranks if --launch.processes is set."""
 _JSON = {"--json": "print JSON"}
 _REASON = {"--reason": "TEXT  reason to record"}
@@ -226,6 +227,11 @@ USAGE: dict[str, Usage] = {
         ("--cycle first", "--cycle first --mine.source bm25"),
         common="mine.source mine.depth mine.negatives_per_query launch.processes",
         reads="mine data model train.precision train.parallel train.start embed launch compile",
+    ),
+    "teach": Usage(
+        ("--cycle first --train.teacher checkpoints/large/step-500", "--cycle first --train.teacher FOLDER"),
+        common="train.teacher train.loss.teacher_weight embed.precision launch.processes",
+        reads="teach data model train mine embed launch compile",
     ),
     "compile": Usage(
         ("--config configs/small.toml", "--config configs/small.toml --compile.sync-url s3://bucket/cache"),

@@ -34,6 +34,7 @@ from pipeline.telemetry.console import Console
 # Settings that don't affect graphs, because they are passed as inputs or are only used on the host.
 _NOT_IN_GRAPHS = {
     "start",
+    "teacher",  # see graph_plan
     "replay_share",
     "queries_per_topic",
     "link_queries",
@@ -54,11 +55,17 @@ _SCHEDULE_FIELDS = {"learning_rate", "warmup_fraction", "schedule", "final_fract
 
 
 def graph_plan(
-    settings: Settings, spec: InputSpec, buckets: Sequence[Bucket], share: RankSlice, device: str
+    settings: Settings,
+    spec: InputSpec,
+    buckets: Sequence[Bucket],
+    share: RankSlice,
+    device: str,
+    teacher: int | None = None,
 ) -> dict[str, PlanValue]:
     """Return the plan of a training run, which contains everything that determines its graphs.
 
-    Runs with the same plan have the same graphs.
+    Runs with the same plan have the same graphs. `teacher` is the size of the teacher's vectors (0: it has none, None:
+    there is no teacher).
     """
     plan = evaluation_plan(settings, spec, buckets, share.world_size, device)
     parallel = settings.train.parallel
@@ -66,6 +73,8 @@ def graph_plan(
         plan["train.parallel.recompute"] = parallel.recompute
     if parallel.shard == "state" and parallel.shard_degree != 1:
         plan["train.parallel.state_shards"] = parallel.shard_degree or share.world_size
+    if teacher is not None:
+        plan["train.teacher"] = teacher
     return plan | {"accumulation": share.accumulation, "world_size": share.world_size}
 
 

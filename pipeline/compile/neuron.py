@@ -437,13 +437,13 @@ def done_keys(cache: Storage) -> set[str]:
 
 
 def compile_on_neuron(
-    settings: Settings, ctx: StageContext, plan: Plan, scoring: Mapping[int, Plan]
+    settings: Settings, ctx: StageContext, plan: Plan, scoring: Mapping[tuple[int, str], Plan]
 ) -> tuple[list[GraphManifest], bool]:
     """Compile all graphs of a plan on all nodes of a job.
 
     A node is warm if the manifests of its plans exist and its cache contains all of their entries. If any node is cold,
     all nodes have to run the trial, because the trial runs form one process group. Plans in `scoring` are for
-    evaluation and embedding with a different number of ranks, which is the key. Only the main node compiles them.
+    evaluation and embedding, by the number of ranks and the value of SCORING. Only the main node compiles them.
 
     Returns the manifests to publish, starting with the one of `plan`, and whether all graphs were already cached. On
     all nodes except the main node, there are no manifests to publish unless everything was cached.
@@ -494,11 +494,14 @@ def compile_on_neuron(
         if not nodes.any("cold", not is_warm, timeout_s=ALL_THERE_S):
             return [manifest for manifest in stored if manifest is not None], True
         manifests = compile_plan(plan, [], os.environ, scratch, nodes)
-        for ranks, scoring_plan in scoring.items():  # only runs on this node, with as many ranks as evaluate and embed
+        for (
+            ranks,
+            kind,
+        ), scoring_plan in scoring.items():  # only runs on this node, with as many ranks as evaluate and embed
             say(f"compile: compiling evaluation and embedding for {ranks} ranks")
-            env = {name: value for name, value in os.environ.items() if name != NUM_NODES} | {SCORING: "1"}
+            env = {name: value for name, value in os.environ.items() if name != NUM_NODES} | {SCORING: kind}
             flags = ["--launch.processes", str(ranks)]
-            manifests += compile_plan(scoring_plan, flags, env, scratch / f"scoring-{ranks}", None)
+            manifests += compile_plan(scoring_plan, flags, env, scratch / f"scoring-{ranks}-{kind}", None)
         sync()
         nodes.wait("compiled")
     return manifests, False

@@ -15,6 +15,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import BatchPlan, RankSlice, rank_slice
 from pipeline.core.shuffle import mix64
 from pipeline.data.shards import Arrays
+from pipeline.data.taught import TAUGHT
 from pipeline.model.relevance import MISSING, GroupInputs, RelevanceInputs
 
 
@@ -69,6 +70,7 @@ def training_batches(
     - product_key and label: int32 [G S]
     - gain: fp32 [G S]
     - numeric and categorical: [G S, features]
+    - with a teacher, teacher_score and teacher_mask: fp32 [G S], teacher_query: fp32 [G, D], teacher_product [G S, D]
 
     Empty slots have label -1 and gain -1. Mined products have label -1 and gain 0, because they are treated as
     negatives although they have no grade.
@@ -79,6 +81,7 @@ def training_batches(
             part = rank_slice(plan.batch_size, share.world_size, share.rank, share.accumulation, micro_step)
             arrays = source.read(batch.pools[part], batch.rows[part], batch.bucket, batch.epoch)
             tensors = _inputs(arrays, GroupInputs._fields)
+            tensors |= {name: torch.from_numpy(arrays[name]) for name in TAUGHT if name in arrays}
             tensors |= target_tensors(arrays) | {"place": torch.arange(part.start, part.stop, dtype=torch.int32)}
             yield MicroBatch(position, batch.bucket, tensors, arrays["sample_id"][arrays["is_row"]])
 

@@ -12,11 +12,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.arrays import Int32s, Int64s
+from pipeline.core.arrays import Bools, Float32s, Int32s, Int64s
 from pipeline.core.batch_order import EMPTY, Groups, deal_groups, first_rows, locate, rank_among_equals
 from pipeline.core.shuffle import mix64, permute_runs, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows, text_hashes
+from pipeline.data.taught import TaughtRows, taught_arrays
 
 NONE = -1
 MAX_LINKED = 64  # larger sets are usually linked by generic products (WDC has about 20 offers per product)
@@ -33,7 +34,8 @@ class MinedProducts:
     """The mined products of Q queries, of which every group uses up to `slots`.
 
     `query_id` [Q] is sorted. `product` [Q, K] contains row numbers, counted over all buckets of `rows` and padded with
-    NONE. `pad_id` is the padding token of `rows`.
+    NONE. `pad_id` is the padding token of `rows`. With a teacher, `taught` contains what it computed for `rows`, and
+    `score` [Q, K] the scores of the mined pairs, if it has any.
     """
 
     rows: RowSource
@@ -42,6 +44,8 @@ class MinedProducts:
     product: Int64s
     slots: int
     seed: int
+    taught: TaughtRows | None = None
+    score: Float32s | None = None
 
     def indices(self, query_id: Int64s) -> Int64s:
         """Look up the indices of N queries. The index of a query without mined products is NONE."""
@@ -187,6 +191,14 @@ class MinedGroups:
         groups = self.starts[pools] + numbers
         return self.products.choose(self.index[groups], self.ordinal[groups] + epoch * self.count[groups])
 
+    def scores(self, pools: Int64s, numbers: Int64s, chosen: Int64s) -> Float32s:
+        """Return the teacher's scores of the products that were chosen for N groups. Those that are missing are NaN."""
+        if self.products.score is None:
+            return np.full(chosen.shape, np.nan, dtype=np.float32)
+        index = self.index[self.starts[pools] + numbers]
+        column = (self.products.product[index][:, None, :] == chosen[:, :, None]).argmax(axis=2)
+        return np.take_along_axis(self.products.score[index], column, axis=1)
+
     @property
     def fill(self) -> float:
         """Fraction of the slots for mined products that are filled."""
@@ -210,6 +222,7 @@ class GroupedRows:
     lengths: tuple[int, ...]
     mined: MinedGroups | None = None
     links: Links | None = None
+    taught: TaughtRows | None = None
 
     @staticmethod
     def build(
@@ -222,6 +235,7 @@ class GroupedRows:
         mined: MinedProducts | None = None,
         by_topic: bool = False,
         links: Links | None = None,
+        taught: TaughtRows | None = None,
     ) -> "GroupedRows":
         """Assign the rows of a source to groups (see core/batch_order). This reads all rows once.
 
@@ -247,7 +261,7 @@ class GroupedRows:
         mined_groups = None
         if mined is not None:
             mined_groups = MinedGroups.build(mined, [query_id[members[:, 0]] for members in groups.members])
-        return GroupedRows(source, groups, slots, tuple(lengths), mined_groups, links)
+        return GroupedRows(source, groups, slots, tuple(lengths), mined_groups, links, taught)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -271,7 +285,8 @@ class GroupedRows:
         unless it has a judged row.
 
         Equal queries have the same `query_key`, and products with equal tokens have the same `product_key`. If queries
-        are linked, equivalent texts have the same keys as well.
+        are linked, equivalent texts have the same keys as well. With a teacher, there are also the arrays of
+        `taught_arrays`.
         """
         slots = self.slots + (self.mined.products.slots if self.mined else 0)
         members = np.full((len(numbers), slots), EMPTY, dtype=np.int64)
@@ -283,7 +298,7 @@ class GroupedRows:
         largest = len(self.source.sizes) - 1
         arrays = self.source.read(*locate(self.source.sizes, rows), largest, _PER_SLOT)
         queries = self.source.read(*locate(self.source.sizes, members[:, 0]), largest, ("query", "query_id"))
-        is_mined = np.zeros_like(is_row)
+        is_mined, chosen = np.zeros_like(is_row), np.zeros((len(numbers), 0), dtype=np.int64)
         if self.mined is not None:
             chosen = self.mined.choose(pools, numbers, epoch)
             is_mined[:, self.slots :] = chosen != NONE
@@ -298,7 +313,29 @@ class GroupedRows:
             is_mined &= product_key.reshape(is_mined.shape) != query_key[:, None]
         flags = {"is_row": is_row.reshape(-1), "is_mined": is_mined.reshape(-1)}
         texts = _concatenate(queries["query"], product, is_row | is_mined, self.lengths[length], self.source.pad_id)
+        if self.taught is not None:
+            arrays |= self._taught(self.taught, pools, numbers, rows, chosen, (is_row, is_mined))
         return {**arrays, **texts, **flags, "query_key": query_key, "product_key": product_key}
+
+    def _taught(
+        self,
+        taught: TaughtRows,
+        pools: Int64s,
+        numbers: Int64s,
+        rows: Int64s,
+        chosen: Int64s,
+        filled: tuple[Bools, Bools],
+    ) -> Arrays:
+        """Return what the teacher computed for G groups, whose slots have the given rows and chosen mined products."""
+        is_row, is_mined = filled
+        score, product = taught.scores(rows).reshape(is_row.shape), taught.vectors("product", rows)
+        score[~is_row], product[~is_row.reshape(-1)] = np.nan, 0
+        query = taught.vectors("query", rows.reshape(is_row.shape)[:, 0])
+        if self.mined is not None and self.mined.products.taught is not None and is_mined.any():
+            slots = is_mined[:, self.slots :]
+            score[:, self.slots :][slots] = self.mined.scores(pools, numbers, chosen)[slots]
+            product[is_mined.reshape(-1)] = self.mined.products.taught.vectors("product", chosen[slots])
+        return taught_arrays(score.reshape(-1), query, product)
 
 
 @dataclass(frozen=True)
@@ -328,6 +365,7 @@ class TrainingPools:
         mined: MinedProducts | None = None,
         topic: int = 1,
         link_queries: bool = False,
+        taught: tuple[TaughtRows | None, TaughtRows | None] = (None, None),
     ) -> "TrainingPools":
         """Group the rows of the new and the old partitions.
 
@@ -336,6 +374,7 @@ class TrainingPools:
             topic: Number of similar groups to keep together. If it is greater than 1, groups are sorted by topic (see
                 `GroupedRows.build`).
             link_queries: Treat queries that are positive products of each other as equivalent (see `Links`).
+            taught: What a teacher computed for the new and the old rows.
         """
         links = Links.build([new] if old is None else [new, old], positive_gain) if link_queries else None
 
@@ -349,10 +388,10 @@ class TrainingPools:
             by_topic=topic > 1,
             links=links,
         )
-        new_groups = build_groups(new)
+        new_groups = build_groups(new, taught=taught[0])
         if old is None or replay_share == 0.0:
             return TrainingPools(new_groups, None, (0,) * len(new_groups.sizes), seed, topic)
-        old_groups = build_groups(old)
+        old_groups = build_groups(old, taught=taught[1])
         target = sum(new_groups.sizes) * replay_share / (1.0 - replay_share)
         fraction = min(1.0, target / max(1, sum(old_groups.sizes)))
         num_replayed = tuple(round(size * fraction) for size in old_groups.sizes)

@@ -211,6 +211,12 @@ class LossConfig(Record):
     positive_gain: float = Field(
         0.99, ge=0, le=1, description="Minimum gain of a pair to be used as a positive in the contrastive loss"
     )
+    teacher_weight: float = Field(
+        1.0, gt=0, description="Weight of the terms that compare scores and vectors with those of train.teacher"
+    )
+    teacher_term: Literal["listwise", "margin", "vectors"] = Field(
+        "listwise", description="How to compare with the teacher (temporary, to measure which one is best)"
+    )
 
     @model_validator(mode="after")
     def _terms_fit(self) -> Self:
@@ -226,6 +232,9 @@ class LossConfig(Record):
         """Return the fields for JSON and hashes, including the defaults of retired fields."""
         fields = with_retired(self)
         del fields["memory_batches"]  # was not part of the first version, and was omitted if it was disabled
+        for name in ("teacher_weight", "teacher_term"):  # added later
+            if fields[name] == LossConfig.model_fields[name].default:
+                del fields[name]
         return fields
 
     @property

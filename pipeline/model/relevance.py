@@ -5,7 +5,7 @@ It consists of a text encoder, interactions between the query, the product and f
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,16 @@ class RelevanceOutputs(NamedTuple):
     logits: Tensor
     query: Tensor
     product: Tensor
+
+
+class TaughtOutputs(NamedTuple):
+    """The outputs of a model that is trained with `add_projection`, and its projected embeddings of size Dt."""
+
+    logits: Tensor
+    query: Tensor
+    product: Tensor
+    projected_query: Tensor
+    projected_product: Tensor
 
 
 # Interactions between query, product and features. Some are explicit (products, differences and crosses), and others
@@ -258,13 +268,24 @@ class RelevanceModel(nn.Module):
             self.encoder = FactoryEncoder(config, *sizes, seed)
         self.interactions = Interactions(config, spec)
         self.head = nn.Linear(self.interactions.width, spec.num_classes)
+        self.teacher: nn.Linear | None = None
+
+    @torch.no_grad()
+    def add_projection(self, width: int, seed: int) -> None:
+        """Add a linear map to vectors of a teacher, which is only used for training."""
+        self.teacher = nn.Linear(self.encoder.width, width, bias=False)
+        generator = torch.Generator().manual_seed(seed)
+        self.teacher.weight.normal_(0.0, self.encoder.width**-0.5, generator=generator)
 
     def forward(self, inputs: RelevanceInputs | GroupInputs) -> RelevanceOutputs:
-        """Compute the logits and embeddings of a batch."""
+        """Compute the logits and embeddings of a batch. With a projection, training returns TaughtOutputs."""
         query, product, match = self._embed(inputs)
         repeated = _repeat(query, product.shape[0])
         mixed = self.interactions(repeated, product, inputs.numeric.to(query.dtype), inputs.categorical, match)
-        return RelevanceOutputs(self.head(mixed), query, product)
+        outputs = RelevanceOutputs(self.head(mixed), query, product)
+        if self.teacher is None or not self.training:
+            return outputs
+        return cast(RelevanceOutputs, TaughtOutputs(*outputs, self.teacher(query), self.teacher(product)))
 
     def _embed(self, inputs: RelevanceInputs | GroupInputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute the embeddings of queries, [Q, D], and products, [Q S, D].

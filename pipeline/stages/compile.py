@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.backends import lazy_device_name
+from pipeline.backends import Backend, lazy_device_name
 from pipeline.compile.hlo import HOST_READ, Finding, lint, lint_counters
 from pipeline.compile.manifest import GraphManifest, GraphPosition, Recorder, load_manifest, store_manifest
 from pipeline.compile.neuron import SCORING, compile_on_neuron, drives_tool
@@ -14,25 +15,49 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.format import format_duration
 from pipeline.core.progress import no_display, use_display
 from pipeline.io import atomic
-from pipeline.parallel.process_group import open_ranks
+from pipeline.parallel.process_group import ProcessGroup, open_ranks
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.settings import Settings
 from pipeline.stages.inputs import Shapes, shapes_of
+from pipeline.teach.teacher import CheckpointTeacher, find_teacher, open_teacher
 from pipeline.telemetry.events import EventName
 
 NAME = "compile"
+TEACHER = "teacher"
+"""Value of SCORING for the graphs of the teacher."""
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Compile all graphs of this cycle, unless this has already been done. Raises TrnpipeError."""
     started = datetime.now(UTC)
-    shapes = shapes_of(settings, ctx, ctx.console.warn)
+    shapes, teacher = shapes_of(settings, ctx, ctx.console.warn), None
+    ref = find_teacher(settings, ctx)
+    if ref is not None and ref.width:  # the few graphs of a cross-encoder are compiled on demand
+        opened = open_teacher(ref, shapes.buckets, settings, ctx)
+        if isinstance(opened, CheckpointTeacher):
+            teacher = TeacherShapes(opened.settings, Shapes(opened.inputs, shapes.buckets), opened.trained_head)
     if drives_tool(settings.compile, settings.backend, os.environ):
-        return _drive(settings, ctx, shapes, started)
-    return _trace(settings, ctx, shapes, started)
+        return _drive(settings, ctx, shapes, teacher, started)
+    return _trace(settings, ctx, shapes, teacher, started)
 
 
-def _drive(settings: Settings, ctx: StageContext, shapes: Shapes, started: datetime) -> StageResult:
+@dataclass(frozen=True)
+class TeacherShapes:
+    """Settings and shapes with the model of the teacher."""
+
+    settings: Settings
+    shapes: Shapes
+    has_scores: bool
+
+    def trace(self, backend: Backend, process_group: ProcessGroup, recorder: Recorder, ctx: StageContext) -> None:
+        """Embed with the model and, if it has scores, score pairs. Raises Preempted."""
+        trial = self.shapes.trial(self.settings, backend, process_group, recorder, ctx.stop, ctx.console)
+        trial.score() if self.has_scores else trial.embed_dummies()
+
+
+def _drive(
+    settings: Settings, ctx: StageContext, shapes: Shapes, teacher: TeacherShapes | None, started: datetime
+) -> StageResult:
     """Compile the graphs with the Neuron compile tool.
 
     The tool runs the trial in processes that need exclusive access to the device, so this process never opens it.
@@ -40,8 +65,12 @@ def _drive(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
     ranks = World(world_size=settings.launch.processes * ctx.world.world_size)
     device = lazy_device_name(os.environ)
     plan = shapes.plan(settings, ranks, device)
-    scoring = {ranks: shapes.scoring_plan(settings, ranks, device) for ranks in settings.compile.scoring_ranks}
-    other = {ranks: part for ranks, part in scoring.items() if not part.items() <= plan.items()}
+    counts = settings.compile.scoring_ranks
+    scoring = {(count, "1"): shapes.scoring_plan(settings, count, device) for count in counts}
+    if teacher is not None:
+        for count in counts or (settings.launch.processes,):
+            scoring[count, TEACHER] = teacher.shapes.scoring_plan(teacher.settings, count, device)
+    other = {key: part for key, part in scoring.items() if not part.items() <= plan.items()}
     manifests, existed = compile_on_neuron(settings, ctx, plan, other)
     if not manifests:
         return _result(ctx, GraphManifest(plan=dict(plan), graphs=()), started)
@@ -53,28 +82,37 @@ def _drive(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
     return _publish(ctx, manifest, started)
 
 
-def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datetime) -> StageResult:
+def _trace(
+    settings: Settings, ctx: StageContext, shapes: Shapes, teacher: TeacherShapes | None, started: datetime
+) -> StageResult:
     """Run the trial in this process, which compiles each new graph as soon as it is needed."""
     with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (
         process_group,
         backend,
     ):
         trace_file, is_scoring = os.environ.get(TRACE_FILE), SCORING in os.environ
-        device = backend.device_name()
-        if is_scoring:
+        device, traces = backend.device_name(), backend.is_lazy or backend.compiles_steps
+        is_teacher = os.environ.get(SCORING) == TEACHER
+        if is_teacher and teacher is not None:
+            plan = teacher.shapes.scoring_plan(teacher.settings, ctx.world.world_size, device)
+        elif is_scoring:
             plan = shapes.scoring_plan(settings, ctx.world.world_size, device)
         else:
             plan = shapes.plan(settings, ctx.world, device)
         existing = None if trace_file else load_manifest(ctx.workspace, plan)
-        if existing is not None:
-            return _already_done(ctx, existing, started)
         recorder = Recorder(backend, plan)
-        if backend.is_lazy or backend.compiles_steps:
+        if traces and is_teacher and teacher is not None:
+            teacher.trace(backend, process_group, recorder, ctx)
+        elif traces and existing is None:
             trial = shapes.trial(settings, backend, process_group, recorder, ctx.stop, ctx.console)
             if not trace_file:
                 recorder.on_graph = _progress(ctx, trial.num_graphs, started)
             with use_display(no_display):  # do not show the progress of scoring, which is only part of the trial
                 trial.score() if is_scoring else trial.run()
+        if teacher is not None and traces and not trace_file:
+            _trace_teacher(teacher, ctx, backend, process_group)
+    if existing is not None:
+        return _already_done(ctx, existing, started)
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
     if not ctx.world.is_main:
         return _result(ctx, manifest, started)
@@ -94,6 +132,19 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
         atomic.write_bytes_atomic(Path(trace_file), manifest.model_dump_json().encode())
         return _result(ctx, manifest, started)
     return _publish(ctx, manifest, started)
+
+
+def _trace_teacher(teacher: TeacherShapes, ctx: StageContext, backend: Backend, process_group: ProcessGroup) -> None:
+    """Compile the graphs of the teacher, unless this has already been done, and store a manifest of them."""
+    plan = teacher.shapes.scoring_plan(teacher.settings, ctx.world.world_size, backend.device_name())
+    if load_manifest(ctx.workspace, plan) is not None:
+        return
+    recorder = Recorder(backend, plan)
+    with use_display(no_display):
+        teacher.trace(backend, process_group, recorder, ctx)
+    ctx.console.info(f"compile: {len(recorder.graphs)} graphs of the teacher")
+    if ctx.world.is_main:
+        store_manifest(ctx.workspace, GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values())))
 
 
 def _progress(ctx: StageContext, expected: int, started: datetime) -> Callable[[int, GraphPosition], None]:

@@ -1,7 +1,7 @@
 """Look up the inputs of a stage: the prepared data and its shapes, mined negatives, and the parent checkpoint."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pipeline.backends import Backend
@@ -20,6 +20,7 @@ from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import locate_start, parent_buckets, parent_inputs, production_prefix
 from pipeline.settings import Settings
+from pipeline.teach.teacher import find_teacher
 from pipeline.telemetry.console import Console
 from pipeline.train.config import rank_slice
 from pipeline.train.graph_trial import Trial
@@ -79,6 +80,12 @@ def mined_negatives(ctx: StageContext) -> str | None:
     return None if result is None else result.outputs.get("negatives")
 
 
+def taught_outputs(ctx: StageContext) -> Mapping[str, str] | None:
+    """Return the prefixes of what the teacher has computed in this cycle, or None if there is no result."""
+    result = ctx.earlier("teach")
+    return None if result is None else result.outputs
+
+
 ASSUMED_CLASSES = 4  # number of labels to assume if data.labels is not set, as in ESCI and the built-in catalogue
 
 
@@ -88,12 +95,13 @@ class Shapes:
 
     spec: InputSpec
     buckets: tuple[Bucket, ...]
+    teacher: int | None = None
+    """Size of the teacher's vectors (0: it has none), or None if there is no teacher."""
 
     def plan(self, settings: Settings, world: World, device: str) -> Plan:
         """Return the plan of a training run. Training runs with equal plans use the same graphs."""
-        return graph_plan(
-            settings, self.spec, self.buckets, rank_slice(settings.train, world.world_size, world.rank), device
-        )
+        share = rank_slice(settings.train, world.world_size, world.rank)
+        return graph_plan(settings, self.spec, self.buckets, share, device, self.teacher)
 
     def scoring_plan(self, settings: Settings, world_size: int, device: str) -> Plan:
         """Return the plan for jobs that only evaluate or embed."""
@@ -109,7 +117,7 @@ class Shapes:
         console: Console,
     ) -> Trial:
         """Build a trial run, which uses every graph that a cycle needs so that all of them are compiled."""
-        return Trial(settings, self.spec, self.buckets, backend, process_group, stop, console, watch)
+        return Trial(settings, self.spec, self.buckets, backend, process_group, stop, console, watch, self.teacher)
 
 
 def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], object]) -> Shapes:
@@ -118,7 +126,8 @@ def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], objec
     In the latter case, `warn` is called with the assumptions that we make. If these turn out to be wrong, the graph
     guard stops the training run. Raises DataError if the prepared data cannot be read.
     """
-    prepared = find_prepared(ctx)
+    prepared, ref = find_prepared(ctx), find_teacher(settings, ctx)
+    teacher = None if ref is None else ref.width
     if prepared is None:
         given = given_buckets(settings.data, ctx.workspace, parent_buckets(settings, ctx.workspace))
         shapes = expected_shapes(settings, given or pinned_buckets(settings.data, ctx.workspace))
@@ -127,9 +136,9 @@ def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], objec
             f"no data has been prepared yet, assuming a vocabulary of {shapes.spec.vocab_size:,} tokens, "
             f"{shapes.spec.num_classes} labels, and texts of up to {shapes.buckets[-1].product_tokens} tokens"
         )
-        return shapes
+        return replace(shapes, teacher=teacher)
     info = read_token_sets(ctx.workspace, prepared.token_sets)[0].info
-    return Shapes(_as_parent(spec_of(info), ctx), tuple(Bucket.parse(text) for text in info.buckets))
+    return Shapes(_as_parent(spec_of(info), ctx), tuple(Bucket.parse(text) for text in info.buckets), teacher)
 
 
 def _as_parent(spec: InputSpec, ctx: StageContext) -> InputSpec:

@@ -13,7 +13,7 @@ from pipeline.core.batch_order import Bucket, RankSlice
 from pipeline.core.format import format_duration
 from pipeline.registry.checkpoints import key_in
 from pipeline.settings import Settings
-from pipeline.stages.inputs import find_parent, load_prepared, mined_negatives
+from pipeline.stages.inputs import find_parent, load_prepared, mined_negatives, taught_outputs
 from pipeline.train.build import RunConfig, open_run
 from pipeline.train.inputs import RunInputs, check_identity, gather_inputs
 from pipeline.train.loop import Outcome, train
@@ -28,7 +28,13 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     prepared = load_prepared(ctx)
     parent = find_parent(ctx)
     inputs = gather_inputs(
-        ctx.workspace, prepared.token_sets, parent, settings.train, settings.model, mined_negatives(ctx)
+        ctx.workspace,
+        prepared.token_sets,
+        parent,
+        settings.train,
+        settings.model,
+        mined_negatives(ctx),
+        taught_outputs(ctx),
     )
     earlier = ctx.earlier(NAME)
     if earlier is not None:
@@ -50,7 +56,8 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         """Open the guard that verifies that graphs are in the manifest, if the device compiles graphs."""
         if not (backend.is_lazy or backend.compiles_steps):
             return GraphWatch()
-        graphs = graph_plan(settings, inputs.spec, buckets, share, backend.device_name())
+        width = inputs.taught.width if inputs.taught else None
+        graphs = graph_plan(settings, inputs.spec, buckets, share, backend.device_name(), width)
         return open_guard(ctx.workspace, graphs, backend, settings.compile, ctx.console)
 
     with open_run(config, ctx, inputs, tokenizer, open_watch) as opened:

@@ -30,7 +30,8 @@ from pipeline.core.batch_order import BatchPlan, Bucket, RankSlice
 from pipeline.core.errors import CheckpointError, DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.shards import TokenRows
-from pipeline.data.token_sets import Split, open_rows
+from pipeline.data.taught import TaughtRows
+from pipeline.data.token_sets import Split, TokenSet, open_rows
 from pipeline.data.tokenizer import has_vocabulary
 from pipeline.data.trained_items import FIELDS, TrainedItems
 from pipeline.data.training_groups import MinedProducts, TrainingPools
@@ -53,6 +54,7 @@ from pipeline.train.step import TrainProgram, open_program
 
 _NEEDS_GAINS = frozenset({"ndcg", "retrieval_ndcg", "combined"})
 """Metrics that are undefined unless at least one row has a gain above 0."""
+PROJECTION = "teacher."  # prefix of the tensor of RelevanceModel.add_projection
 _FITTED_ROWS = 200_000
 """Maximum number of training rows used to fit the scaling of numeric features."""
 _MIN_QUERIES = 50
@@ -71,6 +73,8 @@ class Saver:
     """The state at step 0. Only `step`, `best`, `temperature` and `published` differ in later checkpoints."""
     tokenizer: bytes
     warn: Callable[[str], None]
+    projection: dict[str, Tensor]
+    """The initial projection to the teacher's vectors, if any. Parents do not have one."""
     _reported_failure: str = field(init=False, default="")
 
     def newest(self) -> Checkpoint | None:
@@ -89,7 +93,8 @@ class Saver:
 
         If `is_parent`, only the weights are loaded and the optimizer starts from scratch.
         """
-        weights = from_hf(checkpoint.weights(), self.program.strategy.template, source=checkpoint.prefix)
+        saved = checkpoint.weights() | (self.projection if is_parent else {})
+        weights = from_hf(saved, self.program.strategy.template, source=checkpoint.prefix)
         self.program.restore(weights, None if is_parent else checkpoint.optimizer())
 
     def save(self, step: int, best: Best | None, temperature: float) -> None:
@@ -215,6 +220,11 @@ def open_run(
         model = initial_model(config.model, inputs.spec, train.seed, ctx.scratch, same_vocabulary=same_vocabulary)
         if inputs.parent is None:
             model.interactions.features.fit(torch.from_numpy(pools.new.numeric_sample(_FITTED_ROWS)))
+        if inputs.taught is not None and inputs.taught.width and train.loss.teacher_term == "vectors":
+            model.add_projection(inputs.taught.width, train.seed)
+        projection = {
+            name: tensor.clone() for name, tensor in model.state_dict().items() if name.startswith(PROJECTION)
+        }
         program = open_program(
             model,
             backend,
@@ -255,7 +265,7 @@ def open_run(
             settings_hash=ctx.settings_hash,
             code_version=ctx.code_version,
         )
-        saver = Saver(program, store, writer, process_group, base, tokenizer, ctx.console.warn)
+        saver = Saver(program, store, writer, process_group, base, tokenizer, ctx.console.warn, projection)
         start = _load_start(saver, ctx, inputs)
         opened = share, process_group, backend, pools, plan, max_steps, valid, metric_rows, program, saver, start
         yield Run(config, ctx, inputs, *opened)
@@ -292,7 +302,11 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
     if inputs.negatives is not None:
         rows = open_rows(workspace, inputs.sets, "train", cache)
         pairs = open_negatives(workspace, inputs.negatives, rows.sizes, ctx.scratch / "negatives")
-        mined = MinedProducts(rows, rows.pad_id, pairs.query_id, pairs.product, train.mined_per_query, train.seed)
+        taught, score = _taught(ctx, inputs, inputs.sets), None
+        if inputs.taught is not None:
+            score = inputs.taught.open_mined(rows.sizes, pairs.product.shape, ctx.scratch / "teach")
+        slots = train.mined_per_query
+        mined = MinedProducts(rows, rows.pad_id, pairs.query_id, pairs.product, slots, train.seed, taught, score)
     pools = TrainingPools.build(
         new,
         old,
@@ -304,6 +318,7 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
         mined=mined,
         topic=train.queries_per_topic,
         link_queries=train.link_queries and train.loss.contrastive_weight > 0,
+        taught=(_taught(ctx, inputs, inputs.new_sets), _taught(ctx, inputs, inputs.old_sets)),
     )
     groups, required = sum(pools.sizes), groups_per_batch(train)
     if groups < required:  # the message counts samples, as the settings do
@@ -314,6 +329,15 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
             next_command=f"--train.global-batch-size {max(1, groups) * pools.slots}, or add data",
         )
     return pools
+
+
+def _taught(ctx: StageContext, inputs: RunInputs, sets: Sequence[TokenSet]) -> TaughtRows | None:
+    """Open what the teacher computed for the rows of the given partitions, if there is a teacher."""
+    if inputs.taught is None or not sets:
+        return None
+    rows = [open_rows(ctx.workspace, [one], "train", ctx.scratch / "tokens") for one in sets]
+    sizes = [(one.info.fingerprint, part.sizes) for one, part in zip(sets, rows, strict=True)]
+    return inputs.taught.open_rows(sizes, ctx.scratch / "teach")
 
 
 def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> TokenRows:

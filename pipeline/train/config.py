@@ -79,6 +79,12 @@ class TrainConfig(Record):
         description="Initial weights: incumbent (the production model, or scratch if there is none), scratch, or a"
         " checkpoint (checkpoints/<cycle>/step-<n> or a URI)",
     )
+    teacher: str = Field(
+        "",
+        description="Larger model whose scores and vectors the loss also learns from (trnpipe teach): a checkpoint"
+        " (checkpoints/<cycle>/step-<n> or a URI), the name of a model in production, or the path or URI of a"
+        " sentence-transformers or cross-encoder folder",
+    )
     replay_share: float = Field(
         0.1, ge=0, lt=1, description="Fraction of the samples in an incremental run that comes from older partitions"
     )
@@ -186,6 +192,12 @@ class TrainConfig(Record):
                 f"mined_per_query {self.mined_per_query} has no effect without a contrastive loss: expected"
                 " mined_per_query 0, or loss.contrastive_weight above 0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> Self:
+        if self.teacher and not self.loss.contrastive_weight:
+            raise ValueError("teacher requires the contrastive loss, expected loss.contrastive_weight above 0")
         return self
 
     @property

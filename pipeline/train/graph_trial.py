@@ -17,6 +17,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import BatchPlan, Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays
+from pipeline.data.taught import taught_arrays
 from pipeline.embed.engine import EmbedProgram
 from pipeline.evaluate.score import Outputs, ScoreProgram
 from pipeline.model.config import InputSpec
@@ -60,6 +61,7 @@ class DummyGroups:
     slots: int
     mined: int
     groups: int
+    teacher: int | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -74,6 +76,10 @@ class DummyGroups:
         rows = ((pools * self.groups + numbers)[:, None] * products + np.arange(products)).reshape(-1)
         labels = rows % self.spec.num_classes
         tokens = np.full(width, (self.spec.pad_id + 1) % self.spec.vocab_size)
+        taught = {}
+        if self.teacher is not None:
+            vectors = [np.zeros((count, self.teacher), dtype=np.float32) for count in (len(numbers), len(rows))]
+            taught = taught_arrays(np.zeros(len(rows), dtype=np.float32), *vectors)
         row = {"tokens": tokens, "positions": positions, "segments": segments}
         return {
             **{name: np.tile(values.astype(np.int32), (len(numbers), 1)) for name, values in row.items()},
@@ -86,6 +92,7 @@ class DummyGroups:
             "is_mined": ~is_row,
             "query_key": pools * self.groups + numbers,
             "product_key": rows,
+            **taught,
         }
 
 
@@ -101,6 +108,7 @@ class Trial:
     stop: StopSignal
     console: Console
     watch: GraphWatch
+    teacher: int | None = None
 
     @property
     def num_graphs(self) -> int:
@@ -128,11 +136,15 @@ class Trial:
             train.candidates_per_query,
             train.mined_per_query,
             STEPS_PER_LENGTH * batch,
+            self.teacher,
         )
         plan, share = BatchPlan(groups.sizes, batch, train.seed), rank_slice(train, world.world_size, world.rank)
         steps, log_every = plan.batches_per_epoch, self.settings.log.every_steps
+        model = build_model(self.settings.model, self.spec, train.seed)
+        if self.teacher and train.loss.teacher_term == "vectors":
+            model.add_projection(self.teacher, train.seed)
         program = open_program(
-            build_model(self.settings.model, self.spec, train.seed),
+            model,
             self.backend,
             train,
             share,

@@ -13,6 +13,7 @@ from pipeline.data.training_groups import GroupedRows
 from pipeline.io.storage import Storage
 from pipeline.mine.store import MINE, NegativeSet, check_negatives, find_negatives
 from pipeline.model.config import InputSpec, ModelConfig, check_architecture, difference
+from pipeline.teach.store import Taught, gather_taught
 from pipeline.train.config import TrainConfig
 
 
@@ -27,6 +28,8 @@ class RunInputs:
     replays: bool
     """True if some of the training samples come from `old_sets`."""
     negatives: NegativeSet | None
+    taught: Taught | None
+    """What the teacher computed for `sets`, if there is one."""
     identity: Mapping[str, str]
 
     @property
@@ -80,10 +83,12 @@ def gather_inputs(
     train: TrainConfig,
     model: ModelConfig,
     negatives: str | None = None,
+    taught: Mapping[str, str] | None = None,
 ) -> RunInputs:
     """Read the prepared partitions, determine which ones are new, and verify that they match the parent.
 
-    `negatives` is the path of the negatives that were mined for this cycle, if any. Raises ConfigError or DataError if
+    `negatives` is the path of the negatives that were mined for this cycle, if any, and `taught` are the outputs of the
+    teach stage. Raises ConfigError or DataError if
     the data, the negatives, the parent and the settings are inconsistent.
     """
     sets = read_token_sets(workspace, prefixes)
@@ -122,8 +127,14 @@ def gather_inputs(
             )
         check_negatives(mined, [token_set.info.fingerprint for token_set in sets], workspace)
     digests = parent.digest if parent else "", mined.digest if mined else ""
-    identity = identity_parts(train, model, spec, selection, info.buckets, *digests)
-    return RunInputs(tuple(sets), selection, spec, parent, train.replay_share > 0, mined, identity)
+    teacher = None
+    if train.teacher:
+        names = [token_set.info.fingerprint for token_set in sets]
+        teacher = gather_taught(workspace, taught or {}, names, mined.digest if mined else "")
+    identity = identity_parts(
+        train, model, spec, selection, info.buckets, *digests, teacher.identity if teacher else ""
+    )
+    return RunInputs(tuple(sets), selection, spec, parent, train.replay_share > 0, mined, teacher, identity)
 
 
 def _longest(info: TokenSetInfo) -> int:
@@ -161,6 +172,7 @@ _NOT_IDENTITY = {
     "evaluate_rows",
     "patience",
     "start",
+    "teacher",  # what it computed has a fingerprint of its own
     "micro_batch_size",
     "step_boundary",
     "batches_per_execution",  # this setting and the next one existed only in earlier versions
@@ -180,10 +192,12 @@ def identity_parts(
     buckets: Sequence[str],
     parent: str,
     negatives: str,
+    teacher: str = "",
 ) -> dict[str, str]:
     """Return the fingerprint of every setting and input that determines the weights, by name.
 
-    `parent` and `negatives` are manifest digests, or empty strings.
+    `parent` and `negatives` are manifest digests, and `teacher` is a fingerprint of what the teacher computed. They may
+    be empty.
     """
     # With these values, the batches are the same as before the settings were introduced, so they are left out to keep
     # the identity of older checkpoints.
@@ -200,6 +214,7 @@ def identity_parts(
         "parent": parent,
         "negatives": negatives,
     }
+    parts |= {"teacher": teacher} if teacher else {}
     return {name: fingerprint(value) for name, value in parts.items()}
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.model.config import LossConfig
 from pipeline.model.ops import l2_normalize
-from pipeline.model.relevance import RelevanceOutputs
+from pipeline.model.relevance import RelevanceOutputs, TaughtOutputs
 from pipeline.train.config import TrainConfig
 
 Batch = Mapping[str, Tensor]
@@ -30,13 +30,23 @@ _MASKED = -1e4  # added to the similarities to exclude, so that their softmax we
 class Targets(NamedTuple):
     """Training targets of a batch.
 
-    Empty slots have a label and a gain of -1. Mined negatives have a label of -1 and a gain of 0.
+    Empty slots have a label and a gain of -1. Mined negatives have a label of -1 and a gain of 0. The targets of the
+    teacher are None if there is none, or if it has no vectors.
     """
 
     label: Tensor  # int32 [Q S], negative if unlabelled
     gain: Tensor  # float32 [Q S]
     query_key: Tensor  # int32 [Q], equal for equal queries
     product_key: Tensor  # int32 [Q S], equal for equal products
+    teacher_score: Tensor | None = None  # float32 [Q S]
+    teacher_mask: Tensor | None = None  # float32 [Q S], 1 for slots that the teacher has scored, otherwise 0
+    teacher_query: Tensor | None = None  # float32 [Q, Dt], unit vectors
+    teacher_product: Tensor | None = None  # float32 [Q S, Dt], 0 for empty slots
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The targets that are not None."""
+        return [tensor for tensor in self if tensor is not None]
 
 
 def relevance_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig, mined: int = 0) -> Tensor:
@@ -80,14 +90,82 @@ def contrastive_loss(query: Tensor, product: Tensor, targets: Targets, config: L
     positive = (targets.gain - config.positive_gain >= 0).float()
     excluded = _excluded(targets, positive, queries, products // queries)
     full = _info_nce(query, product, positive, excluded, config.temperature)
+    taught = list[Tensor]()
+    if targets.teacher_query is not None and targets.teacher_product is not None and config.teacher_term == "listwise":
+        teacher = torch.matmul(targets.teacher_query, targets.teacher_product.t())
+        student = torch.matmul(l2_normalize(query.float()), l2_normalize(product.float()).t())
+        mask = (targets.gain >= 0).float()[None, :].expand(queries, -1)
+        divergence = _divergence(teacher / config.temperature, student / config.temperature, mask)
+        taught = [config.teacher_weight / config.contrastive_weight * divergence / queries]
     if not config.matryoshka_sizes:
-        return full
+        return sum(taught, full)
     truncated = [
         _info_nce(query[:, :size], product[:, :size], positive, excluded, config.temperature)
         for size in config.matryoshka_sizes
     ]
     weight = 1.0 / (1 + len(truncated))
-    return torch.stack([weight * loss for loss in (full, *truncated)]).sum()
+    return sum(taught, torch.stack([weight * loss for loss in (full, *truncated)]).sum())
+
+
+# The terms that compare the student with the teacher. KL divergences between the softmax of their scores are as in
+# Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), and differences of scores as in Hofstätter et
+# al., "Improving Efficient Neural Ranking Models with Cross-Architecture Knowledge Distillation" (2020).
+
+
+def teacher_loss(
+    outputs: RelevanceOutputs | TaughtOutputs, targets: Targets, config: LossConfig, unscored: int = 0
+) -> Tensor | None:
+    """Compare the scores of each query's products with those of the teacher, averaged over the queries.
+
+    The student has two scores: the logit of the best label, and the cosine similarity divided by the temperature. The
+    similarities are compared over the whole batch instead if the teacher has vectors (see `contrastive_loss`).
+    `unscored` is the number of last slots per query for which the logits are undefined, because mined products have no
+    features. Returns None if there is nothing to compare.
+    """
+    if targets.teacher_score is None or targets.teacher_mask is None:
+        return None
+    queries = outputs.query.shape[0]
+    if config.teacher_term == "vectors":
+        if not isinstance(outputs, TaughtOutputs) or targets.teacher_query is None or targets.teacher_product is None:
+            return None
+        filled = (targets.gain >= 0).float()
+        of_query = 1.0 - (l2_normalize(outputs.projected_query.float()) * targets.teacher_query).sum(1)
+        of_product = 1.0 - (l2_normalize(outputs.projected_product.float()) * targets.teacher_product).sum(1)
+        return of_query.sum() / queries + (of_product * filled).sum() / len(filled)
+    teacher, mask = (values.view(queries, -1) for values in (targets.teacher_score, targets.teacher_mask))
+    logits = outputs.logits.float()
+    margin = (logits[:, -1] - torch.logsumexp(logits[:, :-1], dim=1)).view(queries, -1)
+    scored = slice(teacher.shape[1] - unscored)
+    compare = _divergence if config.teacher_term == "listwise" else _margin_difference
+    terms = [compare(teacher[:, scored], margin[:, scored], mask[:, scored])] if config.trains_head else []
+    cosines = _own_cosines(outputs.query, outputs.product) / config.temperature
+    if targets.teacher_query is None or targets.teacher_product is None:
+        terms.append(compare(teacher, cosines, mask))
+    elif config.teacher_term == "margin":
+        teacher = _own_cosines(targets.teacher_query, targets.teacher_product) / config.temperature
+        terms.append(compare(teacher, cosines, (targets.gain >= 0).float().view(queries, -1)))
+    return torch.stack(terms).sum() / queries if terms else None
+
+
+def _own_cosines(query: Tensor, product: Tensor) -> Tensor:
+    """Return the cosine similarities [Q, S] of each query to its own products."""
+    products = l2_normalize(product.float()).view(query.shape[0], -1, query.shape[1])
+    return (l2_normalize(query.float())[:, None] * products).sum(2)
+
+
+def _divergence(teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
+    """Sum the KL divergences between the softmax of each row of scores [N, S], over the columns with mask 1."""
+    hidden = (1.0 - mask) * _MASKED
+    target, predicted = (F.log_softmax(scores + hidden, dim=1) for scores in (teacher, student))
+    return (torch.exp(target) * (target - predicted) * mask).sum()
+
+
+def _margin_difference(teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
+    """Sum the squared differences between the score differences of student and teacher, averaged over pairs."""
+    difference = (student - teacher) * mask
+    count = mask.sum(dim=1, keepdim=True).clamp(min=1.0)
+    centred = (difference - difference.sum(dim=1, keepdim=True) / count) * mask
+    return 2.0 * (centred * centred / count).sum()  # the mean over all ordered pairs is twice the variance
 
 
 def _info_nce(query: Tensor, product: Tensor, positive: Tensor, excluded: Tensor, temperature: float) -> Tensor:
@@ -148,9 +226,10 @@ class Embeddings(NamedTuple):
 
 def concat_targets(micros: Sequence[Batch]) -> Targets:
     """Concatenate the targets of micro-batches."""
+    names = [name for name in Targets._fields if name in micros[0]]
     if len(micros) == 1:
-        return Targets(*(micros[0][name] for name in Targets._fields))
-    return Targets(*(torch.cat([batch[name] for batch in micros]) for name in Targets._fields))
+        return Targets(*(micros[0][name] for name in names))
+    return Targets(*(torch.cat([batch[name] for batch in micros]) for name in names))
 
 
 @dataclass(frozen=True)
@@ -170,7 +249,7 @@ class GlobalLoss:
 
     def gather_embeddings(self, query: Tensor, product: Tensor, targets: Targets) -> Embeddings:
         """Gather the embeddings of all ranks. Gradients do not flow through the result."""
-        all_query, all_product, *all_targets = self.gather([query, product, *targets])
+        all_query, all_product, *all_targets = self.gather([query, product, *targets.tensors])
         return Embeddings(all_query, all_product, Targets(*all_targets))
 
     def contrast(self, rows: Embeddings) -> Contrast:
@@ -183,6 +262,7 @@ class GlobalLoss:
     def local(self, outputs: RelevanceOutputs, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the loss of a micro-batch if it is the whole global batch or if there is no contrastive term."""
         loss = relevance_loss(outputs, concat_targets([batch]), self.config.loss, self.config.mined_per_query)
+        loss = self._with_teacher(loss, outputs, batch)
         return loss, loss
 
     def one_pass(self, outputs: RelevanceOutputs, batch: Batch, rows: Embeddings) -> tuple[Tensor, Tensor]:
@@ -193,6 +273,7 @@ class GlobalLoss:
         """
         query, product, index = outputs.query.float(), outputs.product.float(), batch["place"]
         pairs = pair_loss(outputs, concat_targets([batch]), self.config.loss, self.config.mined_per_query)
+        pairs = self._with_teacher(pairs, outputs, batch)
         indices = torch.arange(rows.query.shape[0], dtype=index.dtype, device=index.device)
         one_hot = (indices[:, None] == index[None, :]).float()  # [Q of all ranks, Q]
         groups, width = query.shape
@@ -206,6 +287,7 @@ class GlobalLoss:
     def second_pass(self, outputs: RelevanceOutputs, batch: Batch, contrast: Contrast) -> tuple[Tensor, Tensor]:
         """Compute the surrogate loss of a micro-batch from the embedding gradients in `contrast`."""
         pairs = pair_loss(outputs, concat_targets([batch]), self.config.loss, self.config.mined_per_query)
+        pairs = self._with_teacher(pairs, outputs, batch)
         index = batch["place"]
         groups, width = contrast.query.shape
         product_grads = contrast.product.view(groups, -1).index_select(0, index).view(-1, width)
@@ -213,3 +295,10 @@ class GlobalLoss:
         surrogate = surrogate + (outputs.product.float() * product_grads).sum()
         weight = self.config.loss.contrastive_weight
         return pairs + weight * self.num_micro_batches * surrogate, pairs + weight * contrast.loss
+
+    def _with_teacher(self, loss: Tensor, outputs: RelevanceOutputs, batch: Batch) -> Tensor:
+        """Add the terms that compare the scores of a micro-batch with those of the teacher, if there is one."""
+        has_features = batch["numeric"].shape[1] + batch["categorical"].shape[1] > 0
+        unscored = self.config.mined_per_query if has_features else 0
+        term = teacher_loss(outputs, concat_targets([batch]), self.config.loss, unscored)
+        return loss if term is None else loss + self.config.loss.teacher_weight * term

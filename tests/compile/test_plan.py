@@ -63,7 +63,14 @@ def part_guard(workspace: Storage, plan: Plan) -> GraphWatch:
 SAMPLES = ("replay_share", "queries_per_topic", "link_queries", "seed")
 LENGTH = ("epochs", "max_steps", "evaluate_every", "evaluate_rows", "patience", "deadline", "on_deadline")
 TRAVELS_WITH_A_STEP = ("optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_fraction")
-ON_THE_HOST = ("start", "metric", "collective_timeout_s", "guard.patience", "parallel")  # what counts of it: below
+ON_THE_HOST = (
+    "start",
+    "teacher",
+    "metric",
+    "collective_timeout_s",
+    "guard.patience",
+    "parallel",
+)  # what counts of it: below
 NOT_IN_GRAPHS = {*SAMPLES, *LENGTH, *TRAVELS_WITH_A_STEP, *ON_THE_HOST}
 
 

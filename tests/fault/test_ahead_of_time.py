@@ -73,6 +73,18 @@ def test_training_meets_only_compiled_graphs(
     assert "already done" in again.out + again.err
 
 
+def test_a_teacher_of_another_size_and_training_with_it_meet_only_compiled_graphs(place: Callable[..., Place]) -> None:
+    here = place("xla", (*ONE_SHAPE, "--train.max-steps=4", "--train.evaluate-every=0"))
+    here.run("train", "--model.hidden-size=48")
+    flags = (f"--train.teacher={here.result()['outputs']['checkpoint']}", "--train.candidates-per-query=2")
+    here.run("prepare", *flags, cycle="c2")
+    assert "3 graphs of the teacher" in here.run("compile", *flags, cycle="c2").out  # evaluate, and two of embed
+    taught = here.run("teach", *flags, cycle="c2")
+    assert "graphs: 3 compiled ahead of time" in taught.out and "warning" not in taught.err
+    assert "compiled ahead of time, manifest" in here.run("train", *flags, cycle="c2").out
+    assert "already done" in here.run("compile", *flags, cycle="c2").out
+
+
 @pytest.mark.thorough
 def test_shapes_can_come_from_the_settings_alone(bare_place: Callable[..., Place]) -> None:
     here = bare_place("xla", ONE_SHAPE)

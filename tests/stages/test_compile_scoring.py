@@ -114,7 +114,7 @@ def test_only_the_main_node_compiles_them_as_a_machine_alone(
 ) -> None:
     monkeypatch.setattr(neuron, "node_group", lambda *rest: Together())
     monkeypatch.setenv("TRNJOBS_NODES", "2")
-    plans = {SCORING_RANKS: tool.plans[True]}
+    plans = {(SCORING_RANKS, "1"): tool.plans[True]}
     for node_rank in range(2):
         on_node = replace(ctx, world=World(rank=node_rank, world_size=2, node_rank=node_rank))
         manifests, _ = neuron.compile_on_neuron(ctx.settings, on_node, tool.plans[False], plans)

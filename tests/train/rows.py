@@ -12,6 +12,7 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.batch_order import BatchPlan, Bucket, RankSlice
 from pipeline.data.loader import GroupSource, RowSource
 from pipeline.data.shards import ShardFile, TokenRows
+from pipeline.data.taught import TaughtPartition, TaughtRows
 from pipeline.data.token_sets import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.data.training_groups import NONE, GroupedRows, MinedProducts
 from pipeline.model.config import InputSpec, ModelConfig
@@ -141,7 +142,22 @@ def every_row(rows: TokenRows) -> dict[str, np.ndarray[Any, Any]]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def grouped(source: RowSource, config: TrainConfig = TRAIN, mined: MinedProducts | None = None) -> GroupedRows:
+def taught_at_random(rows: TokenRows, width: int = 5) -> TaughtRows:
+    """Scores and vectors of a teacher, some scores missing."""
+    rng, count = np.random.default_rng(7), sum(rows.sizes)
+    score = np.where(rng.random(count) < 0.2, np.nan, rng.normal(size=count)).astype(np.float32)
+    vectors = rng.normal(size=(2 * count, width))
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float16)
+    index = np.arange(count, dtype=np.int32)
+    return TaughtRows([TaughtPartition(rows.sizes, score, index, index + count, vectors)], width)
+
+
+def grouped(
+    source: RowSource,
+    config: TrainConfig = TRAIN,
+    mined: MinedProducts | None = None,
+    taught: TaughtRows | None = None,
+) -> GroupedRows:
     """Rows in groups of one query, as a run of this config has them."""
     return GroupedRows.build(
         source,
@@ -150,6 +166,7 @@ def grouped(source: RowSource, config: TrainConfig = TRAIN, mined: MinedProducts
         positive_gain=config.loss.positive_gain,
         seed=config.seed,
         mined=mined,
+        taught=taught,
     )
 
 
@@ -163,7 +180,8 @@ def mined_from(rows: TokenRows, slots: int, *, most: int = 5, seed: int = 1) -> 
         others = np.flatnonzero(query != number)
         chosen = np.random.default_rng(number).choice(others, min(number % (most + 1), len(others)), replace=False)
         product[place, : len(chosen)] = chosen
-    return MinedProducts(rows, rows.pad_id, query_id, product, slots, seed)
+    score = np.where(product == NONE, np.nan, product / 10).astype(np.float32)
+    return MinedProducts(rows, rows.pad_id, query_id, product, slots, seed, taught_at_random(rows), score)
 
 
 def plan_of(groups: GroupSource, config: TrainConfig = TRAIN) -> BatchPlan:

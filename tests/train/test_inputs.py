@@ -31,7 +31,7 @@ def inputs(days: Mapping[str, str], parent: Checkpoint | None, *, replays: bool 
         parent_watermark=parent.state.watermark if parent else None,
         parent_partitions=parent.state.partitions if parent else {},
     )
-    return RunInputs(sets, selection, SPEC, parent, replays, None, {})
+    return RunInputs(sets, selection, SPEC, parent, replays, None, None, {})
 
 
 DAYS = ["dt=2026-01-01", "dt=2026-01-02", "dt=2026-01-03", "dt=2026-01-04"]

@@ -21,7 +21,18 @@ from pipeline.model.relevance import build_model
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
 from pipeline.train.step import METRICS, TrainProgram, flat_strategy
-from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
+from tests.train.rows import (
+    BUCKETS,
+    MODEL,
+    SPEC,
+    TRAIN,
+    grouped,
+    make_program,
+    make_rows,
+    mined_from,
+    plan_of,
+    taught_at_random,
+)
 
 Batches = list[dict[str, Tensor]]
 BARE = OptimizerConfig(beta1=0.0, max_grad_norm=1e9)
@@ -83,13 +94,16 @@ class Ranks:
         return [torch.cat(parts) for parts in zip(*self.meet(rank, tensors), strict=True)]
 
 
-def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulation: int, two_passes: bool) -> Tensor:
+def gradients(
+    rows: TokenRows, config: TrainConfig, world_size: int, accumulation: int, two_passes: bool, *, taught: bool = False
+) -> Tensor:
     """(losses, then the first moments after the last step with beta1 0: the gradient itself) of every rank, [R, ...].
 
     One step at rate 0.
     """
     mined = mined_from(rows, config.mined_per_query) if config.mined_per_query else None
-    groups, ranks, found = grouped(rows, config, mined), Ranks(world_size), {}
+    groups = grouped(rows, config, mined, taught_at_random(rows) if taught else None)
+    ranks, found = Ranks(world_size), {}
 
     class Backend(CpuBackend):
         gathers_in_graph = not two_passes
@@ -121,22 +135,41 @@ def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulatio
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
-@pytest.mark.parametrize(("two_passes", "mined"), [(False, 0), (False, 3), (True, 0), (True, 3)])
+@pytest.mark.parametrize(
+    ("two_passes", "mined", "teacher"),
+    [
+        (False, 0, ""),
+        (False, 3, ""),
+        (True, 0, ""),
+        (True, 3, ""),
+        (False, 3, "listwise"),
+        (True, 3, "listwise"),
+        (True, 0, "margin"),
+    ],
+)
 def test_loss_and_gradient_of_a_global_batch_do_not_depend_on_how_it_is_cut(
-    rows: TokenRows, world_size: int, accumulation: int, two_passes: bool, mined: int
+    rows: TokenRows, world_size: int, accumulation: int, two_passes: bool, mined: int, teacher: str
 ) -> None:
     config = TRAIN.model_copy(
         update={
             "mined_per_query": mined,
             "global_batch_size": 64,
             "micro_batch_size": 64,
-            "loss": LossConfig(matryoshka_sizes=(4, 8) if mined else ()),
+            "loss": LossConfig.model_validate(
+                {
+                    "matryoshka_sizes": (4, 8) if mined else (),
+                    "teacher_term": teacher or "listwise",
+                    "teacher_weight": 0.5,
+                }
+            ),
             "optimizer": BARE,
         }
     )
-    whole = gradients(rows, config, 1, 1, two_passes=False)[0]
-    cut = gradients(rows, config, world_size, accumulation, two_passes)
+    whole = gradients(rows, config, 1, 1, two_passes=False, taught=bool(teacher))[0]
+    cut = gradients(rows, config, world_size, accumulation, two_passes, taught=bool(teacher))
     assert float(whole[1:].abs().max()) > 1e-2
+    if teacher:
+        assert float(whole[0]) > float(gradients(rows, config, 1, 1, two_passes=False)[0, 0]), "its terms are added"
     for rank in cut:
         torch.testing.assert_close(rank, whole, rtol=1e-5, atol=1e-6)
 

@@ -31,7 +31,7 @@ from pipeline.health.check import NodeReport, from_json
 from pipeline.io.storage import KeyNotFound, Storage
 from pipeline.telemetry.events import EventName
 
-STAGES = ("prepare", "health", "compile", "mine", "train", "evaluate", "embed", "verify")
+STAGES = ("prepare", "health", "compile", "mine", "teach", "train", "evaluate", "embed", "verify")
 MAIN_METRICS = (SEARCH, "ndcg@10")
 """Metrics that are stored in the index, so that they can be drawn over all cycles."""
 MAX_ANCESTORS = 12

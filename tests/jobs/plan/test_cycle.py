@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jobs.plan.cycle import AFTER, CHECKPOINT_URI, MINE, plan_cycle, plan_script, script_of
+from jobs.plan.cycle import AFTER, CHECKPOINT_URI, MINE, TEACH, plan_cycle, plan_script, script_of
 from jobs.plan.resources import Prices, job_usd, node_usd_per_hour, prices_of
 from jobs.plan.spec import JobPlan, JobSpec, Resources, Retry
 from jobs.settings import JobsConfig, Step
@@ -37,9 +37,11 @@ TRAINIUM: dict[str, Any] = {
 }
 
 
-def planned(cycle: str = "2026-11-20", mines: bool = False, **fields: Any) -> JobPlan:
+def planned(cycle: str = "2026-11-20", mines: bool = False, teaches: bool = False, **fields: Any) -> JobPlan:
     config = JobsConfig.model_validate(fields)
-    made = plan_cycle(config, cycle=cycle, workspace="s3://bucket/relevance", settings="abc", mines=mines)
+    made = plan_cycle(
+        config, cycle=cycle, workspace="s3://bucket/relevance", settings="abc", mines=mines, teaches=teaches
+    )
     return with_placements(made, config)
 
 
@@ -54,12 +56,14 @@ def before(jobs: JobPlan, name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("mines", [False, True])
-def test_the_order_of_a_cycle(mines: bool) -> None:
-    made = planned(mines=mines)
+@pytest.mark.parametrize("teaches", [False, True])
+def test_the_order_of_a_cycle(mines: bool, teaches: bool) -> None:
+    made = planned(mines=mines, teaches=teaches)
     names = [one.name for one in made.jobs]
-    assert sorted(names) == sorted(AFTER.keys() - (set() if mines else {MINE}))
+    optional = [name for name, included in ((MINE, mines), (TEACH, teaches)) if included]
+    assert sorted(names) == sorted(AFTER.keys() - {MINE, TEACH} | {*optional})
     assert before(made, "prepare") == before(made, "health") == set()
-    chain = ["compile", *([MINE] if mines else []), "train", "evaluate", "embed", "verify", "report"]
+    chain = ["compile", *optional, "train", "evaluate", "embed", "verify", "report"]
     for earlier, later in combinations(chain, 2):
         assert earlier in before(made, later)
     assert before(made, "compile") == {"prepare", "health"}

@@ -1,0 +1,100 @@
+"""Score pairs with a cross-encoder that was trained by sentence-transformers or `transformers`."""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+import tokenizers
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from pipeline.backends import Backend, Batch
+from pipeline.context import StageContext
+from pipeline.convert.folder import ImportSource, read_tokenizer
+from pipeline.core.arrays import Float32s, Int64s
+from pipeline.core.batch_order import Bucket
+from pipeline.core.errors import ConfigError, first_line
+from pipeline.core.fingerprint import fingerprint
+from pipeline.data.token_sets import TokenSetInfo
+from pipeline.model.config import MAX_POSITIONS
+from pipeline.model.hf import CONFIG, FAMILIES
+from pipeline.parallel.process_group import open_device
+from pipeline.settings import Settings
+from pipeline.teach.teacher import RowTexts
+
+_WEIGHTS = "model.safetensors"  # other formats may contain code
+_NAMES = ("input_ids", "token_type_ids", "attention_mask")
+
+
+class CrossEncoderTeacher:
+    """A teacher that reads both texts of a pair together. It runs in fp32 and has no vectors."""
+
+    width = 0
+
+    def __init__(self, source: ImportSource, buckets: Sequence[Bucket], settings: Settings, ctx: StageContext) -> None:
+        """Read the files of the folder. Raises ConfigError if they are not supported."""
+        self.name, self._buckets, self._settings, self._ctx = source.uri, buckets, settings, ctx
+        scratch = ctx.scratch / "teacher"
+        scratch.mkdir(parents=True, exist_ok=True)
+        tokenizer, max_tokens, _ = read_tokenizer(source, "", lowercase=False)
+        self._folder = source.local(CONFIG, scratch).parent
+        source.local(_WEIGHTS, scratch)
+        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.data.decode())
+        config, self._pad_id = json.loads(source.read(CONFIG)), tokenizer.pad_id
+        family = FAMILIES.get(config.get("model_type", ""))
+        offset = family.offset(self._pad_id) if family else 0
+        self._max_tokens = min(max_tokens or MAX_POSITIONS, config.get("max_position_embeddings", 512) - offset)
+        self.digest = fingerprint([source.fingerprint, self._max_tokens])
+
+    def scores_pairs(self, info: TokenSetInfo, *, mined: bool) -> bool:
+        return True
+
+    def vectors(self, texts: RowTexts, side: str, numbers: Int64s) -> Float32s:
+        raise RuntimeError("a cross-encoder has no vectors")
+
+    def batches(self, texts: RowTexts, queries: Int64s, products: Int64s) -> Iterator[tuple[Int64s, Batch]]:
+        lengths = sorted({min(self._max_tokens, shape.query_tokens + shape.product_tokens) for shape in self._buckets})
+        self._tokenizer.enable_truncation(lengths[-1], strategy="longest_first")
+        sides = texts.decoded("query", queries), texts.decoded("product", products)
+        encoded = self._tokenizer.encode_batch(list(zip(*sides, strict=True)))
+        kind = np.searchsorted(lengths, [len(pair.ids) for pair in encoded])
+        size = min(self._settings.train.micro_batch_size, self._settings.train.global_batch_size)
+        for number, length in enumerate(lengths):
+            pairs = np.flatnonzero(kind == number)
+            for first in range(0, len(pairs), size):
+                chosen = pairs[first : first + size]
+                batch = np.zeros((3, size, length), dtype=np.int32)
+                batch[0] = self._pad_id
+                for row, pair in enumerate(np.resize(chosen, size)):  # repeats pairs to fill the last batch
+                    ids = encoded[pair].ids
+                    batch[:, row, : len(ids)] = ids, encoded[pair].type_ids, [1] * len(ids)
+                yield chosen, dict(zip(_NAMES, map(torch.from_numpy, batch), strict=True))
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> Tensor:
+        inputs = {name: tensor.long() for name, tensor in batch.items()}
+        logits: Tensor = self._model(**inputs).logits.float()
+        self.backend.step_boundary([logits])
+        return logits
+
+    @cached_property
+    def backend(self) -> Backend:
+        return open_device(self._settings.backend, self._ctx.world)
+
+    @cached_property
+    def _model(self) -> torch.nn.Module:
+        try:
+            model: torch.nn.Module = AutoModelForSequenceClassification.from_pretrained(
+                self._folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"train.teacher: {self.name} cannot be loaded: {first_line(error)}",
+                expected="a cross-encoder that transformers supports without additional code",
+                next_command="choose a different --train.teacher",
+            ) from error
+        model = model.eval().requires_grad_(False).to(self.backend.device)
+        self.backend.step_boundary(list(model.parameters()))
+        return model
