@@ -15,6 +15,7 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "lightning": ("lightning>=2.6.6",),
     "sklearn": ("scikit-learn>=1.7",),
     "tensorboard": ("tensorboard>=2.18",),
+    "transformers": ("transformers>=4.56,<6",),
     "torch_xla": ("torch-xla==2.9.0", "torch==2.9.1"),
 }
 """Requirements by the name of the imported module. These must match the extras in pyproject.toml."""

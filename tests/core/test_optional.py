@@ -16,7 +16,7 @@ from pipeline.core.optional import REQUIREMENTS, install_command, missing_packag
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
-NOT_IMPORTED = {"transformers", "neuronx-cc", "torch-neuronx", "usearch"}
+NOT_IMPORTED = {"neuronx-cc", "torch-neuronx", "usearch"}
 """Of the extras: beside the product or for examples, and AWS's own, which no command of pip gets from its index."""
 
 

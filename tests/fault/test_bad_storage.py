@@ -47,7 +47,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint(place: Callable[..., Place], nam
     *_, previous, newest = stopped_at(here, 45)
     flip(here.path / f"checkpoints/c1/step-{newest}/{name}")
     run = here.run("train")
-    (warning,) = (line for line in run.out.splitlines() if line.startswith("warning:"))
+    (warning,) = (line for line in run.out.splitlines() if line.startswith("warning: skipped"))
     assert f"step-{newest}" in warning and "skipped an unusable checkpoint" in warning
     (rejected,) = here.events("checkpoint_rejected")
     assert rejected["step"] == newest

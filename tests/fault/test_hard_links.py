@@ -110,7 +110,10 @@ def test_a_tokenizer_is_not_written_through_its_staging(tmp_path: Path, monkeypa
 
 def test_what_a_killed_prepare_left_is_gone_before_a_damaged_set_is_made_again(tmp_path: Path) -> None:
     config = DataConfig(
-        synthetic=SyntheticConfig(num_queries=20), num_workers=1, tokenizer=TokenizerConfig(vocab_size=300)
+        synthetic=SyntheticConfig(num_queries=20),
+        num_workers=1,
+        tokenizer=TokenizerConfig(vocab_size=300),
+        buckets=("16x32",),  # to choose them, a forked process would use the tokenizer's threads, which it lacks
     )
     storage, scratch = open_storage(str(tmp_path / "workspace")), tmp_path / "scratch"
     given = train_tokenizer(["some words of a catalogue"], config.tokenizer)

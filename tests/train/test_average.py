@@ -17,7 +17,7 @@ from pipeline.train.loop import Outcome
 from tests.train.rows import MODEL
 from tests.train.test_run import CONFIG, ROWS, Cycle
 
-ONCE = CONFIG.model_copy(update={"evaluate_every": 0})
+ONCE = CONFIG.model_copy(update={"evaluate_every": 0, "evaluate_rows": 5000})
 
 
 def rate(learning_rate: float) -> dict[str, Any]:

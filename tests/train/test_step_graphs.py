@@ -164,7 +164,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("head_rate", "vectors", "of_step", "of_update"), [(1.0, 2, 675, 125), (20.0, 4, 730, 170)])
+@pytest.mark.parametrize(("head_rate", "vectors", "of_step", "of_update"), [(1.0, 2, 680, 125), (20.0, 4, 735, 170)])
 def test_operators_that_the_host_traces_for_a_step(
     rows: TokenRows, head_rate: float, vectors: int, of_step: int, of_update: int
 ) -> None:
