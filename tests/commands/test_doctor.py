@@ -76,5 +76,5 @@ def test_accumulation_and_dropout_are_traced_as_they_will_run(tmp_path: Path) ->
     # The start, the contrastive loss over all, the update, the evaluation; of rows of two lengths the embeddings of a
     # micro-batch, first and further micro-steps; rows of texts to embed of two lengths.
     assert "traced 12 graphs" in done.stdout
-    assert "what 2 ranks exchange in a step is in the graphs that `trnpipe compile` meets" in done.stdout
+    assert "`trnpipe compile` lints the graphs of 2 ranks, including their collectives" in done.stdout
     assert "lint: 0 errors, 0 warnings" in done.stdout
