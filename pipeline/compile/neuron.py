@@ -494,10 +494,8 @@ def compile_on_neuron(
         if not nodes.any("cold", not is_warm, timeout_s=ALL_THERE_S):
             return [manifest for manifest in stored if manifest is not None], True
         manifests = compile_plan(plan, [], os.environ, scratch, nodes)
-        for (
-            ranks,
-            kind,
-        ), scoring_plan in scoring.items():  # only runs on this node, with as many ranks as evaluate and embed
+        # These only run on this node, with as many ranks as evaluate and embed.
+        for (ranks, kind), scoring_plan in scoring.items():
             say(f"compile: compiling evaluation and embedding for {ranks} ranks")
             env = {name: value for name, value in os.environ.items() if name != NUM_NODES} | {SCORING: kind}
             flags = ["--launch.processes", str(ranks)]

@@ -149,6 +149,11 @@ class TokenSetInfo(Record):
     def slice_columns(self) -> tuple[str, ...]:
         return tuple(info.column for info in self.slices)
 
+    def rows_by_bucket(self, *splits: Split) -> tuple[int, ...]:
+        """Return the number of good rows in each bucket, summed over the given splits."""
+        counts = [shard.rows for split in splits for shard in self.splits.get(split, ())]
+        return tuple(map(sum, zip(*counts, strict=True))) or (0,) * len(self.buckets)
+
     @property
     def rows(self) -> int:
         """Number of good rows in all splits."""

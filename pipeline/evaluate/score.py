@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save, save_file
 from torch import Tensor
 
 from pipeline.backends import Backend, Batch, step_program
+from pipeline.checkpoint.store import Checkpoint
 from pipeline.compile.manifest import GraphPosition, GraphWatch
 from pipeline.core.arrays import Float32s, Float64s
 from pipeline.core.batch_order import Bucket
@@ -38,6 +39,7 @@ from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest, require_manifest
 from pipeline.io.parts import Part, Parts
 from pipeline.io.storage import Storage, os_errors
+from pipeline.model.hf import from_hf
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.process_group import ProcessGroup
@@ -74,6 +76,24 @@ class ScoreProgram:
         self._watch: GraphWatch = watch or GraphWatch()
         self._flats: list[Tensor] = []
         self._forward = step_program(backend, self._computed)
+
+    @classmethod
+    def of_checkpoint(
+        cls,
+        checkpoint: Checkpoint,
+        backend: Backend,
+        precision: Precision,
+        watch: GraphWatch | None = None,
+        *,
+        has_one_rate: bool = False,
+    ) -> "ScoreProgram":
+        """Build the program for the architecture of a checkpoint, and load its weights."""
+        with torch.device("meta"):  # don't allocate parameters
+            model = RelevanceModel(checkpoint.state.model, checkpoint.state.inputs)
+        template = model.state_dict()
+        program = cls(model, backend, precision, watch, has_one_rate=has_one_rate)
+        program.load(from_hf(checkpoint.weights(), template, source=checkpoint.uri))
+        return program
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights to the device. They must be on the CPU and have the names and shapes of the model."""

@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from pipeline.backends import Backend, Batch
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
@@ -31,8 +30,7 @@ from pipeline.evaluate.score import ScoreProgram, to_probabilities
 from pipeline.inference.index import ProductIndex, open_index
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, open_storage
-from pipeline.model.hf import from_hf
-from pipeline.model.relevance import RelevanceInputs, RelevanceModel
+from pipeline.model.relevance import RelevanceInputs
 from pipeline.parallel.process_group import open_device
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import CHECKPOINTS, locate
@@ -245,19 +243,13 @@ class Model:
 
     @cached_property
     def _program(self) -> ScoreProgram:
-        state = self.checkpoint.state
-        if not state.trained_head:
+        if not self.checkpoint.state.trained_head:
             raise ConfigError(
                 f"{self.checkpoint.uri} was not trained to score pairs (train.loss.graded_weight is 0)",
                 expected="a model with a trained relevance head",
                 next_command="trnpipe encode or trnpipe search, which don't need one",
             )
-        with torch.device("meta"):  # don't allocate parameters
-            model = RelevanceModel(state.model, state.inputs)
-        template = model.state_dict()
-        program = ScoreProgram(model, self._backend, self._settings.train.precision)
-        program.load(from_hf(self.checkpoint.weights(), template, source=self.checkpoint.uri))
-        return program
+        return ScoreProgram.of_checkpoint(self.checkpoint, self._backend, self._settings.train.precision)
 
     def _scored(self, rows: CleanRows) -> PairScores:
         inputs, buckets = self.checkpoint.state.inputs, self.row_config.bucket_shapes

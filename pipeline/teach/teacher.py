@@ -13,11 +13,10 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pipeline.backends import Backend, Batch
-from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.checkpoint.store import KIND, Checkpoint, open_checkpoint
 from pipeline.compile.identity import evaluation_plan, open_part_guard
 from pipeline.compile.manifest import GraphWatch, Plan
 from pipeline.context import StageContext
@@ -39,8 +38,7 @@ from pipeline.io import atomic
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, open_storage
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf import CONFIG, from_hf, read_config
-from pipeline.model.relevance import RelevanceModel
+from pipeline.model.hf import CONFIG, read_config
 from pipeline.parallel.process_group import open_device
 from pipeline.registry.checkpoints import CHECKPOINTS, production_prefix, read_checkpoint
 from pipeline.registry.checkpoints import locate as locate_checkpoint
@@ -97,7 +95,7 @@ def _production(model: str, ctx: StageContext) -> str:
 
 def _is_checkpoint(storage: Storage, prefix: str) -> bool:
     manifest = read_manifest(storage, prefix)
-    return manifest is not None and manifest.kind == "checkpoint"
+    return manifest is not None and manifest.kind == KIND
 
 
 def _is_cross_encoder(config: bytes) -> bool:
@@ -268,13 +266,11 @@ class CheckpointTeacher:
 
     @cached_property
     def _program(self) -> ScoreProgram:
-        with torch.device("meta"):  # don't allocate parameters
-            model = RelevanceModel(self.settings.model, self.inputs)
-        template, train = model.state_dict(), self.settings.train
+        train = self.settings.train
         one_rate = train.optimizer.has_one_rate
-        program = ScoreProgram(model, self.backend, train.precision, self._watch, has_one_rate=one_rate)
-        program.load(from_hf(self._checkpoint.weights(), template, source=self._checkpoint.uri))
-        return program
+        return ScoreProgram.of_checkpoint(
+            self._checkpoint, self.backend, train.precision, self._watch, has_one_rate=one_rate
+        )
 
 
 def open_teacher(ref: TeacherRef, buckets: Sequence[Bucket], settings: Settings, ctx: StageContext) -> Teacher:

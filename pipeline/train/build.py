@@ -335,8 +335,7 @@ def _taught(ctx: StageContext, inputs: RunInputs, sets: Sequence[TokenSet]) -> T
     """Open what the teacher computed for the rows of the given partitions, if there is a teacher."""
     if inputs.taught is None or not sets:
         return None
-    rows = [open_rows(ctx.workspace, [one], "train", ctx.scratch / "tokens") for one in sets]
-    sizes = [(one.info.fingerprint, part.sizes) for one, part in zip(sets, rows, strict=True)]
+    sizes = [(each.info.fingerprint, each.info.rows_by_bucket("train")) for each in sets]
     return inputs.taught.open_rows(sizes, ctx.scratch / "teach")
 
 

@@ -88,8 +88,8 @@ def gather_inputs(
     """Read the prepared partitions, determine which ones are new, and verify that they match the parent.
 
     `negatives` is the path of the negatives that were mined for this cycle, if any, and `taught` are the outputs of the
-    teach stage. Raises ConfigError or DataError if
-    the data, the negatives, the parent and the settings are inconsistent.
+    teach stage. Raises ConfigError or DataError if the data, the negatives, the parent and the settings are
+    inconsistent.
     """
     sets = read_token_sets(workspace, prefixes)
     info = sets[0].info
