@@ -11,7 +11,6 @@ from pipeline.data.tokenizer import has_vocabulary
 from pipeline.evaluate.score import HoldoutFigures
 from pipeline.model.hf import from_hf
 from pipeline.model.weights import initial_model
-from pipeline.telemetry.events import EventName
 from pipeline.train.build import Run
 
 SHARES = (0.85, 0.7, 0.5)
@@ -58,16 +57,7 @@ def average_with_start(
         is_better = value is not None and value > highest
         if value is not None and is_better:
             chosen, highest, temperature = share, value, figures.temperature
-        run.ctx.events.emit(
-            EventName.HOLDOUT_EVALUATED,
-            step=best.step,
-            split="valid",
-            trained_share=share,
-            **{metric: value},
-            loss=figures.loss,
-            rows=figures.rows,
-            seconds=round(time.monotonic() - started, 3),
-        )
+        run.emit_evaluation(best.step, "valid", figures, started, trained_share=share, **{metric: value})
         run.ctx.console.info(
             f"valid with {share:.0%} of the weights of step {best.step} and {1 - share:.0%} of the start:"
             f" {metric} {'undefined' if value is None else f'{value:.4f}'}{' (best)' if is_better else ''}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 
 from pipeline.backends import Backend
@@ -35,6 +36,7 @@ from pipeline.data.token_sets import Split, TokenSet, open_rows
 from pipeline.data.tokenizer import has_vocabulary
 from pipeline.data.trained_items import FIELDS, TrainedItems
 from pipeline.data.training_groups import MinedProducts, TrainingPools
+from pipeline.evaluate.score import HoldoutFigures
 from pipeline.evaluate.trained import mark_trained
 from pipeline.health.config import HealthConfig
 from pipeline.health.device import diagnose_device_error
@@ -184,6 +186,20 @@ class Run:
     saver: Saver
     start: Position
 
+    def emit_evaluation(
+        self, step: int, split: Split, figures: HoldoutFigures, started: float, **fields: JsonValue
+    ) -> None:
+        """Emit the event of an evaluation that started at `started` (time.monotonic). `fields` are those it adds."""
+        self.ctx.events.emit(
+            EventName.HOLDOUT_EVALUATED,
+            step=step,
+            split=split,
+            **fields,
+            loss=figures.loss,
+            rows=figures.rows,
+            seconds=round(time.monotonic() - started, 3),
+        )
+
 
 @contextmanager
 def open_run(
@@ -267,8 +283,22 @@ def open_run(
         )
         saver = Saver(program, store, writer, process_group, base, tokenizer, ctx.console.warn, projection)
         start = _load_start(saver, ctx, inputs)
-        opened = share, process_group, backend, pools, plan, max_steps, valid, metric_rows, program, saver, start
-        yield Run(config, ctx, inputs, *opened)
+        yield Run(
+            config,
+            ctx,
+            inputs,
+            share,
+            process_group,
+            backend,
+            pools,
+            plan,
+            max_steps,
+            valid,
+            metric_rows,
+            program,
+            saver,
+            start,
+        )
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from pipeline.core.errors import CheckpointError, NumericError, Preempted, Trans
 from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
+from pipeline.data.token_sets import Split
 from pipeline.data.training_groups import MAX_LINKED
 from pipeline.evaluate.gate.judge import count_queries, precision_warning
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
@@ -168,16 +169,7 @@ class BestStep:
         is_best = self.best is None or value > self.best.value
         if is_best:
             self.best = self.latest
-        run.ctx.events.emit(
-            EventName.HOLDOUT_EVALUATED,
-            step=step,
-            split="valid",
-            best=is_best,
-            **{metric: value},
-            loss=figures.loss,
-            rows=figures.rows,
-            seconds=round(time.monotonic() - started, 3),
-        )
+        run.emit_evaluation(step, "valid", figures, started, best=is_best, **{metric: value})
         run.ctx.console.info(
             f"valid at step {step}: {metric} {value:.4f}, loss {figures.loss:.4f}{' (best)' if is_best else ''}"
         )
@@ -203,21 +195,14 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
     prefix = prefix_of(run.ctx.cycle, chosen.step)
     if run.config.train.average == "start":
         prefix, temperature = average_with_start(run, chosen, best.measure) or (prefix, temperature)
-    holdouts = {}
-    for split in ("valid", "test"):
+    holdouts: dict[str, HoldoutFigures] = {}
+    splits: tuple[Split, ...] = ("valid", "test")
+    for split in splits:
         rows = run.valid if split == "valid" else holdout_rows(run.ctx, run.inputs, "test")
         if sum(rows.sizes):
             started = time.monotonic()
             holdouts[split] = figures = _score(run, rows, sum(rows.sizes), temperature=temperature)
-            run.ctx.events.emit(
-                EventName.HOLDOUT_EVALUATED,
-                step=chosen.step,
-                split=split,
-                accuracy=figures.accuracy,
-                loss=figures.loss,
-                rows=figures.rows,
-                seconds=round(time.monotonic() - started, 3),
-            )
+            run.emit_evaluation(chosen.step, split, figures, started, accuracy=figures.accuracy)
     return Outcome(
         prefix,
         chosen.step,
