@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--average", action="store_true", help="also average the weights of each day with its start")
     parser.add_argument("--days", type=int, default=DAYS, help="number of days that the rows are dealt to")
+    parser.add_argument("--workspace", type=Path, help="of ours; kept, so that what a teacher computed is reused")
     parser.add_argument("--keep", type=Path, default=KEPT, help="folder of the parts' results")
     return parser
 
@@ -87,7 +88,9 @@ def run_of(arguments: argparse.Namespace, part: str, variant: str = "", settings
     if arguments.data is None:
         raise SystemExit("which data? --data FOLDER, with the files of bench/quality/tasks.py")
     names = ("task", "data", "model", "split", "steps", "batch", "rate", "precision", "device", "seed")
-    return Run(part=part, variant=variant, settings=settings, **{name: getattr(arguments, name) for name in names})
+    workspace = arguments.workspace and arguments.workspace.resolve()
+    told = {name: getattr(arguments, name) for name in names}
+    return Run(part=part, variant=variant, settings=settings, workspace=workspace, **told)
 
 
 def show(result: PartResult) -> None:

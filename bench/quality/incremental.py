@@ -152,8 +152,7 @@ class Chain:
     def flags(self, workspace: Path, days: Path, day: int, cycle: int) -> list[str]:
         """Of the cycle that is the first to see `day`."""
         steps = self.steps // self.arm.cycles
-        flags = self._files(workspace, days, day, steps)
-        flags += ["--cycle", self._name(cycle), *_PROMOTE]
+        flags = [*self._files(workspace, days, day, steps, self._name(cycle)), *_PROMOTE]
         if self.arm.replay is not None:
             flags += ["--train.replay-share", f"{self.arm.replay:g}"]
             flags += ["--train.average", "start" if self.arm.averages else "off"]
@@ -162,7 +161,7 @@ class Chain:
             flags += ["--train.optimizer.learning-rate", repr(peak * self.arm.later_rate)]
         return flags + (_CHEAP if cycle < self.arm.cycles else [])
 
-    def _files(self, workspace: Path, days: Path, day: int, steps: int) -> list[str]:
+    def _files(self, workspace: Path, days: Path, day: int, steps: int, cycle: str) -> list[str]:
         """Published weights and a file; days that have come by then are folders of it."""
         if self.data is None or self.model is None:
             raise SystemExit(f"{self.task} needs --data and --model")
@@ -175,6 +174,7 @@ class Chain:
             self.data.resolve(),
             self.model.resolve(),
             workspace,
+            cycle=cycle,
             split=self.split,
             seed=self.seed,
             steps=steps,

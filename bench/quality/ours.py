@@ -19,7 +19,6 @@ from pipeline.io.storage import open_storage
 
 CONFIG = ROOT / "configs" / "small.toml"
 BUCKETS = ("16x24", "24x32", "32x48", "64x64")
-CYCLE = "bench"
 MINED = "--train.mined-per-query"
 OPEN_GATE = ("--gate.first-baselines", "warn")
 """A model worse than a baseline is a result here, not a refusal."""
@@ -36,6 +35,7 @@ def flags_of(
     model: Path,
     workspace: Path,
     *,
+    cycle: str,
     split: str,
     seed: int,
     steps: int,
@@ -44,7 +44,7 @@ def flags_of(
     device: str,
 ) -> list[str]:
     """Everything that is not the recipe of configs/small.toml. Where `split` is valid, no row of test is read."""
-    flags = ["--config", str(CONFIG), "--workspace", str(workspace), "--cycle", CYCLE, "--backend", device]
+    flags = ["--config", str(CONFIG), "--workspace", str(workspace), "--cycle", cycle, "--backend", device]
     pairs = data / task.pairs
     if task.by_item:
         workspace.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def run(flags: Sequence[str], more: Sequence[str]) -> None:
             raise subprocess.CalledProcessError(code, command)
 
 
-def report_of(workspace: Path, cycle: str = CYCLE) -> EvaluationReport:
+def report_of(workspace: Path, cycle: str) -> EvaluationReport:
     """What evaluate found. Raises SystemExit without it."""
     report = load_report(open_storage(str(workspace)), cycle)
     if report is None:
@@ -112,7 +112,7 @@ def _of_parts(report: EvaluationReport) -> dict[str, float]:
     return found
 
 
-def ndcg_by_query(workspace: Path, scratch: Path, cycle: str = CYCLE) -> tuple[float, ...]:
+def ndcg_by_query(workspace: Path, scratch: Path, cycle: str) -> tuple[float, ...]:
     """nDCG@10 of each query of the catalogue, ascending by id."""
     storage = open_storage(str(workspace))
     prefix = f"cycles/{cycle}/evaluate/retrieval"

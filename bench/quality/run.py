@@ -44,6 +44,8 @@ class Run:
     seed: int
     variant: str = ""
     settings: tuple[str, ...] = ()
+    workspace: Path | None = None
+    """Kept, so that later parts reuse its data and what a teacher computed for it."""
 
     @property
     def result(self) -> PartResult:
@@ -100,15 +102,16 @@ def _model(run: Run) -> Path:
 
 
 def _ours(run: Run, task: Task) -> Found:
-    """The real commands in a workspace that is not kept."""
+    """The real commands, in a workspace that is deleted unless it was given."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        workspace = Path(folder) / "workspace"
+        workspace, cycle = run.workspace or Path(folder) / "workspace", run.result.name.replace(".", "_")
         flags = ours.flags_of(
             task,
             run.data.resolve(),
             _model(run).resolve(),
             workspace,
+            cycle=cycle,
             split=run.split,
             seed=run.seed,
             steps=run.steps,
@@ -118,8 +121,9 @@ def _ours(run: Run, task: Task) -> Found:
         )
         ours.run(flags, run.settings)
         seconds = time.monotonic() - started
-        by_query = ours.ndcg_by_query(workspace, Path(folder) / "scratch") if task.catalogue or task.by_item else ()
-        return Found(ours.figures_of(ours.report_of(workspace)), by_query, seconds)
+        searched = task.catalogue or task.by_item
+        by_query = ours.ndcg_by_query(workspace, Path(folder) / "scratch", cycle) if searched else ()
+        return Found(ours.figures_of(ours.report_of(workspace, cycle)), by_query, seconds)
 
 
 def _bm25(task: Task, catalogue: Catalogue | None) -> Found:

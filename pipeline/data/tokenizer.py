@@ -120,9 +120,12 @@ class TextTokenizer:
         self.fingerprint = xxhash.xxh3_128_hexdigest(data)
         self.vocabulary = vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        declared = {token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special}
         special = {}
         for name, equivalents in _EQUIVALENTS.items():
-            ids = [vocabulary[token] for token in equivalents if token in vocabulary]
+            # MPNet's vocabulary still contains BERT's [PAD] and [CLS] as ordinary tokens.
+            preferred = sorted(equivalents, key=lambda token: token not in declared)
+            ids = [vocabulary[token] for token in preferred if token in vocabulary]
             if not ids:
                 raise DataError(
                     f"{source} has no {name} token",

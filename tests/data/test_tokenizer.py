@@ -103,6 +103,20 @@ def test_a_missing_special_token_is_named(trained: TextTokenizer, missing: str) 
         TextTokenizer(spoiled, "given.json")
 
 
+def test_declared_special_tokens_come_before_words_of_the_vocabulary(trained: TextTokenizer) -> None:
+    content = json.loads(trained.data)
+    names = {"[PAD]": "<pad>", "[CLS]": "<s>", "[SEP]": "</s>"}
+    for token in content["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    vocabulary = content["model"]["vocab"]  # MPNet's has both: <pad> is declared, [PAD] is left over from BERT's
+    free = len(vocabulary)
+    for number, (old, new) in enumerate(names.items()):
+        vocabulary[new], vocabulary[old] = vocabulary[old], free + number
+    content["post_processor"] = None
+    mpnet = TextTokenizer(json.dumps(content).encode())
+    assert (mpnet.pad_id, mpnet.cls_id, mpnet.sep_id) == (trained.pad_id, trained.cls_id, trained.sep_id)
+
+
 def test_a_file_of_something_else_is_refused() -> None:
     with pytest.raises(DataError, match=r"not a tokenizer\.json"):
         TextTokenizer(b'{"a": 1}', "given.json")
