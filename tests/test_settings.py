@@ -283,6 +283,13 @@ def test_mined_negatives_without_a_loss_that_learns_of_them_are_refused() -> Non
     assert with_flags(flags[0]).train.mined_per_query == 2
 
 
+def test_a_positive_cannot_be_repeated_in_groups_of_a_single_product() -> None:
+    flags = [("--train.repeat-positives", None), ("--train.candidates-per-query", "1")]
+    with pytest.raises(ConfigError, match="repeat_positives requires candidates_per_query of at least 2"):
+        with_flags(*flags)
+    assert with_flags(flags[0]).train.repeat_positives
+
+
 def test_a_deadline_is_a_time_of_toml_or_a_text_and_no_number(tmp_path: Path) -> None:
     expected = datetime(2026, 8, 1, 18, tzinfo=UTC)
     for text in ("2026-08-01T18:00:00Z", "2026-08-01T20:00:00+02:00", '"2026-08-01T18:00Z"'):

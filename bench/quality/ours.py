@@ -18,15 +18,14 @@ from pipeline.evaluate.score import load_arrays
 from pipeline.io.storage import open_storage
 
 CONFIG = ROOT / "configs" / "small.toml"
-BUCKETS = ("16x24", "24x32", "32x48", "64x64")
 MINED = "--train.mined-per-query"
 OPEN_GATE = ("--gate.first-baselines", "warn")
 """A model worse than a baseline is a result here, not a refusal."""
 
 
 def recipe() -> str:
-    """Names the content of the preset, and what this bench sets beside it."""
-    return fingerprint([tomllib.loads(CONFIG.read_text(encoding="utf-8")), *BUCKETS])
+    """Names the content of the preset."""
+    return fingerprint(tomllib.loads(CONFIG.read_text(encoding="utf-8")))
 
 
 def flags_of(
@@ -49,7 +48,7 @@ def flags_of(
     if task.by_item:
         workspace.mkdir(parents=True, exist_ok=True)
         write_items(data, task, pairs := workspace / "pairs.parquet")
-    flags += ["--data.path", str(pairs), *task.data_flags(split), "--data.buckets", ",".join(BUCKETS)]
+    flags += ["--data.path", str(pairs), *task.data_flags(split)]
     flags += ["--data.tokenizer.path", str(model / "tokenizer.json"), "--model.init-from", str(model)]
     flags += ["--train.max-steps", str(steps), "--train.seed", str(seed), "--train.precision", precision]
     flags += ["--train.global-batch-size", str(batch), "--train.micro-batch-size", str(batch)]

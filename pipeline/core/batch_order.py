@@ -188,6 +188,23 @@ def deal_groups(query_id: Int64s, positive: npt.NDArray[np.bool_], *, slots: int
     return members
 
 
+def repeated_positives(query_id: Int64s, positive: npt.NDArray[np.bool_], *, slots: int) -> Int64s:
+    """Choose the positive rows [R] to repeat, so that every group of a query that has positives can contain one.
+
+    The positives of a query are repeated in turn, as often as its other rows need groups of `slots` rows that contain
+    one positive each. See `deal_groups` for the arguments.
+    """
+    chosen = np.flatnonzero(positive)
+    chosen = chosen[np.argsort(query_id[chosen], kind="stable")]
+    queries, first, count = np.unique(query_id[chosen], return_index=True, return_counts=True)
+    others = np.sort(query_id[~positive])
+    negatives = np.searchsorted(others, queries, "right") - np.searchsorted(others, queries, "left")
+    repeats = np.maximum(0, -(-negatives // max(1, slots - 1)) - count)
+    number = np.arange(repeats.sum()) - np.repeat(first_rows(repeats.tolist()), repeats)
+    repeated: Int64s = chosen[np.repeat(first, repeats) + number % np.repeat(count, repeats)]
+    return repeated
+
+
 def first_rows(sizes: Sequence[int]) -> Int64s:
     """Return the number of the first row in each bucket, if rows are numbered across buckets, smallest bucket first."""
     ends = np.cumsum(np.array(sizes, dtype=np.int64))

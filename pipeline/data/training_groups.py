@@ -6,14 +6,22 @@ a single row of tokens to reduce the amount of padding in a batch.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.arrays import Bools, Float32s, Int32s, Int64s
-from pipeline.core.batch_order import EMPTY, Groups, deal_groups, first_rows, locate, rank_among_equals
+from pipeline.core.batch_order import (
+    EMPTY,
+    Groups,
+    deal_groups,
+    first_rows,
+    locate,
+    rank_among_equals,
+    repeated_positives,
+)
 from pipeline.core.shuffle import mix64, permute_runs, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows, text_hashes
@@ -223,6 +231,8 @@ class GroupedRows:
     mined: MinedGroups | None = None
     links: Links | None = None
     taught: TaughtRows | None = None
+    repeats: Int64s = field(default_factory=lambda: _EMPTY_IDS)
+    """Positive rows that occur once more. As members of groups, they are numbered after all rows."""
 
     @staticmethod
     def build(
@@ -236,6 +246,7 @@ class GroupedRows:
         by_topic: bool = False,
         links: Links | None = None,
         taught: TaughtRows | None = None,
+        repeat_positives: bool = False,
     ) -> "GroupedRows":
         """Assign the rows of a source to groups (see core/batch_order). This reads all rows once.
 
@@ -249,19 +260,21 @@ class GroupedRows:
         query_id = np.concatenate([_EMPTY_IDS, *(block["query_id"] for block in judged)])
         positive = (block["gain"] >= np.float32(positive_gain) for block in judged)
         is_positive = np.concatenate([np.zeros(0, dtype=np.bool_), *positive])
-        members = deal_groups(query_id, is_positive, slots=slots, seed=seed)
+        repeats = repeated_positives(query_id, is_positive, slots=slots) if repeat_positives else _EMPTY_IDS
+        dealt = np.concatenate([all_rows, repeats])
+        members = deal_groups(query_id[dealt], is_positive[dealt], slots=slots, seed=seed)
         if by_topic:
-            members = members[_topic_order(source, query_id, members[:, 0])]
+            members = members[_topic_order(source, query_id, dealt[members[:, 0]])]
         query, product = (text_lengths(source, source.pad_id, field, all_rows) for field in ("query", "product"))
-        first = members[:, 0]
-        tokens = query[first] + np.where(members == EMPTY, 0, product[members]).sum(axis=1)
+        first = dealt[members[:, 0]]
+        tokens = query[first] + np.where(members == EMPTY, 0, product[dealt[members]]).sum(axis=1)
         if mined is not None:
             tokens += mined.max_tokens(query_id[first])
         groups = Groups.from_members(members, tokens, lengths)
         mined_groups = None
         if mined is not None:
-            mined_groups = MinedGroups.build(mined, [query_id[members[:, 0]] for members in groups.members])
-        return GroupedRows(source, groups, slots, tuple(lengths), mined_groups, links, taught)
+            mined_groups = MinedGroups.build(mined, [query_id[dealt[members[:, 0]]] for members in groups.members])
+        return GroupedRows(source, groups, slots, tuple(lengths), mined_groups, links, taught, repeats)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -282,7 +295,7 @@ class GroupedRows:
         `lengths[length]` per group, and `query_key` has one value per group. All other arrays have one row per slot. In
         each group, the slots for judged rows are followed by the slots for mined products, which change every epoch.
         `is_row` and `is_mined` indicate which slots are filled. The label, gain and features of a slot are undefined
-        unless it has a judged row.
+        unless it has a judged row. A positive that is repeated has a gain, but a label of -1.
 
         Equal queries have the same `query_key`, and products with equal tokens have the same `product_key`. If queries
         are linked, equivalent texts have the same keys as well. With a teacher, there are also the arrays of
@@ -293,10 +306,12 @@ class GroupedRows:
         for pool in np.unique(pools):
             in_pool = pools == pool
             members[in_pool, : self.slots] = self.groups.members[pool][numbers[in_pool]]
-        is_row = members != EMPTY
+        total, largest = sum(self.source.sizes), len(self.source.sizes) - 1
+        is_row, is_repeat = members != EMPTY, members >= total
+        members[is_repeat] = self.repeats[members[is_repeat] - total]
         rows = np.where(is_row, members, members[:, :1]).reshape(-1)
-        largest = len(self.source.sizes) - 1
         arrays = self.source.read(*locate(self.source.sizes, rows), largest, _PER_SLOT)
+        arrays["label"] = np.where(is_repeat.reshape(-1), -1, arrays["label"])
         queries = self.source.read(*locate(self.source.sizes, members[:, 0]), largest, ("query", "query_id"))
         is_mined, chosen = np.zeros_like(is_row), np.zeros((len(numbers), 0), dtype=np.int64)
         if self.mined is not None:
@@ -365,6 +380,7 @@ class TrainingPools:
         mined: MinedProducts | None = None,
         topic: int = 1,
         link_queries: bool = False,
+        repeat_positives: bool = False,
         taught: tuple[TaughtRows | None, TaughtRows | None] = (None, None),
     ) -> "TrainingPools":
         """Group the rows of the new and the old partitions.
@@ -374,6 +390,7 @@ class TrainingPools:
             topic: Number of similar groups to keep together. If it is greater than 1, groups are sorted by topic (see
                 `GroupedRows.build`).
             link_queries: Treat queries that are positive products of each other as equivalent (see `Links`).
+            repeat_positives: Repeat positives so that every group can contain one (see `repeated_positives`).
             taught: What a teacher computed for the new and the old rows.
         """
         links = Links.build([new] if old is None else [new, old], positive_gain) if link_queries else None
@@ -387,6 +404,7 @@ class TrainingPools:
             mined=mined,
             by_topic=topic > 1,
             links=links,
+            repeat_positives=repeat_positives,
         )
         new_groups = build_groups(new, taught=taught[0])
         if old is None or replay_share == 0.0:

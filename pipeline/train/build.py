@@ -348,6 +348,7 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
         mined=mined,
         topic=train.queries_per_topic,
         link_queries=train.link_queries and train.loss.contrastive_weight > 0,
+        repeat_positives=train.repeat_positives and train.loss.contrastive_weight > 0,
         taught=(_taught(ctx, inputs, inputs.new_sets), _taught(ctx, inputs, inputs.old_sets)),
     )
     groups, required = sum(pools.sizes), groups_per_batch(train)

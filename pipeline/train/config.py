@@ -114,6 +114,11 @@ class TrainConfig(Record):
         description="Treat a query that is a positive product of another query as equivalent to it (transitively), so"
         " that the positives of one are never negatives of the other. Intended for item-to-item data",
     )
+    repeat_positives: bool = Field(
+        False,
+        description="Repeat positives, so that each group of a query's products contains one. Repeated samples only"
+        " count in the contrastive loss, which would otherwise have few positives if most products are not relevant",
+    )
     micro_batch_size: int = Field(
         64,
         ge=2,
@@ -192,6 +197,12 @@ class TrainConfig(Record):
                 f"mined_per_query {self.mined_per_query} has no effect without a contrastive loss: expected"
                 " mined_per_query 0, or loss.contrastive_weight above 0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_repeats(self) -> Self:
+        if self.repeat_positives and self.candidates_per_query == 1:
+            raise ValueError("repeat_positives requires candidates_per_query of at least 2")
         return self
 
     @model_validator(mode="after")

@@ -201,7 +201,13 @@ def identity_parts(
     """
     # With these values, the batches are the same as before the settings were introduced, so they are left out to keep
     # the identity of older checkpoints.
-    neutral = {"queries_per_topic": 1, "link_queries": False, "average": "off", "metric_rows": "all"}
+    neutral = {
+        "queries_per_topic": 1,
+        "link_queries": False,
+        "repeat_positives": False,
+        "average": "off",
+        "metric_rows": "all",
+    }
     unused = _NOT_IDENTITY | {name for name, value in neutral.items() if getattr(train, name) == value}
     fields = with_retired(train) | {"loss": train.loss.used_fields()}
     parts = {f"train.{name}": value for name, value in fields.items() if name not in unused}

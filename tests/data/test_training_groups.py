@@ -92,6 +92,32 @@ def test_a_group_has_one_query_and_the_arrays_of_its_rows(tmp_path: Path) -> Non
     assert_equal_keys_for_equal_texts(arrays, SLOTS)
 
 
+def test_positives_are_repeated_until_each_group_of_their_query_can_have_one(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, [(90, 70)])
+    grouped = GroupedRows.build(
+        rows, slots=2, lengths=LENGTHS, positive_gain=0.99, seed=1, mined=mined_from(rows, 1), repeat_positives=True
+    )
+    labelled: list[int] = []
+    groups: dict[int, list[list[float]]] = {}
+    for bucket, size in enumerate(grouped.sizes):
+        if not size:
+            continue
+        arrays = grouped.read(np.full(size, bucket), np.arange(size), bucket)
+        shape = (size, 3)
+        ids, gain, label, is_row = (arrays[name].reshape(shape) for name in ("sample_id", "gain", "label", "is_row"))
+        labelled += ids[is_row & (label >= 0)].tolist()
+        assert (gain[is_row & (label < 0)] == 1.0).all() and arrays["label"].dtype == np.int16
+        for number, query in enumerate(arrays["query_key"].tolist()):
+            groups.setdefault(query, []).append(gain[number][is_row[number]].tolist())
+    assert sorted(labelled) == list(range(1, 161))  # every row is judged once
+    plain, repeated = sum(group(rows, 2).sizes), sum(grouped.sizes)
+    assert repeated > plain
+    for members in groups.values():
+        gains = [gain for member in members for gain in member]
+        if 0 < sum(gains) <= len(members):
+            assert all(sum(member) == 1 for member in members), members
+
+
 def test_mined_products_stand_behind_the_judged_ones(tmp_path: Path) -> None:
     rows, extra = make_rows(tmp_path, [(30, 10), (7, 14)]), 2
     plain = group(rows, 3)
