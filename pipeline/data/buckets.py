@@ -51,7 +51,13 @@ def given_buckets(config: DataConfig, workspace: Storage, parent: tuple[str, ...
 
 
 def choose_buckets(
-    config: DataConfig, source: Source, workspace: Storage, tokenizer: TextTokenizer, longest: int, stop: StopSignal
+    config: DataConfig,
+    source: Source,
+    workspace: Storage,
+    tokenizer: TextTokenizer,
+    longest: int,
+    products: int,
+    stop: StopSignal,
 ) -> tuple[str, ...]:
     """Return the buckets that were chosen for a dataset. If there are none, choose them for a sample of its texts.
 
@@ -65,7 +71,7 @@ def choose_buckets(
     if not texts:
         return (Bucket(longest, longest).name,)
     query, product = tokenize_pairs(config, tokenizer, *zip(*texts, strict=True))
-    chosen = fit_buckets(query.lengths, product.lengths, longest)
+    chosen = fit_buckets(query.lengths, product.lengths, longest, products)
     record = PinnedBuckets(buckets=tuple(bucket.name for bucket in chosen))
     workspace.write_if_absent(_KEY.format(config.name), record.model_dump_json().encode() + b"\n")
     return pinned_buckets(config, workspace)

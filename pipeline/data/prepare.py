@@ -132,6 +132,7 @@ def prepare(
     tokenizer: bytes | None = None,
     attributes: Sequence[Attribute] = (),
     longest: int = LONGEST,
+    products: int = 4,
     worker: int = 0,
     events: Emit,
     stop: StopSignal,
@@ -143,6 +144,7 @@ def prepare(
         tokenizer: The tokenizer.json of the parent model. `config.tokenizer.path` takes precedence.
         attributes: The attributes of the parent model, whose columns and kinds are used unless they are configured.
         longest: The maximum number of tokens per text if `config.buckets` is empty and none were chosen before.
+        products: The number of products in a training row, for which buckets are chosen.
         worker: Index of this worker, below `config.workers`.
 
     Raises DataError if the input is unusable or has too many bad rows, ConfigError if the tokenizer does not exist,
@@ -155,7 +157,7 @@ def prepare(
     encoding, tokenizer_prefix = _surveyed(config, source, workspace, scratch, tokenizer, events, stop)
     config, source = encoding.config, replace(source, config=encoding.config)
     if not config.buckets:  # set them only now, because the vocabulary must not depend on which run chooses them
-        buckets = choose_buckets(config, source, workspace, encoding.tokenizer, longest, stop)
+        buckets = choose_buckets(config, source, workspace, encoding.tokenizer, longest, products, stop)
         encoding = replace(encoding, config=config.model_copy(update={"buckets": buckets}))
     infos: dict[str, TokenSetInfo] = {}
     works, prefixes = list[_PartitionWork](), list[str]()

@@ -47,6 +47,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         tokenizer=tokenizer,
         attributes=parent.attributes if parent else (),
         longest=min(LONGEST, settings.model.max_positions),
+        products=settings.train.candidates_per_query,
         worker=job_index(config.workers, os.environ, "data"),
         events=ctx.events.emit,
         stop=ctx.stop,

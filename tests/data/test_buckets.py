@@ -140,9 +140,9 @@ def test_a_large_input_is_sampled_evenly(
     seen: list[int] = []
     monkeypatch.setattr(buckets_module, "_SAMPLE_ROWS", 100)
 
-    def fit(query: Any, product: Any, longest: int) -> Any:
+    def fit(query: Any, product: Any, *more: int) -> Any:
         seen.append(len(product))
-        return fit_buckets(query, product, longest)
+        return fit_buckets(query, product, *more)
 
     monkeypatch.setattr(buckets_module, "fit_buckets", fit)
     folder = days(tmp_path / "in", 20, 60)
