@@ -22,7 +22,8 @@ from pipeline.core.format import aligned
 from pipeline.core.progress import Say, use_display
 from pipeline.core.stop import StopSignal
 from pipeline.data.input_files import open_files
-from pipeline.data.rows import BadRow, RowChunk, cut_chunks, plan_pairs
+from pipeline.data.rows import RowChunk, cut_chunks, plan_pairs
+from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import CleanRows
 from pipeline.inference.model import Hit, Kind, Model, Order, PairScores, open_model
 from pipeline.io.atomic import write_atomic
@@ -229,7 +230,7 @@ def _spooled(folder: Path) -> str:
     return str(path)
 
 
-def _score_lines(chunk: RowChunk, rows: CleanRows, scores: PairScores, bad: Sequence[BadRow]) -> Iterator[str]:
+def _score_lines(chunk: RowChunk, rows: CleanRows, scores: PairScores, bad: Sequence[QuarantinedRow]) -> Iterator[str]:
     """Yield a JSON line with scores or an error for each row of a chunk, in the order of the rows."""
     wrong = {row.row for row in bad}
     usable = [number for number in chunk.rows.tolist() if number not in wrong]

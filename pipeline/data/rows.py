@@ -29,29 +29,6 @@ _BATCH_ROWS = 4096
 _CONTENT_CHARACTERS = 500
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be used.
-
-    `line` is the 1-based number of the row's first line in a text file, or 0 in other formats. `count` is greater than
-    1 if a single defect affects several lines, for example an unclosed quote in a CSV file.
-    """
-
-    file: str
-    row: int
-    reason: str
-    content: RowContent
-    count: int = 1
-    line: int = 0
-
-
-def quarantined(rows: Iterable[BadRow]) -> tuple[QuarantinedRow, ...]:
-    return tuple(
-        QuarantinedRow(file=row.file, row=row.row, line=row.line, reason=row.reason, content=row.content)
-        for row in rows
-    )
-
-
 def quarantine_lines(rows: Iterable[QuarantinedRow]) -> bytes:
     return b"".join(row.model_dump_json().encode() + b"\n" for row in rows)
 
@@ -67,7 +44,7 @@ class RawBatch:
 
     columns: pa.RecordBatch
     rows: Int64s
-    bad: tuple[BadRow, ...] = ()
+    bad: tuple[QuarantinedRow, ...] = ()
     lines: Int64s | None = None
     blank: int = 0
     input_bytes: int = 0
@@ -89,7 +66,7 @@ class RowChunk:
     file: str
     columns: bytes
     rows: Int64s
-    bad: tuple[BadRow, ...]
+    bad: tuple[QuarantinedRow, ...]
     lines: Int64s | None = None
 
     @property

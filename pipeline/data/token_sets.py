@@ -81,10 +81,12 @@ RowContent = str | dict[str, str | int | float | None]
 
 
 class QuarantinedRow(Record):
-    """A bad row, stored as one line of quarantine.jsonl.
+    """A row that cannot be used, stored as one line of quarantine.jsonl.
 
     `row` is its 0-based number in the input file, not counting the header. `line` is the 1-based number of its first
     line in a text file, or 0 in other formats. `content` is its values by column, or its text if it cannot be parsed.
+    `count`, which is not stored, is greater than 1 if a single defect affects several lines, for example an unclosed
+    quote in a CSV file.
     """
 
     file: str
@@ -92,6 +94,7 @@ class QuarantinedRow(Record):
     line: int = 0
     reason: str
     content: RowContent
+    count: int = Field(1, exclude=True)
 
     @property
     def text(self) -> str:

@@ -26,7 +26,7 @@ from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import Files, names_of, open_files
-from pipeline.data.rows import RawBatch, quarantined
+from pipeline.data.rows import RawBatch
 from pipeline.data.sources import open_source, read_products
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import filter_mask
@@ -157,7 +157,7 @@ def _gather(workspace: Storage, content: dict[str, JsonValue], batches: Iterator
         if batch is not None:
             for bad in batch.bad:
                 unreadable[bad.reason] += bad.count
-            sample += quarantined(batch.bad[: _SAMPLE_ROWS - len(sample)])
+            sample += batch.bad[: _SAMPLE_ROWS - len(sample)]
             buffered.append(batch.columns)
             rows += len(batch.columns)
     info = GatheredInfo(rows=rows, unreadable=dict(sorted(unreadable.items())), sample=tuple(sample))

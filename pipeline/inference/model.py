@@ -20,8 +20,8 @@ from pipeline.data.config import DataConfig
 from pipeline.data.encode import bucket_arrays, encode_rows
 from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
 from pipeline.data.loader import to_tensors
-from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, RawBatch, RowChunk, cut_chunks, plan_pairs, to_fields
-from pipeline.data.token_sets import TokenSetInfo, read_token_sets, token_set_prefixes
+from pipeline.data.rows import CHARACTERS_PER_TOKEN, RawBatch, RowChunk, cut_chunks, plan_pairs, to_fields
+from pipeline.data.token_sets import QuarantinedRow, TokenSetInfo, read_token_sets, token_set_prefixes
 from pipeline.data.tokenizer import TextTokenizer, token_windows
 from pipeline.data.validate import CleanRows, RowRules, validate_chunk
 from pipeline.embed.engine import Embedder, open_embedder
@@ -145,7 +145,7 @@ class Model:
             )
         return scores
 
-    def score_rows(self, chunk: RowChunk) -> tuple[CleanRows, PairScores, list[BadRow]]:
+    def score_rows(self, chunk: RowChunk) -> tuple[CleanRows, PairScores, list[QuarantinedRow]]:
         """Score a chunk of rows. Returns its valid rows with their scores, and the bad rows with a reason for each."""
         rows, bad, _ = validate_chunk(chunk, RowRules(self.row_config, "flat", (), (), carve_valid=False))
         return rows, self._scored(rows), bad
