@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.record import Record
-from pipeline.data.config import SplitBy
+from pipeline.data.config import CategoricalFeature, SplitBy
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, read_record
@@ -32,13 +32,6 @@ class ShardInfo(Record):
 
     file: str
     rows: tuple[int, ...]
-
-
-class CategoricalInfo(Record):
-    """A hashed categorical column. The id of a missing value is 0."""
-
-    column: str
-    num_ids: int
 
 
 class SliceInfo(Record):
@@ -126,7 +119,7 @@ class TokenSetInfo(Record):
     label_gains: tuple[float, ...]
     numeric: tuple[str, ...] = Field(description="Names of the configured columns, followed by the lexical features")
     attributes: tuple[Attribute, ...] = Field((), description="Attributes with their columns and kinds")
-    categorical: tuple[CategoricalInfo, ...]
+    categorical: tuple[CategoricalFeature, ...]
     splits: dict[Split, tuple[ShardInfo, ...]]
     rows_read: int
     rows_bad: int
