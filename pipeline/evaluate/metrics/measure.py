@@ -61,7 +61,10 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class RowMetrics:
-    """Computes all metrics of scored rows, that is, all except retrieval. Caches intermediate results."""
+    """Computes all metrics of scored rows, that is, all except retrieval. Caches intermediate results.
+
+    `threshold` is the probability from which on a row is a match (two labels only).
+    """
 
     rows: ScoredRows
     config: MetricsConfig
