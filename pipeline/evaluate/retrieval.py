@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -269,9 +269,7 @@ def from_products(
     if len(products) < products.num_distinct:
         num_distinct = products.num_distinct
         warn(f"retrieval only searches {len(products):,} of {num_distinct:,} products (evaluate.retrieval.max_items)")
-
-    def items(selects: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
-        return products.windows(WINDOW_ROWS, selects)
+    items = partial(products.windows, WINDOW_ROWS)
 
     def texts() -> Iterator[list[str]]:
         return (decode_tokens(window, tokenizer) for _, window in items(lambda number: True))

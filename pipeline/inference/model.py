@@ -35,6 +35,7 @@ from pipeline.parallel.process_group import open_device
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import CHECKPOINTS, locate
 from pipeline.registry.model import Registry, resolve_model_name
+from pipeline.retrieval.search import fuse_by_rank
 from pipeline.settings import Settings, project_files, resolve
 
 Kind = Literal["query", "product"]
@@ -167,7 +168,7 @@ class Model:
         lists: dict[Order, list[int]] = {
             "vectors": results.vectors.items[0].tolist(),
             "words": results.words.items[0].tolist(),
-            "hybrid": results.hybrid[0].tolist(),
+            "hybrid": fuse_by_rank(*results)[0].tolist(),
         }
         cosines = dict(zip(lists["vectors"], results.vectors.scores[0].tolist(), strict=True))
         items = [item for item in lists[by][:top] if item >= 0]
