@@ -92,9 +92,7 @@ class ChunkTask:
     staging: Staging
 
 
-@lru_cache(maxsize=1)
-def _tokenizer(data: bytes) -> TextTokenizer:
-    return TextTokenizer(data)
+_tokenizer = lru_cache(maxsize=1)(TextTokenizer)
 
 
 def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, ChunkRecord]:

@@ -286,18 +286,9 @@ def token_set_prefixes(outputs: Mapping[str, str]) -> tuple[str, ...]:
 
 def spec_of(info: TokenSetInfo) -> InputSpec:
     """Return the part of the model configuration that is determined by the prepared data."""
-    return InputSpec(
-        vocab_size=info.vocab_size,
-        pad_id=info.pad_id,
-        labels=info.labels,
-        label_gains=info.label_gains,
-        numeric=info.numeric,
-        categorical_ids=tuple(feature.num_ids for feature in info.categorical),
-        query_prefix=info.query_prefix,
-        product_prefix=info.product_prefix,
-        attributes=info.attributes,
-        missing=tuple(info.without_number),
-    )
+    shared = info.model_dump(include={*InputSpec.model_fields})
+    categorical_ids = tuple(feature.num_ids for feature in info.categorical)
+    return InputSpec(**shared, categorical_ids=categorical_ids, missing=tuple(info.without_number))
 
 
 # The summary of the prepared data that is shown in reports, stored in cycles/<cycle>/prepare/digest.json.

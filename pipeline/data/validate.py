@@ -50,13 +50,13 @@ class Slices:
 def slice_rows(columns: Mapping[str, Sequence[bytes | None]], kept: Sequence[int]) -> Slices:
     """Hash the slice values of all rows that are kept. Raises DataError if a column has more than MAX_NAMES values."""
     values = np.full((len(kept), len(columns)), NO_VALUE, dtype=np.int64)
-    names: list[tuple[str, set[str]]] = []
+    names: dict[str, set[str]] = {}
     for index, (column, cells) in enumerate(columns.items()):
         texts = [(cells[row] or b"").decode("utf-8", "backslashreplace").strip() for row in kept]
         hashes = {text: hash63(text) if text else NO_VALUE for text in set(texts)}
         values[:, index] = [hashes[text] for text in texts]
-        names.append((column, hashes.keys() - {""}))
-    return Slices(values, merge_names([{column: tuple(values)} for column, values in names]))
+        names[column] = hashes.keys() - {""}
+    return Slices(values, merge_names([names]))
 
 
 def merge_names(mappings: Iterable[Mapping[str, Iterable[str]]]) -> Names:

@@ -58,6 +58,7 @@ QUARANTINE_ROWS = 1000
 _BATCH_ROWS = 4096
 _SAMPLE_ROWS = 100
 _SCHEMA = pa.schema([("id", pa.large_binary()), ("title", pa.large_binary()), ("text", pa.large_binary())])
+_COLUMN_NAMES = {"id", "title", "text", "filter"}
 COLUMNS = CatalogueColumns(id="id", title="title", text="text")
 """Column names of a converted catalogue."""
 
@@ -178,13 +179,8 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
             prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
     else:
         files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
-        columns = CatalogueColumns(
-            id=config.id,
-            title=config.title,
-            text=config.text,
-            filter=config.filter,
-            attributes=files.text_attributes(data.attributes, ctx.console.warn),
-        )
+        attributes = files.text_attributes(data.attributes, ctx.console.warn)
+        columns = CatalogueColumns(**config.model_dump(include=_COLUMN_NAMES), attributes=attributes)
         if files.skipped:
             ctx.console.info(f"embed: {len(files.skipped)} other file(s) were not read: {names_of(files.skipped)}")
         if all(name == "parquet" for _, name in files.entries):
