@@ -193,13 +193,8 @@ def open_newest(
     """
     cycle = open_cycle(settings, say, stop, is_shown=is_shown)
     check_workspace(cycle.store.storage)
-    newest = [] if settings.cycle else newest_cycles(cycle.store) or list(claims_by_age(cycle.store, runs=True))
+    newest = [] if settings.cycle else list(claims_by_age(cycle.store) or claims_by_age(cycle.store, runs=True))
     return cycle.other(newest[-1]) if newest else cycle
-
-
-def newest_cycles(store: CycleStore) -> list[str]:
-    """Return the names of all claimed cycles in a workspace, newest last."""
-    return list(claims_by_age(store))
 
 
 @contextmanager

@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.tables import value_text
 from jobs.cycle.verdict import metric_name
 from jobs.settings import differences
-from jobs.setup import newest_cycles, open_newest
+from jobs.setup import open_newest
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_count, shortened
@@ -30,7 +30,7 @@ def run_diff(arguments: argparse.Namespace, say: Say) -> int:
     Raises ConfigError if a cycle does not exist.
     """
     base = open_newest(arguments.settings, say)
-    names = arguments.cycles or newest_cycles(base.store)[-2:]
+    names = arguments.cycles or list(claims_by_age(base.store))[-2:]
     if len(names) != 2:
         raise ConfigError(
             f"{len(names)} cycle(s) to compare: {', '.join(names) or 'none'}",

@@ -32,9 +32,8 @@ AFTER: dict[str, tuple[str, ...]] = {
 }
 MINE, TEACH = "mine", "teach"  # the optional stages
 _COMMANDS = {"verify": ("trnpipe", "embed", "verify"), "report": ("trnjobs", "report")}
-_RANKS = frozenset(
-    {"health", "compile", "mine", "teach", "train", "evaluate", "embed"}
-)  # stages that can start several ranks
+_RANKS = frozenset({"health", "compile", "mine", "teach", "train", "evaluate", "embed"})
+"""Stages that can start several ranks on a machine."""
 _NODE_GROUPS = frozenset({"health", "compile", "train", "evaluate"})
 _ARRAYS = frozenset({"prepare", "mine", "teach", "embed"})
 _SECTION = {"prepare": "data"}  # settings sections that are not named after their stage

@@ -22,7 +22,8 @@ from pipeline.core.format import aligned
 from pipeline.core.progress import Say, use_display
 from pipeline.core.stop import StopSignal
 from pipeline.data.input_files import open_files
-from pipeline.data.rows import BadRow, RowChunk, cut_chunks, plan_pairs
+from pipeline.data.rows import RowChunk, cut_chunks, plan_columns
+from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import CleanRows
 from pipeline.inference.model import Hit, Kind, Model, Order, PairScores, open_model
 from pipeline.io.atomic import write_atomic
@@ -215,9 +216,10 @@ def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) ->
 
 def _chunks(model: Model, settings: Settings, path: str, stop: StopSignal) -> Iterator[RowChunk]:
     files = open_files(path, settings.data.format if settings.data.format != "esci" else "auto", stop, "FILE")
+    plan = partial(plan_columns, model.row_config, judged=False)
     for stat, name in files.entries:
         single = replace(files, entries=((stat, name),))  # chunks must not span multiple files
-        batches = single.read(lambda uri: partial(plan_pairs, model.row_config, file=uri), _CHUNK_ROWS, "scoring")
+        batches = single.read(lambda uri: partial(plan, file=uri), _CHUNK_ROWS, "scoring")
         yield from cut_chunks(stat.key, batches, _CHUNK_ROWS)
 
 
@@ -229,7 +231,7 @@ def _spooled(folder: Path) -> str:
     return str(path)
 
 
-def _score_lines(chunk: RowChunk, rows: CleanRows, scores: PairScores, bad: Sequence[BadRow]) -> Iterator[str]:
+def _score_lines(chunk: RowChunk, rows: CleanRows, scores: PairScores, bad: Sequence[QuarantinedRow]) -> Iterator[str]:
     """Yield a JSON line with scores or an error for each row of a chunk, in the order of the rows."""
     wrong = {row.row for row in bad}
     usable = [number for number in chunk.rows.tolist() if number not in wrong]

@@ -17,7 +17,7 @@ from pipeline.core.errors import EXIT_OK, ConfigError, DataError
 from pipeline.core.format import aligned, shortened
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.data.attributes import COLUMNS, ValueStats, attribute_pairs, find_columns
+from pipeline.data.attributes import COLUMNS, ValueStats, attribute_pairs, find_columns, with_columns
 from pipeline.data.config import CategoricalFeature, DataConfig
 from pipeline.data.input_files import open_files
 from pipeline.data.rows import LIKELY_NAMES, SLICE, ColumnPlan, by_spelling
@@ -257,8 +257,8 @@ def _guess_labels(guess: Guess, column: Column) -> None:
 def _resolved(attribute: Attribute, columns: Mapping[str, Column]) -> Attribute:
     """Return an attribute with the columns that it has in a file and the kind of their values."""
     found = find_columns(attribute, list(columns))
-    kind = attribute.kind or stats_of(*(columns[name] for name in found.values() if name in columns)).kind
-    return Attribute(name=attribute.name, query=found.get("query", ""), product=found.get("product", ""), kind=kind)
+    stats = stats_of(*(columns[name] for name in found.values() if name in columns))
+    return with_columns(attribute, found, stats.kind)
 
 
 def _guess_pair(guess: Guess, attribute: Attribute, rest: dict[str, Column]) -> None:

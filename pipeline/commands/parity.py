@@ -40,9 +40,7 @@ from pipeline.evaluate.score import ScoreProgram, Scorer, figures, load_arrays, 
 from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest
 from pipeline.io.storage import Storage, open_storage, read_record
-from pipeline.model.hf import from_hf
 from pipeline.model.ops import l2_normalize
-from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.process_group import ProcessGroup, open_device
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.proc.pool import run_tasks
@@ -445,13 +443,9 @@ def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopS
     """
     train, rows, order = task.settings.train, holdout.rows, holdout.order
     backend = open_device(task.settings.backend, World())
-    with torch.device("meta"):
-        model = RelevanceModel(task.settings.model, checkpoint.state.inputs)
-    weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.prefix)
     # Use the same optimizer and batch size as in training, so that no other graphs are compiled.
     one_rate, batch_size = train.optimizer.has_one_rate, min(train.micro_batch_size, train.global_batch_size)
-    program = ScoreProgram(model, backend, train.precision, has_one_rate=one_rate)
-    program.load(weights)
+    program = ScoreProgram.of_checkpoint(checkpoint, backend, train.precision, has_one_rate=one_rate)
 
     def outputs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         result = program.outputs(batch)

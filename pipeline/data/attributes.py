@@ -4,7 +4,7 @@ The columns of an attribute are read as the fields `attributes.<kind>.<side>.<na
 the title when a row is read (see `to_fields`), so that they are part of these texts everywhere.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from pipeline.core.errors import DataError
 from pipeline.model.config import Attribute
 
+Kind = Literal["text", "number"]
 ATTRIBUTES = "attributes."
 SIDES = {"query": "query", "product": "title"}
 """Maps sides to the fields that text attributes are appended to."""
@@ -84,7 +85,7 @@ class ValueStats:
             self.codes += count * (len(text) >= _LONG_CODE_DIGITS or (len(text) > 1 and text[0] == "0"))
 
     @property
-    def kind(self) -> Literal["text", "number"]:
+    def kind(self) -> Kind:
         """The kind of an attribute: a number if nearly all values are numbers, unless they look like codes.
 
         Most codes are long, begin with 0, or are whole numbers of five or more digits that all have the same length.
@@ -96,30 +97,29 @@ class ValueStats:
 
 @dataclass
 class AttributeSurvey:
-    """The columns of attributes by side and name, and statistics of their values by name."""
+    """The columns of attributes by name and side, and statistics of their values by name."""
 
-    columns: dict[tuple[str, str], str] = field(default_factory=dict)
+    columns: dict[str, dict[str, str]] = field(default_factory=dict)
     stats: dict[str, ValueStats] = field(default_factory=dict)
 
     def add(self, batch: pa.RecordBatch) -> None:
         for column in [column for column in batch.schema if column.name.startswith(ATTRIBUTES)]:
             side, name = column.name.split(".", 3)[2:]
-            self.columns.setdefault((side, name), column.metadata[b"column"].decode())
+            self.columns.setdefault(name, {}).setdefault(side, column.metadata[b"column"].decode())
             stats = self.stats.setdefault(name, ValueStats())
             for entry in pc.value_counts(batch[column.name]).to_pylist():
                 stats.add((entry["values"] or b"").decode(errors="replace"), entry["counts"])
 
     def resolve(self, attributes: Sequence[Attribute]) -> tuple[Attribute, ...]:
         """Return attributes with their columns and kinds."""
-        return tuple(
-            Attribute(
-                name=each.name,
-                query=self.columns.get(("query", each.name), ""),
-                product=self.columns.get(("product", each.name), ""),
-                kind=each.kind or self.stats.get(each.name, ValueStats()).kind,
-            )
-            for each in attributes
-        )
+        stats = defaultdict(ValueStats, self.stats)
+        return tuple(with_columns(each, self.columns.get(each.name, {}), stats[each.name].kind) for each in attributes)
+
+
+def with_columns(attribute: Attribute, columns: Mapping[str, str], kind: Kind) -> Attribute:
+    """Return an attribute with only the given columns, by side. If it is not configured, its kind is `kind`."""
+    fields = {**dict.fromkeys(SIDES, ""), **columns, "kind": attribute.kind or kind}
+    return attribute.model_copy(update=fields)
 
 
 def like_parent(attributes: Sequence[Attribute], parent: Sequence[Attribute]) -> tuple[Attribute, ...]:

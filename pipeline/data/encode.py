@@ -19,7 +19,7 @@ from pipeline.core.batch_order import Bucket
 from pipeline.core.record import Record
 from pipeline.data.config import DataConfig
 from pipeline.data.lexical import lexical_features
-from pipeline.data.rows import RowChunk, product_text, quarantined, text_characters
+from pipeline.data.rows import RowChunk, product_text, text_characters
 from pipeline.data.shards import Arrays
 from pipeline.data.token_sets import QUARANTINE_ROWS, SPLITS, QuarantinedRow, ShardInfo, Split
 from pipeline.data.tokenizer import TextTokenizer, Tokens, fit_pairs, id_dtype, pack
@@ -92,9 +92,7 @@ class ChunkTask:
     staging: Staging
 
 
-@lru_cache(maxsize=1)
-def _tokenizer(data: bytes) -> TextTokenizer:
-    return TextTokenizer(data)
+_tokenizer = lru_cache(maxsize=1)(TextTokenizer)
 
 
 def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, ChunkRecord]:
@@ -131,7 +129,7 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
             tokens=int(encoded.num_tokens.sum()),
             shards=shards,
             sizes_bytes=sizes,
-            quarantined=quarantined(bad[:QUARANTINE_ROWS]),
+            quarantined=tuple(bad[:QUARANTINE_ROWS]),
             slices=rows.slices.names,
             without_category=tuple((rows.categorical == 0).sum(axis=0).tolist()),
             without_number=tuple(np.isnan(rows.numeric).sum(axis=0).tolist()),

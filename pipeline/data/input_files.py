@@ -18,7 +18,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.attributes import SIDES
+from pipeline.data.attributes import SIDES, with_columns
 from pipeline.data.readers import Planner, file_version, object_version, read_file, suffix_format
 from pipeline.data.rows import READER_VERSION, ColumnPlan, RawBatch, shorten
 from pipeline.io.commit import stream_record
@@ -103,8 +103,7 @@ class Files:
         if missing := [each.product for each in texts if each.product and each.product not in names]:
             warn(f"the catalogue has no column {', '.join(map(repr, missing))}, so titles are used without it")
         found = [{side: getattr(each, side) for side in SIDES if getattr(each, side) in names} for each in texts]
-        blank = dict.fromkeys(SIDES, "")
-        return tuple(t.model_copy(update=blank | columns) for t, columns in zip(texts, found, strict=True) if columns)
+        return tuple(with_columns(text, columns, "text") for text, columns in zip(texts, found, strict=True) if columns)
 
     def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
         """Yield batches of at most `num_rows` rows from all files. `plan` maps the URI of a file to its planner."""

@@ -39,7 +39,6 @@ from pipeline.data.token_sets import (
     QUARANTINE,
     QUARANTINE_ROWS,
     SPLITS,
-    CategoricalInfo,
     FileRows,
     QuarantinedRow,
     SliceInfo,
@@ -281,12 +280,11 @@ def name_partition(encoding: Encoding, partition: InputPartition, *, carve_valid
     """
     config, labels = encoding.config, encoding.labels
     rules = RowRules(config, partition.name, tuple(labels.gains), labels.row_gains, carve_valid)
-    newer = config.model_dump(mode="json", include={"slices", "query_prefix", "product_prefix"})
+    newer = config.model_dump(mode="json", include={"slices", "query_prefix", "product_prefix", "attributes"})
     name = fingerprint(
         {
             # Omit defaults so that data prepared before these settings were introduced keeps its name.
             **{name: value for name, value in newer.items() if value},
-            **({"attributes": [each.model_dump() for each in config.attributes]} if config.attributes else {}),
             **({"split_by": config.split_by} if config.split_by != "query" else {}),
             "format": FORMAT_VERSION,
             "content": partition.content_id,
@@ -400,7 +398,6 @@ def _commit(encoding: Encoding, workspace: Storage, work: _PartitionWork, events
 def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> TokenSetInfo:
     config, labels, tokenizer = encoding.config, encoding.labels, encoding.tokenizer
     records = [work.done[index] for index in sorted(work.done)]
-    categorical = tuple(CategoricalInfo(column=info.column, num_ids=info.num_ids) for info in config.categorical)
     by_split = {split: tuple(r.shards[split] for r in records if split in r.shards) for split in SPLITS}
     shards = {split: infos for split, infos in by_split.items() if infos}
     reasons = sum((Counter(record.reasons) for record in records), Counter[str]())
@@ -411,7 +408,7 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         for split, infos in shards.items()
     }
     optional = [name for name in numeric_names(config) if not name.startswith(LEXICAL)]
-    are_counted = all(len(record.without_category) == len(categorical) for record in records)
+    are_counted = all(len(record.without_category) == len(config.categorical) for record in records)
     are_counted &= all(len(record.without_number) == len(optional) for record in records)
     return TokenSetInfo(
         dataset=config.name,
@@ -429,7 +426,7 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         label_gains=tuple(labels.gains.values()),
         numeric=numeric_names(config),
         attributes=config.attributes,
-        categorical=categorical,
+        categorical=config.categorical,
         splits=shards,
         rows_read=sum(record.rows_read for record in records),
         rows_bad=sum(record.rows_bad for record in records),
@@ -441,7 +438,7 @@ def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> Tok
         judged=count_judgements(staged, len(labels.gains), stop),
         without_category={
             info.column: sum(record.without_category[i] for record in records)
-            for i, info in enumerate(categorical if are_counted else ())
+            for i, info in enumerate(config.categorical if are_counted else ())
         },
         without_number={
             name: sum(record.without_number[i] for record in records)

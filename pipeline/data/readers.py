@@ -27,7 +27,8 @@ import pyarrow.parquet as pq
 
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.csv_records import CsvRecords, Malformed
-from pipeline.data.rows import JOINED_FIELDS, BadRow, ColumnPlan, RawBatch, join_texts, shorten, to_fields
+from pipeline.data.rows import JOINED_FIELDS, ColumnPlan, RawBatch, join_texts, shorten, to_fields
+from pipeline.data.token_sets import QuarantinedRow
 from pipeline.io.storage import HEAD_BYTES, ObjectStat, Storage, check_downloaded, os_errors
 
 NOT_AN_OBJECT = "malformed row: not a JSON object"
@@ -205,14 +206,17 @@ def _batches(
     source: _Source, plan: ColumnPlan, position: Callable[[], int], rows: Iterable[_Parsed]
 ) -> Iterator[RawBatch]:
     """Group the rows of a text format into batches. `position` returns the number of bytes read from the file."""
-    columns, numbers, bad = [list[bytes | None]() for _ in plan.inputs], list[int](), list[BadRow]()
+    columns, numbers, bad = [list[bytes | None]() for _ in plan.inputs], list[int](), list[QuarantinedRow]()
     lines = list[int]()
     size = reported_blank = reported_bytes = 0
     for row, parsed in enumerate(chain(rows, [None])):
         if parsed is not None:
             line, record = parsed
             if isinstance(record, Malformed):
-                bad.append(BadRow(source.key, row, record.reason, shorten(record.text), record.lines, line))
+                reason, content, count = record.reason, shorten(record.text), record.lines
+                bad.append(
+                    QuarantinedRow(file=source.key, row=row, line=line, reason=reason, content=content, count=count)
+                )
             else:
                 numbers.append(row)
                 lines.append(line)

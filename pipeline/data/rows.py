@@ -29,29 +29,6 @@ _BATCH_ROWS = 4096
 _CONTENT_CHARACTERS = 500
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be used.
-
-    `line` is the 1-based number of the row's first line in a text file, or 0 in other formats. `count` is greater than
-    1 if a single defect affects several lines, for example an unclosed quote in a CSV file.
-    """
-
-    file: str
-    row: int
-    reason: str
-    content: RowContent
-    count: int = 1
-    line: int = 0
-
-
-def quarantined(rows: Iterable[BadRow]) -> tuple[QuarantinedRow, ...]:
-    return tuple(
-        QuarantinedRow(file=row.file, row=row.row, line=row.line, reason=row.reason, content=row.content)
-        for row in rows
-    )
-
-
 def quarantine_lines(rows: Iterable[QuarantinedRow]) -> bytes:
     return b"".join(row.model_dump_json().encode() + b"\n" for row in rows)
 
@@ -67,7 +44,7 @@ class RawBatch:
 
     columns: pa.RecordBatch
     rows: Int64s
-    bad: tuple[BadRow, ...] = ()
+    bad: tuple[QuarantinedRow, ...] = ()
     lines: Int64s | None = None
     blank: int = 0
     input_bytes: int = 0
@@ -89,7 +66,7 @@ class RowChunk:
     file: str
     columns: bytes
     rows: Int64s
-    bad: tuple[BadRow, ...]
+    bad: tuple[QuarantinedRow, ...]
     lines: Int64s | None = None
 
     @property
@@ -209,37 +186,26 @@ class ColumnPlan:
         )
 
 
-def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
-    """Match the configured fields with the columns of one file.
+def plan_columns(config: DataConfig, available: Sequence[str], file: str, *, judged: bool = True) -> ColumnPlan:
+    """Match the configured fields with the columns of one file. Rows that are not `judged` have no label, gain or ids.
 
     Raises DataError if the query or title column is missing, if there is neither a label nor a gain column, if any
     explicitly configured column is missing, or if a split column contradicts `data.split_by`.
     """
     mapping, columns = config.columns, set(available)
-    if config.split_by != "query" and mapping.split in columns:
+    if judged and config.split_by != "query" and mapping.split in columns:
         raise DataError(
             f"{file} has a split column {mapping.split!r}, so data.split_by {config.split_by} has no effect",
             expected="either a split column or data.split_by",
             next_command="remove data.split_by, or write the file without this column",
         )
     pairs = [("query", mapping.query), ("title", mapping.title)]
-    if mapping.label in columns or config.labels or mapping.gain not in columns:
+    if judged and (mapping.label in columns or config.labels or mapping.gain not in columns):
         pairs.append(("label", mapping.label))
-    has_text = mapping.text not in (mapping.query, mapping.title)
-    pairs += [(field, getattr(mapping, field)) for field in _OPTIONAL if field != "text" or has_text]
-    pairs += [*feature_pairs(config), *attribute_pairs(config.attributes, available, file)]
-    return match_columns(pairs, available, file, _setting, _OPTIONAL)
-
-
-def plan_pairs(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
-    """Match the fields of rows without judgements (query, title, text and features) with the columns of one file.
-
-    Raises DataError if a required column is missing.
-    """
-    mapping = config.columns
-    pairs = [("query", mapping.query), ("title", mapping.title)]
     if mapping.text not in (mapping.query, mapping.title):
         pairs.append(("text", mapping.text))
+    if judged:
+        pairs += [(field, getattr(mapping, field)) for field in _OPTIONAL if field != "text"]
     pairs += [*feature_pairs(config), *attribute_pairs(config.attributes, available, file)]
     return match_columns(pairs, available, file, _setting, _OPTIONAL)
 

@@ -90,7 +90,9 @@ class TokenRows:
 
     def select(self, rows: Sequence[Int64s]) -> "TokenRows":
         """Return only the rows with the given numbers in each bucket, which are numbered from 0 again."""
-        return TokenRows(self._shards, self.buckets, self.pad_id, self._fields[len(FIELDS) :], rows)
+        selected = TokenRows(self._shards, self.buckets, self.pad_id, self._fields[len(FIELDS) :], rows)
+        selected._maps = self._maps  # so that no shard is opened twice
+        return selected
 
     def blocks(self) -> Iterator[tuple[int, Int64s]]:
         """Iterate over all rows in order, yielding a bucket and the numbers of a bounded number of its rows."""

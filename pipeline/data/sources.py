@@ -32,7 +32,6 @@ from pipeline.data.input_files import (
 )
 from pipeline.data.readers import Planner, read_file, suffix_format
 from pipeline.data.rows import (
-    BadRow,
     ColumnPlan,
     RawBatch,
     batch_rows,
@@ -41,6 +40,7 @@ from pipeline.data.rows import (
     text_characters,
     to_fields,
 )
+from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import filter_mask
 from pipeline.io import atomic
 from pipeline.io.storage import ObjectStat, Storage, os_errors
@@ -243,7 +243,9 @@ def _read_esci(
         is_missing = np.array([product is None for product in matches], dtype=np.bool_)
         is_bad = is_missing & filter_mask(columns, config.filter)
         bad = tuple(
-            BadRow(file.key, int(batch.rows[i]), NO_PRODUCT, f"{ids[i]!r} in {locales[i]!r}")
+            QuarantinedRow(
+                file=file.key, row=int(batch.rows[i]), reason=NO_PRODUCT, content=f"{ids[i]!r} in {locales[i]!r}"
+            )
             for i in np.flatnonzero(is_bad)
         )
         columns = columns.filter(pa.array(~is_bad)).drop_columns(["locale"])

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.record import Record
-from pipeline.data.config import SplitBy
+from pipeline.data.config import CategoricalFeature, SplitBy
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, read_record
@@ -32,13 +32,6 @@ class ShardInfo(Record):
 
     file: str
     rows: tuple[int, ...]
-
-
-class CategoricalInfo(Record):
-    """A hashed categorical column. The id of a missing value is 0."""
-
-    column: str
-    num_ids: int
 
 
 class SliceInfo(Record):
@@ -81,10 +74,12 @@ RowContent = str | dict[str, str | int | float | None]
 
 
 class QuarantinedRow(Record):
-    """A bad row, stored as one line of quarantine.jsonl.
+    """A row that cannot be used, stored as one line of quarantine.jsonl.
 
     `row` is its 0-based number in the input file, not counting the header. `line` is the 1-based number of its first
     line in a text file, or 0 in other formats. `content` is its values by column, or its text if it cannot be parsed.
+    `count`, which is not stored, is greater than 1 if a single defect affects several lines, for example an unclosed
+    quote in a CSV file.
     """
 
     file: str
@@ -92,6 +87,7 @@ class QuarantinedRow(Record):
     line: int = 0
     reason: str
     content: RowContent
+    count: int = Field(1, exclude=True)
 
     @property
     def text(self) -> str:
@@ -123,7 +119,7 @@ class TokenSetInfo(Record):
     label_gains: tuple[float, ...]
     numeric: tuple[str, ...] = Field(description="Names of the configured columns, followed by the lexical features")
     attributes: tuple[Attribute, ...] = Field((), description="Attributes with their columns and kinds")
-    categorical: tuple[CategoricalInfo, ...]
+    categorical: tuple[CategoricalFeature, ...]
     splits: dict[Split, tuple[ShardInfo, ...]]
     rows_read: int
     rows_bad: int
@@ -290,18 +286,9 @@ def token_set_prefixes(outputs: Mapping[str, str]) -> tuple[str, ...]:
 
 def spec_of(info: TokenSetInfo) -> InputSpec:
     """Return the part of the model configuration that is determined by the prepared data."""
-    return InputSpec(
-        vocab_size=info.vocab_size,
-        pad_id=info.pad_id,
-        labels=info.labels,
-        label_gains=info.label_gains,
-        numeric=info.numeric,
-        categorical_ids=tuple(feature.num_ids for feature in info.categorical),
-        query_prefix=info.query_prefix,
-        product_prefix=info.product_prefix,
-        attributes=info.attributes,
-        missing=tuple(info.without_number),
-    )
+    shared = info.model_dump(include={*InputSpec.model_fields})
+    categorical_ids = tuple(feature.num_ids for feature in info.categorical)
+    return InputSpec(**shared, categorical_ids=categorical_ids, missing=tuple(info.without_number))
 
 
 # The summary of the prepared data that is shown in reports, stored in cycles/<cycle>/prepare/digest.json.

@@ -15,8 +15,8 @@ from pipeline.core.fingerprint import hash63
 from pipeline.data.attributes import SIDES, field_of
 from pipeline.data.config import DataConfig
 from pipeline.data.lexical import code_features
-from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, RowChunk, canonical_text, row_content
-from pipeline.data.token_sets import SPLITS
+from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, RowChunk, canonical_text, row_content
+from pipeline.data.token_sets import SPLITS, QuarantinedRow
 from pipeline.model.config import Attribute
 
 EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
@@ -50,13 +50,13 @@ class Slices:
 def slice_rows(columns: Mapping[str, Sequence[bytes | None]], kept: Sequence[int]) -> Slices:
     """Hash the slice values of all rows that are kept. Raises DataError if a column has more than MAX_NAMES values."""
     values = np.full((len(kept), len(columns)), NO_VALUE, dtype=np.int64)
-    names: list[tuple[str, set[str]]] = []
+    names: dict[str, set[str]] = {}
     for index, (column, cells) in enumerate(columns.items()):
         texts = [(cells[row] or b"").decode("utf-8", "backslashreplace").strip() for row in kept]
         hashes = {text: hash63(text) if text else NO_VALUE for text in set(texts)}
         values[:, index] = [hashes[text] for text in texts]
-        names.append((column, hashes.keys() - {""}))
-    return Slices(values, merge_names([{column: tuple(values)} for column, values in names]))
+        names[column] = hashes.keys() - {""}
+    return Slices(values, merge_names([names]))
 
 
 def merge_names(mappings: Iterable[Mapping[str, Iterable[str]]]) -> Names:
@@ -187,7 +187,7 @@ class _Rows:
             return texts
 
 
-def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
+def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[QuarantinedRow], int]:
     """Apply the filter to a chunk and validate the remaining rows.
 
     Returns the valid rows, the bad rows (starting with those that the reader could not parse), and the number of rows
@@ -223,8 +223,8 @@ def validate_chunk(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[Ba
     bad = list(chunk.bad)
     for index, row_reason in enumerate(rows.reason):
         if row_reason:
-            row, line = int(rows.rows[index]), int(rows.lines[index])
-            bad.append(BadRow(chunk.file, row, row_reason, row_content(rows.table, index), line=line))
+            row, line, content = int(rows.rows[index]), int(rows.lines[index]), row_content(rows.table, index)
+            bad.append(QuarantinedRow(file=chunk.file, row=row, line=line, reason=row_reason, content=content))
     return usable, bad, len(rows.rows) + sum(row.count for row in chunk.bad)
 
 

@@ -25,7 +25,6 @@ from pipeline.data.readers import open_parquet, refuse_unreadable
 from pipeline.data.rows import (
     CHARACTERS_PER_TOKEN,
     FILTER,
-    BadRow,
     ColumnPlan,
     match_columns,
     product_text,
@@ -360,7 +359,7 @@ class TextRows:
     """Number of rows in the window."""
     num_read: int
     """Number of rows that passed the filter, including bad rows."""
-    bad: tuple[BadRow, ...]
+    bad: tuple[QuarantinedRow, ...]
 
 
 @dataclass(frozen=True)
@@ -417,11 +416,12 @@ def validate_rows(rules: TextRules, raw: RawWindow) -> TextRows:
     limit = CHARACTERS_PER_TOKEN * rules.max_tokens
     columns = {name: batch[name].to_pylist() for name in ("id", "title", "text") if name in batch.schema.names}
     long_texts = columns.get("text") or [None] * len(rows)
-    ids, kept, texts, bad = list[Any](), list[int](), list[str](), list[BadRow]()
+    ids, kept, texts, bad = list[Any](), list[int](), list[str](), list[QuarantinedRow]()
     for row, values in enumerate(zip(columns["id"], columns["title"], long_texts, strict=True)):
         value, text, reason = _validate(*values, limit)
         if reason:
-            bad.append(BadRow(raw.file, int(rows[row]), reason, row_content(batch, row)))
+            content = row_content(batch, row)
+            bad.append(QuarantinedRow(file=raw.file, row=int(rows[row]), reason=reason, content=content))
             continue
         ids.append(value)
         kept.append(row)

@@ -25,7 +25,7 @@ from pipeline.core.errors import DataError, NumericError, TransientError
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.stop import StopSignal
-from pipeline.data.rows import BadRow, quarantine_lines, quarantined
+from pipeline.data.rows import quarantine_lines
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.carry_over import RowIndex, decode_row, encode_row, open_earlier, open_row_index
@@ -69,7 +69,7 @@ class OpenPart:
     quarantine_rows: int
 
     def __post_init__(self) -> None:
-        self.counts, self.reasons, self.bad = Counter[str](), Counter[str](), list[BadRow]()
+        self.counts, self.reasons, self.bad = Counter[str](), Counter[str](), list[QuarantinedRow]()
         self.rows, self._tables, self._ids = 0, list[pa.Table](), set[Any]()
         # The operating system allocates this memory only as vectors are written to it.
         self._vectors = np.empty((self.capacity, self.layout.dim), dtype=self.layout.numpy_dtype)
@@ -124,7 +124,7 @@ class OpenPart:
         if self._scale is not None and scale is not None:
             self._scale[rows] = scale
 
-    def _add_bad(self, rows: Sequence[BadRow]) -> None:
+    def _add_bad(self, rows: Sequence[QuarantinedRow]) -> None:
         for row in rows:
             self.counts["bad"] += row.count
             self.reasons[row.reason] += row.count
@@ -137,11 +137,12 @@ class OpenPart:
         if len(new) == len(ids) and self._ids.isdisjoint(new):
             self._ids |= new
             return window
-        keep, bad, numbers = np.ones(len(ids), dtype=np.bool_), list[BadRow](), rows.table["row"].to_pylist()
+        keep, bad, numbers = np.ones(len(ids), dtype=np.bool_), list[QuarantinedRow](), rows.table["row"].to_pylist()
         for index, name in enumerate(ids):
             if name in self._ids:
                 keep[index] = False
-                bad.append(BadRow(rows.file, numbers[index], DUPLICATE_ID, {"id": name}))
+                row = numbers[index]
+                bad.append(QuarantinedRow(file=rows.file, row=row, reason=DUPLICATE_ID, content={"id": name}))
             self._ids.add(name)
         self._add_bad(bad)
         return window.keep(keep)
@@ -198,7 +199,7 @@ def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: f
         id_max=high,
         counts=PartCounts(**part.counts),
         reasons=dict(sorted(part.reasons.items())),
-        quarantined=quarantined(part.bad),
+        quarantined=tuple(part.bad),
         seconds=round(seconds, 3),
     )
     return part_store(storage, plan).commit(record, files)

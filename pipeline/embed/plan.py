@@ -26,7 +26,7 @@ from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import Files, names_of, open_files
-from pipeline.data.rows import RawBatch, quarantined
+from pipeline.data.rows import RawBatch
 from pipeline.data.sources import open_source, read_products
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import filter_mask
@@ -58,6 +58,7 @@ QUARANTINE_ROWS = 1000
 _BATCH_ROWS = 4096
 _SAMPLE_ROWS = 100
 _SCHEMA = pa.schema([("id", pa.large_binary()), ("title", pa.large_binary()), ("text", pa.large_binary())])
+_COLUMN_NAMES = {"id", "title", "text", "filter"}
 COLUMNS = CatalogueColumns(id="id", title="title", text="text")
 """Column names of a converted catalogue."""
 
@@ -157,7 +158,7 @@ def _gather(workspace: Storage, content: dict[str, JsonValue], batches: Iterator
         if batch is not None:
             for bad in batch.bad:
                 unreadable[bad.reason] += bad.count
-            sample += quarantined(batch.bad[: _SAMPLE_ROWS - len(sample)])
+            sample += batch.bad[: _SAMPLE_ROWS - len(sample)]
             buffered.append(batch.columns)
             rows += len(batch.columns)
     info = GatheredInfo(rows=rows, unreadable=dict(sorted(unreadable.items())), sample=tuple(sample))
@@ -178,13 +179,8 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
             prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
     else:
         files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
-        columns = CatalogueColumns(
-            id=config.id,
-            title=config.title,
-            text=config.text,
-            filter=config.filter,
-            attributes=files.text_attributes(data.attributes, ctx.console.warn),
-        )
+        attributes = files.text_attributes(data.attributes, ctx.console.warn)
+        columns = CatalogueColumns(**config.model_dump(include=_COLUMN_NAMES), attributes=attributes)
         if files.skipped:
             ctx.console.info(f"embed: {len(files.skipped)} other file(s) were not read: {names_of(files.skipped)}")
         if all(name == "parquet" for _, name in files.entries):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from pipeline.model.config import Pooling
 from pipeline.model.encoder import BertEncoder, EncoderLayer
-from pipeline.model.ops import LayerNorm
 
 # CPU matrix products with weights that are packed for oneDNN, fused with the subsequent operation.
 #
@@ -115,7 +114,7 @@ class FlatEncoder:
         hidden = F.embedding(ids, self._word_embeddings)
         for view, (_, _, length) in _split_runs(hidden, runs):
             view += self._position_embeddings[:length]
-        hidden = _layer_norm(self._norm, hidden)
+        hidden = self._norm.forward(hidden)
         for layer in self._layers:
             hidden = layer(hidden, runs)
         return torch.cat([self._pool(view) for view, _ in _split_runs(hidden, runs)])
@@ -133,9 +132,9 @@ class _FlatLayer:
     def __call__(self, hidden: Tensor, runs: Sequence[Run]) -> Tensor:
         """Apply the layer to hidden states of shape [S, D] in fp32."""
         attended = _attention(self._qkv(hidden.to(self._dtype)), runs, self._heads)
-        hidden = _layer_norm(self._attention_norm, self._attention_output.plus(attended, hidden))
+        hidden = self._attention_norm.forward(self._attention_output.plus(attended, hidden))
         expanded = self._intermediate.gelu(hidden.to(self._dtype))
-        return _layer_norm(self._output_norm, self._output.plus(expanded, hidden))
+        return self._output_norm.forward(self._output.plus(expanded, hidden))
 
 
 def _attention(qkv: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
@@ -164,7 +163,3 @@ def _split_runs(values: Tensor, runs: Sequence[Run]) -> list[tuple[Tensor, Run]]
         (values[first : first + count * length].view(count, length, -1), (first, count, length))
         for first, count, length in runs
     ]
-
-
-def _layer_norm(norm: LayerNorm, values: Tensor) -> Tensor:
-    return F.layer_norm(values, norm.normalized_shape, norm.weight, norm.bias, norm.eps)

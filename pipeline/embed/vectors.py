@@ -38,11 +38,7 @@ ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(
 Stored = npt.NDArray[Any]
 ROWS_PER_GROUP = 8192
 """Number of vectors per Parquet row group, which is the smallest unit that can be read."""
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "fp16": np.dtype(np.float16),
-    "fp32": np.dtype(np.float32),
-    "int8": np.dtype(np.int8),
-}
+_DTYPES = {"fp16": "float16", "fp32": "float32", "int8": "int8"}
 _INT8_MAX = 127.0
 _METADATA = "trnpipe."
 KEYS = ("id", "id_hash", "text_hash")

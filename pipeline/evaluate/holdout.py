@@ -96,7 +96,6 @@ def some_rows(sizes: Sequence[int], limit: int) -> HoldoutOrder:
 PARTITION, QUERY_TOKENS, AGE = "partition", "query_tokens", "age"  # slice columns added by trnpipe
 SPECIAL_TOKENS = 2
 LENGTHS = ("1-4", "5-8", "9-16", "17+")  # names of the query length slices, whose bounds are QUERY_EDGES
-_BLOCK_ROWS = 65_536
 
 
 def own_column(name: str, columns: Collection[str]) -> str:
@@ -121,11 +120,8 @@ class Holdout:
         return fingerprint({"split": self.split, "data": fingerprints, "max_rows": self.max_rows})
 
     def blocks(self, fields: Sequence[str]) -> Iterator[Arrays]:
-        """Yield the arrays listed in `fields` for all selected rows in order, one block of bounded size at a time."""
-        for bucket, numbers in enumerate(self.order.rows):
-            for start in range(0, len(numbers), _BLOCK_ROWS):
-                part = numbers[start : start + _BLOCK_ROWS]
-                yield self.rows.read(np.full(len(part), bucket, dtype=np.int64), part, bucket, fields)
+        """Return an iterator over the arrays in `fields` of all selected rows in order, in blocks of bounded size."""
+        return self.rows.select(self.order.rows).read_blocks(fields)
 
     def tokens_of(self, column: str, ids: Int64s, sides: Sequence[str]) -> list[Tokens]:
         """Look up the tokens of `sides` (query or product) in the first row with each of the ids [M] of a column.

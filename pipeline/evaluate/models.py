@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pipeline.backends import Backend
@@ -17,12 +16,12 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.record import with_retired
 from pipeline.data.token_sets import TokenSet, spec_of
-from pipeline.embed.engine import open_embedder
+from pipeline.embed.engine import Embed, open_embedder
 from pipeline.evaluate.config import QUERY_TOKENS as QUERY_EDGES
 from pipeline.evaluate.golden import read_golden
 from pipeline.evaluate.holdout import PARTITION, QUERY_TOKENS, Holdout
 from pipeline.evaluate.report import EvaluationReport
-from pipeline.evaluate.retrieval import Embed, open_catalogue
+from pipeline.evaluate.retrieval import open_catalogue
 from pipeline.evaluate.score import (
     ARRAYS,
     SLICE,
@@ -36,8 +35,6 @@ from pipeline.evaluate.score import (
 )
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import difference
-from pipeline.model.hf import from_hf
-from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.registry.checkpoints import locate
 from pipeline.registry.records import CheckpointRef, Pointer, StoredVerdict, read_pointer
@@ -275,20 +272,13 @@ class ModelScorer:
 
     def _loaded(self, checkpoint: Checkpoint, holdout: Holdout) -> ScoreProgram:
         """Load the weights of a checkpoint into the scoring program for its architecture, and return the program."""
-        state = checkpoint.state
-        with torch.device("meta"):  # only the structure is needed
-            model = RelevanceModel(state.model, state.inputs)
-        template = model.state_dict()
-        name = _architecture(checkpoint)
-        if name not in self._programs:
-            self._programs[name] = ScoreProgram(
-                model,
-                self.backend,
-                self.settings.train.precision,
-                self._watch(checkpoint, holdout),
-                has_one_rate=self.settings.train.optimizer.has_one_rate,
+        name, train, watch = _architecture(checkpoint), self.settings.train, self._watch(checkpoint, holdout)
+        if name in self._programs:
+            self._programs[name].load_checkpoint(checkpoint)
+        else:
+            self._programs[name] = ScoreProgram.of_checkpoint(
+                checkpoint, self.backend, train.precision, watch, has_one_rate=train.optimizer.has_one_rate
             )
-        self._programs[name].load(from_hf(checkpoint.weights(), template, source=checkpoint.prefix))
         return self._programs[name]
 
     def _watch(self, checkpoint: Checkpoint, holdout: Holdout) -> GraphWatch:

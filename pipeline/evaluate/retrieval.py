@@ -1,9 +1,9 @@
 """Exact search over the embeddings of a model, which compares every query with every item to evaluate retrieval."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from pipeline.data.tokenizer import TextTokenizer, Tokens, token_windows
 from pipeline.data.validate import filter_mask
 from pipeline.embed.catalogue import cut_tokens
 from pipeline.embed.config import max_text_tokens
-from pipeline.embed.engine import with_progress
+from pipeline.embed.engine import Embed, with_progress
 from pipeline.embed.vectors import check_dimensions, shorten_vectors
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig, RetrievalConfig
 from pipeline.evaluate.golden import GoldenQuery, items_named, judge_golden, read_golden
@@ -269,9 +269,7 @@ def from_products(
     if len(products) < products.num_distinct:
         num_distinct = products.num_distinct
         warn(f"retrieval only searches {len(products):,} of {num_distinct:,} products (evaluate.retrieval.max_items)")
-
-    def items(selects: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
-        return products.windows(WINDOW_ROWS, selects)
+    items = partial(products.windows, WINDOW_ROWS)
 
     def texts() -> Iterator[list[str]]:
         return (decode_tokens(window, tokenizer) for _, window in items(lambda number: True))
@@ -338,10 +336,6 @@ def some_queries(query_id: Int64s, max_queries: int) -> Int64s:
     """Select at most `max_queries` of the ids [Q] by their hashes, and return them in ascending order."""
     order = np.argsort(mix64(query_id.astype(np.uint64)), kind="stable")
     return np.sort(query_id[order[:max_queries]])
-
-
-Embed = Callable[[Iterable[Tokens]], Iterator[Float32s]]
-"""A function that takes windows of tokenised texts and returns their unit vectors [n, D] in the same order."""
 
 
 def search(

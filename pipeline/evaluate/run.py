@@ -45,10 +45,8 @@ def run_evaluation(
 
     Raises DataError if the holdout cannot be used, and Preempted on a stop signal.
     """
-    with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (
-        process_group,
-        backend,
-    ):
+    timeout_s = settings.train.collective_timeout_s
+    with open_ranks(settings.backend, ctx.world, timeout_s=timeout_s) as (process_group, backend):
         try:
             return Evaluation(settings, ctx, models, sets, inputs, process_group, backend).run()
         except RuntimeError as error:

@@ -71,6 +71,7 @@ class ScoreProgram:
         """
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self.backend, self._precision = backend, precision
+        self._template = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
         self._layout = FlatLayout.of(model, has_one_rate=has_one_rate)
         self._model = parameters_to_meta(model.eval(), backend)
         self._watch: GraphWatch = watch or GraphWatch()
@@ -90,10 +91,13 @@ class ScoreProgram:
         """Build the program for the architecture of a checkpoint, and load its weights."""
         with torch.device("meta"):  # don't allocate parameters
             model = RelevanceModel(checkpoint.state.model, checkpoint.state.inputs)
-        template = model.state_dict()
         program = cls(model, backend, precision, watch, has_one_rate=has_one_rate)
-        program.load(from_hf(checkpoint.weights(), template, source=checkpoint.uri))
+        program.load_checkpoint(checkpoint)
         return program
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Load the weights of a checkpoint. Raises CheckpointError if they do not have the shapes of the model."""
+        self.load(from_hf(checkpoint.weights(), self._template, source=checkpoint.uri))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights to the device. They must be on the CPU and have the names and shapes of the model."""

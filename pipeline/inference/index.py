@@ -10,15 +10,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from pipeline.core.arrays import Float32s, Int64s
+from pipeline.core.arrays import Float32s
 from pipeline.core.errors import DataError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
@@ -30,7 +29,7 @@ from pipeline.io.commit import check_sizes, commit_dir, read_manifest
 from pipeline.io.paths import cache_folder
 from pipeline.io.storage import Storage, open_storage, os_errors
 from pipeline.retrieval.bm25 import Bm25
-from pipeline.retrieval.search import Ranked, fuse_by_rank, search_vectors
+from pipeline.retrieval.search import Ranked, search_vectors
 
 _KIND = "words"
 _TITLES = "titles.arrow"
@@ -43,17 +42,11 @@ DEPTH = 100
 """Minimum number of results from each of the two lists that hybrid search merges."""
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The top items for a query by vector similarity and by words (BM25)."""
 
     vectors: Ranked
     words: Ranked
-
-    @cached_property
-    def hybrid(self) -> Int64s:
-        """Return the items in the order of both lists, merged by reciprocal rank fusion."""
-        return fuse_by_rank(self.vectors, self.words)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from pipeline.data.config import DataConfig
 from pipeline.data.encode import bucket_arrays, encode_rows
 from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
 from pipeline.data.loader import to_tensors
-from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, RawBatch, RowChunk, cut_chunks, plan_pairs, to_fields
-from pipeline.data.token_sets import TokenSetInfo, read_token_sets, token_set_prefixes
+from pipeline.data.rows import CHARACTERS_PER_TOKEN, RawBatch, RowChunk, cut_chunks, plan_columns, to_fields
+from pipeline.data.token_sets import QuarantinedRow, TokenSetInfo, read_token_sets, token_set_prefixes
 from pipeline.data.tokenizer import TextTokenizer, token_windows
 from pipeline.data.validate import CleanRows, RowRules, validate_chunk
 from pipeline.embed.engine import Embedder, open_embedder
@@ -35,6 +35,7 @@ from pipeline.parallel.process_group import open_device
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import CHECKPOINTS, locate
 from pipeline.registry.model import Registry, resolve_model_name
+from pipeline.retrieval.search import fuse_by_rank
 from pipeline.settings import Settings, project_files, resolve
 
 Kind = Literal["query", "product"]
@@ -134,7 +135,7 @@ class Model:
         if not rows:
             labels = self.checkpoint.state.inputs.labels
             return PairScores(labels, np.zeros((0, len(labels))), np.zeros(0))
-        plan = plan_pairs(config, list(names), "the pairs")
+        plan = plan_columns(config, list(names), "the pairs", judged=False)
         columns = {name: pa.array([_cell(row.get(name)) for row in rows]) for name in plan.inputs}
         batch = RawBatch(to_fields(columns, plan), np.arange(len(rows)))
         (chunk,) = cut_chunks("pairs", [batch], len(rows))
@@ -145,7 +146,7 @@ class Model:
             )
         return scores
 
-    def score_rows(self, chunk: RowChunk) -> tuple[CleanRows, PairScores, list[BadRow]]:
+    def score_rows(self, chunk: RowChunk) -> tuple[CleanRows, PairScores, list[QuarantinedRow]]:
         """Score a chunk of rows. Returns its valid rows with their scores, and the bad rows with a reason for each."""
         rows, bad, _ = validate_chunk(chunk, RowRules(self.row_config, "flat", (), (), carve_valid=False))
         return rows, self._scored(rows), bad
@@ -167,7 +168,7 @@ class Model:
         lists: dict[Order, list[int]] = {
             "vectors": results.vectors.items[0].tolist(),
             "words": results.words.items[0].tolist(),
-            "hybrid": results.hybrid[0].tolist(),
+            "hybrid": fuse_by_rank(*results)[0].tolist(),
         }
         cosines = dict(zip(lists["vectors"], results.vectors.scores[0].tolist(), strict=True))
         items = [item for item in lists[by][:top] if item >= 0]
@@ -207,9 +208,8 @@ class Model:
             is_lexical = info.numeric[-len(LEXICAL_NAMES) :] == LEXICAL_NAMES
             computed = {*LEXICAL_NAMES, *(name for attribute in spec.attributes for name in attribute.features)}
             numeric = tuple(name for name in info.numeric if name not in computed)
-            columns = [{"column": feature.column, "num_ids": feature.num_ids} for feature in info.categorical]
-            trained = {"numeric": numeric, "lexical": is_lexical, "categorical": columns, "buckets": info.buckets}
-            data = DataConfig.model_validate(data.model_dump() | trained)
+            trained = {"numeric": numeric, "lexical": is_lexical, "categorical": info.categorical}
+            data = DataConfig.model_validate(data.model_dump() | trained | {"buckets": info.buckets})
         data = data.model_copy(update={"attributes": spec.attributes})
         numeric, num_ids = numeric_names(data), tuple(feature.num_ids for feature in data.categorical)
         if (numeric, num_ids) != (spec.numeric, spec.categorical_ids):

@@ -93,11 +93,9 @@ class Products:
 
     def tokens(self, start: int, stop: int) -> Tokens:
         location, parts = self.location[start:stop], []
-        starts = np.flatnonzero(np.any(np.diff(location[:, :2], axis=0, prepend=-1), axis=1))
-        for first, last in zip(starts, [*starts[1:], len(location)], strict=True):
-            source, bucket = self.sources[location[first, 0]], int(location[first, 1])
-            numbers = location[first:last, 2]
-            arrays = source.read(np.full(len(numbers), bucket), numbers, bucket, ("product",))
+        for number in np.unique(location[:, 0]).tolist():  # items are in the order of the sources
+            source, (_, buckets, rows) = self.sources[number], location[location[:, 0] == number].T
+            arrays = source.read(buckets, rows, len(source.buckets) - 1, ("product",))
             parts.append(to_tokens(arrays["product"], source.pad_id))
         return join_tokens(parts)
 

@@ -24,6 +24,7 @@ from pipeline.commands.parity import (
 from pipeline.context import StageResult, open_context, store_result
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError, DataError, GateRefused
 from pipeline.core.stop import StopSignal
+from pipeline.evaluate import score
 from pipeline.evaluate.config import ParityConfig
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
@@ -232,7 +233,7 @@ def dropped_weight(patch: pytest.MonkeyPatch) -> None:
         return {**found, name: torch.zeros_like(found[name])}
 
     real = from_hf
-    for module in (command, build):
+    for module in (score, build):
         patch.setattr(module, "from_hf", without_one)
 
 

@@ -15,15 +15,14 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
 from pipeline.data.config import CategoricalFeature, ColumnMapping, DataConfig, SplitBy
 from pipeline.data.rows import (
-    BadRow,
     RawBatch,
     RowChunk,
     cut_chunks,
     plan_columns,
     quarantine_lines,
-    quarantined,
     to_fields,
 )
+from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import (
     MAX_NAMES,
     NO_VALUE,
@@ -64,7 +63,7 @@ def chunk_of(*rows: dict[str, Any]) -> RowChunk:
     return next(cut_chunks("f", [RawBatch(fields, np.arange(len(rows), dtype=np.int64))], 1000))
 
 
-def judged(*rows: dict[str, Any]) -> tuple[CleanRows, list[BadRow], int]:
+def judged(*rows: dict[str, Any]) -> tuple[CleanRows, list[QuarantinedRow], int]:
     return validate_chunk(chunk_of(*rows), RULES)
 
 
@@ -134,7 +133,7 @@ def test_a_bad_row_is_shown_by_the_columns_of_its_file() -> None:
     _, bad, _ = validate_chunk(next(cut_chunks("f", [RawBatch(fields, np.arange(1, dtype=np.int64))], 10)), PLAIN)
     shown = {"search_term": "shoe", "title": "x" * 500 + "...", "label": None, "price": "inf"}
     assert [row.content for row in bad] == [shown]
-    (row,) = quarantined(bad)
+    (row,) = bad
     assert json.loads(quarantine_lines([row]))["content"] == json.loads(row.text) == shown
 
 

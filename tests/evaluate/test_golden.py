@@ -10,7 +10,8 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
-from pipeline.data.rows import BadRow, RawBatch
+from pipeline.data.rows import RawBatch
+from pipeline.data.token_sets import QuarantinedRow
 from pipeline.evaluate.config import OnGolden
 from pipeline.evaluate.gate.compare import GateInput
 from pipeline.evaluate.gate.judge import judge
@@ -163,5 +164,7 @@ def test_what_decides_a_verdict_is_as_it_was_without_golden_queries(tmp_path: Pa
 def test_a_bad_row_of_the_data_has_no_name() -> None:
     """A reader returns it beside the columns, of which one may be missing."""
     columns = pa.record_batch({"title": pa.array([b"red shoe"], pa.large_binary())})
-    batch = RawBatch(columns, np.array([0]), (BadRow("a.csv", 1, "malformed row", "x"),))
+    batch = RawBatch(
+        columns, np.array([0]), (QuarantinedRow(file="a.csv", row=1, reason="malformed row", content="x"),)
+    )
     assert [field_texts(batch, name) for name in ("product_id", "title")] == [[""], ["red shoe"]]

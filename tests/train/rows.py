@@ -10,10 +10,11 @@ from safetensors.numpy import save_file
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.batch_order import BatchPlan, Bucket, RankSlice
+from pipeline.data.config import CategoricalFeature
 from pipeline.data.loader import GroupSource, RowSource
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.taught import TaughtPartition, TaughtRows
-from pipeline.data.token_sets import CategoricalInfo, ShardInfo, TokenSetInfo
+from pipeline.data.token_sets import ShardInfo, TokenSetInfo
 from pipeline.data.training_groups import NONE, GroupedRows, MinedProducts
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
@@ -110,7 +111,7 @@ def token_set_info(
         labels=SPEC.labels,
         label_gains=SPEC.label_gains,
         numeric=SPEC.numeric,
-        categorical=(CategoricalInfo(column="c", num_ids=5),),
+        categorical=(CategoricalFeature(column="c", num_ids=5),),
         splits=dict(shards or {}),  # type: ignore[arg-type]
         rows_read=1,
         rows_bad=0,

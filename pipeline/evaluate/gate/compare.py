@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import NormalDist
 from typing import Literal
 
@@ -15,9 +14,9 @@ from pipeline.core.arrays import Bools, Float64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
 from pipeline.core.record import Record
-from pipeline.evaluate.config import MetricName, MetricsConfig
+from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.metrics.measure import Measured, RowMetrics, measure_retrieval
-from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows, Statistic, value_of
+from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, Statistic, value_of
 
 # A paired bootstrap over queries, which estimates whether the difference between two models is statistically
 # significant (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993). We resample queries with all their rows
@@ -370,24 +369,13 @@ def _losses(
 
 
 @dataclass(frozen=True, eq=False)
-class GateInput:
-    """The results of one model that the gate needs.
+class GateInput(RowMetrics):
+    """The results of one model that the gate needs, which include the retrieval metrics of each query."""
 
-    `threshold` is the probability from which on a row is a match (two labels only), and `retrieval` has the retrieval
-    metrics of each query.
-    """
-
-    rows: ScoredRows
-    config: MetricsConfig
-    threshold: float | None = None
     retrieval: PerQuery | None = None
 
-    @cached_property
-    def metrics(self) -> RowMetrics:
-        return RowMetrics(self.rows, self.config, self.threshold)
-
     def measure(self, name: MetricName) -> Measured | Missing:
-        return measure_retrieval(self.retrieval, name) if name.is_retrieval else self.metrics.measure(name)
+        return measure_retrieval(self.retrieval, name) if name.is_retrieval else super().measure(name)
 
     def select(self, mask: Bools) -> "GateInput":
         """Return the results for the rows where `mask` [N] is true, without retrieval, which is not per row."""

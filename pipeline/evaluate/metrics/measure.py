@@ -22,9 +22,8 @@ from pipeline.evaluate.metrics.labels import (
 from pipeline.evaluate.metrics.ranking import (
     Judgements,
     Ranking,
+    hits_by_query,
     ndcg_by_query,
-    precision_by_query,
-    recall_by_query,
     reciprocal_rank_by_query,
     retrieval_by_query,
 )
@@ -62,7 +61,10 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class RowMetrics:
-    """Computes all metrics of scored rows, that is, all except retrieval. Caches intermediate results."""
+    """Computes all metrics of scored rows, that is, all except retrieval. Caches intermediate results.
+
+    `threshold` is the probability from which on a row is a match (two labels only).
+    """
 
     rows: ScoredRows
     config: MetricsConfig
@@ -125,8 +127,7 @@ class RowMetrics:
             if family == "mrr":
                 by_query = reciprocal_rank_by_query(self.ranking, self.relevant)
             else:
-                measure = recall_by_query if family == "recall" else precision_by_query
-                by_query = measure(self.ranking, self.relevant, k)
+                by_query = hits_by_query(self.ranking, self.relevant, k, family)
             return mean_over_queries(by_query), "no query has a relevant row"
         if name.label is not None:
             index, reason = rows.labels.index(name.label), f"no row is labelled or predicted {name.label}"

@@ -65,19 +65,14 @@ def ndcg_by_query(ranking: Ranking, gain: Float64s, k: int) -> Float64s:
     return divided(dcg, best)
 
 
-def recall_by_query(ranking: Ranking, relevant: Bools, k: int) -> Float64s:
-    """Compute recall@k [Q]. It is NaN for queries without a relevant row."""
-    hits = ranking.queries.sums(relevant * ranking.expected(np.ones(k)))
-    return divided(hits, ranking.queries.sums(relevant))
+def hits_by_query(ranking: Ranking, relevant: Bools, k: int, metric: str) -> Float64s:
+    """Compute `metric` [Q], which is recall@k or precision@k.
 
-
-def precision_by_query(ranking: Ranking, relevant: Bools, k: int) -> Float64s:
-    """Compute precision@k [Q]. As in trec_eval, the denominator is k even if a query has fewer rows.
-
-    Precision is NaN for queries without a relevant row, because all orders of their rows are equally good.
+    As in trec_eval, the denominator of precision is k even if a query has fewer rows. Both metrics are NaN for queries
+    without a relevant row, because all orders of their rows are equally good.
     """
-    hits = ranking.queries.sums(relevant * ranking.expected(np.ones(k)))
-    return np.where(ranking.queries.sums(relevant) > 0, hits / k, np.nan)
+    hits, num_relevant = ranking.queries.sums(relevant * ranking.expected(np.ones(k))), ranking.queries.sums(relevant)
+    return divided(hits, num_relevant if metric == "recall" else np.where(num_relevant > 0, float(k), 0.0))
 
 
 def reciprocal_rank_by_query(ranking: Ranking, relevant: Bools) -> Float64s:
