@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bench.__main__ import BENCHES
 from bench.claims import CLAIMS, METHODS, README_CLAIMS, Claim
+from bench.quality import changes
 from bench.results import RESULTS, ROOT, Figure, Result, Target, load_results
 
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
@@ -33,6 +34,8 @@ def summary_page(results: Sequence[Result], claims: Sequence[Claim] = CLAIMS) ->
     parts = [_SUMMARY_TOP, "\n".join([*_HEADING, *rows]), _targets_met(results, page)]
     for name in dict.fromkeys(claim.method for claim in claims):
         parts.append(f"## {name}\n\n{METHODS[name]}")
+    if changes.BENCH in by_bench:
+        parts.append(f"## changes\n\n{changes.page(by_bench[changes.BENCH])}")
     return "\n\n".join(parts) + "\n"
 
 

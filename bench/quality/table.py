@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.quality import ours
+from bench.quality.changes import changes_table
 from bench.quality.incremental import PART as INCREMENTAL
 from bench.quality.incremental import incremental_table
 from bench.quality.part import BM25, OURS, SPLIT_DIGITS, Budget, PartResult, provenance, read_parts, reads_of_test
@@ -75,7 +76,8 @@ def tables(parts: Sequence[PartResult]) -> tuple[list[Table], list[str]]:
             made.append(incremental_table(task, budget, parts, reads_of_test(parts, task)))
         except Incomplete as reason:
             missing.append(f"{task} by day, {budget.pairs:,} pairs: {reason}")
-    return made, missing
+    changes = changes_table(parts)
+    return made + ([changes] if changes else []), missing
 
 
 def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -> Table:

@@ -8,7 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from bench.quality import changes as tried_changes
 from bench.quality import incremental, ours
+from bench.quality.changes import TRIED, Change, changes_table
 from bench.quality.incremental import DAYS, Arm, Chain, deal_days, shipped_arm
 from bench.quality.part import KEPT, Budget, PartResult, is_kept, keep, read_part, read_parts, reads_of_test
 from bench.quality.sides import Incomplete, Table, best_peer, sides_of
@@ -267,6 +269,27 @@ def test_a_chain_goes_on_with_the_day_it_ended_in(tmp_path: Path, monkeypatch: p
         resolve([Path(flags.pop("--config"))], {}, list(flags.items()))  # every flag is one that trnpipe knows
     with pytest.raises(SystemExit, match="a multiple of 5"):
         replace(chain, steps=51).run()
+
+
+def test_each_change_is_a_row_beside_what_it_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tried = (Change("wide", "wider", "base", kept=True), Change("warm", "warmer", "wide"), Change("never", "-", "base"))
+    runs = {"base": 0.80, "wide": 0.84, "warm": 0.83}
+    parts = [part("ours", value, split="valid", variant=name) for name, value in runs.items()]
+    table = changes_table(parts, tried)
+    assert table is not None and table.targets == ()
+    monkeypatch.setattr("bench.results.RESULTS", tmp_path)
+    rows = tried_changes.page(table.finish()).splitlines()[-2:]
+    assert rows == [
+        "| wider (kept) | pricerunner | +0.040 | +0.040 | +0.000 | +0.040 |  |",
+        "| warmer | pricerunner | -0.010 | -0.010 | +0.000 | -0.010 |  |",
+    ]
+    assert changes_table(parts[1:2], tried) is None
+
+
+def test_every_kept_variant_on_valid_is_a_change_that_is_described() -> None:
+    kept = {one.variant for one in read_parts(KEPT) if one.part == "ours" and one.split == "valid" and one.variant}
+    described = {name for each in TRIED for name in (each.variant, each.against)}
+    assert kept <= described, "say in bench/quality/changes.py what it is"
 
 
 def test_kept_parts_are_small_and_name_no_machine() -> None:
