@@ -25,14 +25,27 @@ class Change(NamedTuple):
 
 _FOUR = "base"
 _TWO = "cand2"
+_WIDE = "cand2-repeat-wide"
+_NEW = "cand2-repeat"
 TRIED = (
     Change("cand2", "two products per query in a batch instead of four, so twice as many queries", _FOUR, kept=True),
+    Change("cand2-repeat-wide", "a positive in each group of a query, repeated if there are too few", _TWO, kept=True),
+    Change("cand2-repeat", "buckets of 16x16, 16x24 and 32x48 instead of 16x24, 24x32, 32x48 and 64x64", _WIDE),
+    Change("cand2-repeat-labelled", "the same, but repeated positives count in the loss of pair scores as well", _TWO),
     Change("topic1", "no similar queries in a batch", _FOUR),
     Change("cand2-topic8", "eight similar queries in a batch instead of four", _TWO),
     Change("cand2-temp03", "contrastive temperature 0.03 instead of 0.05", _TWO),
     Change("cand2-graded0", "no loss of pair scores", _TWO),
     Change("cand2-graded1", "half the weight of the loss of pair scores", _TWO),
     Change("cand2-sym", "contrastive loss of products over queries as well", _TWO),
+    Change("teacher-vectors", "a teacher of base size: cosine to its vectors, after a projection", _NEW, kept=True),
+    Change("teacher-listwise", "the same teacher: KL divergence of similarities over the batch", _NEW),
+    Change("teacher-margin", "the same teacher: squared differences of margins within a query", _NEW),
+    Change("teacher-both", "the same teacher: cosine to its vectors and KL divergence over the batch", _NEW),
+    Change(
+        "published-vectors", "a published model of base size, not fine-tuned, as teacher: cosine to its vectors", _NEW
+    ),
+    Change("published-listwise", "the same: KL divergence of similarities over the batch", _NEW),
 )
 
 
