@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench.quality.incremental import DAYS, NO_REPLAY, TOGETHER, Arm, Chain
+from bench.quality.incremental import DAYS, TOGETHER, Arm, Chain
 from bench.quality.incremental import PART as INCREMENTAL
 from bench.quality.part import CPU, DEVICES, KEPT, OURS, PartResult, is_kept, keep
 from bench.quality.run import PARTS, Run, run_part
@@ -39,7 +39,7 @@ def run_incremental(arguments: argparse.Namespace) -> None:
     arms = [
         Arm(share, rate, each, arguments.days) for share in shares for rate in arguments.later_rate for each in averages
     ]
-    arms = [TOGETHER, NO_REPLAY, *arms] if arguments.days == DAYS else arms
+    arms = [TOGETHER, *arms] if arguments.days == DAYS else arms
     names = ("task", "data", "model", "split", "steps", "batch", "precision", "device", "seed")
     for arm in arms:
         chain = Chain(arm=arm, **{name: getattr(arguments, name) for name in names})

@@ -206,24 +206,25 @@ def incremental_table(task: str, budget: Budget, parts: Sequence[PartResult], re
         raise Incomplete(f"chains of {task} with different recipes; run all of them again")
     sides = {runs[0].variant: runs for runs in sides_of(runs).values()}
     shipped, many = shipped_arm().name, shipped_arm(MANY_DAYS).name
-    for wanted in (TOGETHER.name, shipped, NO_REPLAY.name):
+    for wanted in (TOGETHER.name, shipped):
         if wanted not in sides:
             raise Incomplete(f"{wanted} was not run on test")
     whole = mean(sides[TOGETHER.name], NDCG)
+    beside = {
+        "behind": (shipped, f"{shipped}, means over seeds"),
+        "behind_without_replay": (NO_REPLAY.name, "no replay"),
+        "behind_20_days": (many, many),
+    }
     figures = [
-        figure(
-            "behind", whole - mean(sides[shipped], NDCG), "", f"nDCG@10, together minus {shipped}, means over seeds"
-        ),
-        figure(
-            "behind_without_replay", whole - mean(sides[NO_REPLAY.name], NDCG), "", "nDCG@10, together minus no replay"
-        ),
         *(
-            [figure("behind_20_days", whole - mean(sides[many], NDCG), "", f"nDCG@10, together minus {many}")]
-            if many in sides
-            else []
+            figure(name, whole - mean(sides[arm], NDCG), "", f"nDCG@10, together minus {text}")
+            for name, (arm, text) in beside.items()
+            if arm in sides
         ),
         *(mean_figure(f"{name}_{NDCG}", values(found, NDCG), "", f"{NDCG}, {name}") for name, found in sides.items()),
-        *interval_figures(sides[TOGETHER.name], {shipped: sides[shipped], NO_REPLAY.name: sides[NO_REPLAY.name]}),
+        *interval_figures(
+            sides[TOGETHER.name], {arm: sides[arm] for arm in (shipped, NO_REPLAY.name, many) if arm in sides}
+        ),
     ]
     used = sum(one.reads for one in runs)
     return Table(
