@@ -214,9 +214,6 @@ class LossConfig(Record):
     teacher_weight: float = Field(
         1.0, gt=0, description="Weight of the terms that compare scores and vectors with those of train.teacher"
     )
-    teacher_term: Literal["listwise", "margin", "vectors"] = Field(
-        "listwise", description="How to compare with the teacher (temporary, to measure which one is best)"
-    )
 
     @model_validator(mode="after")
     def _terms_fit(self) -> Self:
@@ -232,9 +229,8 @@ class LossConfig(Record):
         """Return the fields for JSON and hashes, including the defaults of retired fields."""
         fields = with_retired(self)
         del fields["memory_batches"]  # was not part of the first version, and was omitted if it was disabled
-        for name in ("teacher_weight", "teacher_term"):  # added later
-            if fields[name] == LossConfig.model_fields[name].default:
-                del fields[name]
+        if fields["teacher_weight"] == LossConfig.model_fields["teacher_weight"].default:  # added later
+            del fields["teacher_weight"]
         return fields
 
     @property

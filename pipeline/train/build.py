@@ -236,7 +236,7 @@ def open_run(
         model = initial_model(config.model, inputs.spec, train.seed, ctx.scratch, same_vocabulary=same_vocabulary)
         if inputs.parent is None:
             model.interactions.features.fit(torch.from_numpy(pools.new.numeric_sample(_FITTED_ROWS)))
-        if inputs.taught is not None and inputs.taught.width and train.loss.teacher_term == "vectors":
+        if inputs.taught is not None and inputs.taught.width:
             model.add_projection(inputs.taught.width, train.seed)
         projection = {
             name: tensor.clone() for name, tensor in model.state_dict().items() if name.startswith(PROJECTION)

@@ -141,7 +141,7 @@ class Trial:
         plan, share = BatchPlan(groups.sizes, batch, train.seed), rank_slice(train, world.world_size, world.rank)
         steps, log_every = plan.batches_per_epoch, self.settings.log.every_steps
         model = build_model(self.settings.model, self.spec, train.seed)
-        if self.teacher and train.loss.teacher_term == "vectors":
+        if self.teacher:
             model.add_projection(self.teacher, train.seed)
         program = open_program(
             model,

@@ -44,9 +44,9 @@ class Targets(NamedTuple):
     teacher_product: Tensor | None = None  # float32 [Q S, Dt], 0 for empty slots
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """The targets that are not None."""
-        return [tensor for tensor in self if tensor is not None]
+    def judged(self) -> tuple[Tensor, ...]:
+        """The targets without those of the teacher."""
+        return (self.label, self.gain, self.query_key, self.product_key)
 
 
 def relevance_loss(outputs: RelevanceOutputs, targets: Targets, config: LossConfig, mined: int = 0) -> Tensor:
@@ -90,67 +90,44 @@ def contrastive_loss(query: Tensor, product: Tensor, targets: Targets, config: L
     positive = (targets.gain - config.positive_gain >= 0).float()
     excluded = _excluded(targets, positive, queries, products // queries)
     full = _info_nce(query, product, positive, excluded, config.temperature)
-    taught = list[Tensor]()
-    if targets.teacher_query is not None and targets.teacher_product is not None and config.teacher_term == "listwise":
-        teacher = torch.matmul(targets.teacher_query, targets.teacher_product.t())
-        student = torch.matmul(l2_normalize(query.float()), l2_normalize(product.float()).t())
-        mask = (targets.gain >= 0).float()[None, :].expand(queries, -1)
-        divergence = _divergence(teacher / config.temperature, student / config.temperature, mask)
-        taught = [config.teacher_weight / config.contrastive_weight * divergence / queries]
     if not config.matryoshka_sizes:
-        return sum(taught, full)
+        return full
     truncated = [
         _info_nce(query[:, :size], product[:, :size], positive, excluded, config.temperature)
         for size in config.matryoshka_sizes
     ]
     weight = 1.0 / (1 + len(truncated))
-    return sum(taught, torch.stack([weight * loss for loss in (full, *truncated)]).sum())
-
-
-# The terms that compare the student with the teacher. KL divergences between the softmax of their scores are as in
-# Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), and differences of scores as in Hofstätter et
-# al., "Improving Efficient Neural Ranking Models with Cross-Architecture Knowledge Distillation" (2020).
+    return torch.stack([weight * loss for loss in (full, *truncated)]).sum()
 
 
 def teacher_loss(
     outputs: RelevanceOutputs | TaughtOutputs, targets: Targets, config: LossConfig, unscored: int = 0
 ) -> Tensor | None:
-    """Compare the scores of each query's products with those of the teacher, averaged over the queries.
+    """Compare the student with the vectors and scores of the teacher, averaged over queries and products.
 
-    The student has two scores: the logit of the best label, and the cosine similarity divided by the temperature. The
-    similarities are compared over the whole batch instead if the teacher has vectors (see `contrastive_loss`).
-    `unscored` is the number of last slots per query for which the logits are undefined, because mined products have no
-    features. Returns None if there is nothing to compare.
+    Projected embeddings are compared with vectors by cosine. Scores of a query's products are compared by the KL
+    divergence between softmax distributions (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015): with
+    the logits of the best label and, if the teacher has no vectors, with cosine similarities divided by the
+    temperature. `unscored` is the number of last slots per query for which the logits are undefined, because mined
+    products have no features. Returns None if there is nothing to compare.
     """
-    if targets.teacher_score is None or targets.teacher_mask is None:
-        return None
-    queries = outputs.query.shape[0]
-    if config.teacher_term == "vectors":
-        if not isinstance(outputs, TaughtOutputs) or targets.teacher_query is None or targets.teacher_product is None:
-            return None
+    terms, queries = list[Tensor](), outputs.query.shape[0]
+    if isinstance(outputs, TaughtOutputs) and targets.teacher_query is not None and targets.teacher_product is not None:
         filled = (targets.gain >= 0).float()
         of_query = 1.0 - (l2_normalize(outputs.projected_query.float()) * targets.teacher_query).sum(1)
         of_product = 1.0 - (l2_normalize(outputs.projected_product.float()) * targets.teacher_product).sum(1)
-        return of_query.sum() / queries + (of_product * filled).sum() / len(filled)
-    teacher, mask = (values.view(queries, -1) for values in (targets.teacher_score, targets.teacher_mask))
-    logits = outputs.logits.float()
-    margin = (logits[:, -1] - torch.logsumexp(logits[:, :-1], dim=1)).view(queries, -1)
-    scored = slice(teacher.shape[1] - unscored)
-    compare = _divergence if config.teacher_term == "listwise" else _margin_difference
-    terms = [compare(teacher[:, scored], margin[:, scored], mask[:, scored])] if config.trains_head else []
-    cosines = _own_cosines(outputs.query, outputs.product) / config.temperature
-    if targets.teacher_query is None or targets.teacher_product is None:
-        terms.append(compare(teacher, cosines, mask))
-    elif config.teacher_term == "margin":
-        teacher = _own_cosines(targets.teacher_query, targets.teacher_product) / config.temperature
-        terms.append(compare(teacher, cosines, (targets.gain >= 0).float().view(queries, -1)))
-    return torch.stack(terms).sum() / queries if terms else None
-
-
-def _own_cosines(query: Tensor, product: Tensor) -> Tensor:
-    """Return the cosine similarities [Q, S] of each query to its own products."""
-    products = l2_normalize(product.float()).view(query.shape[0], -1, query.shape[1])
-    return (l2_normalize(query.float())[:, None] * products).sum(2)
+        terms.append(of_query.sum() / queries + (of_product * filled).sum() / len(filled))
+    if targets.teacher_score is not None and targets.teacher_mask is not None:
+        teacher, mask = (values.view(queries, -1) for values in (targets.teacher_score, targets.teacher_mask))
+        if config.trains_head:
+            logits, scored = outputs.logits.float(), slice(teacher.shape[1] - unscored)
+            best = (logits[:, -1] - torch.logsumexp(logits[:, :-1], dim=1)).view(queries, -1)
+            terms.append(_divergence(teacher[:, scored], best[:, scored], mask[:, scored]) / queries)
+        if targets.teacher_query is None:
+            products = l2_normalize(outputs.product.float()).view(queries, -1, outputs.query.shape[1])
+            cosines = (l2_normalize(outputs.query.float())[:, None] * products).sum(2)
+            terms.append(_divergence(teacher, cosines / config.temperature, mask) / queries)
+    return torch.stack(terms).sum() if terms else None
 
 
 def _divergence(teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
@@ -158,14 +135,6 @@ def _divergence(teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
     hidden = (1.0 - mask) * _MASKED
     target, predicted = (F.log_softmax(scores + hidden, dim=1) for scores in (teacher, student))
     return (torch.exp(target) * (target - predicted) * mask).sum()
-
-
-def _margin_difference(teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
-    """Sum the squared differences between the score differences of student and teacher, averaged over pairs."""
-    difference = (student - teacher) * mask
-    count = mask.sum(dim=1, keepdim=True).clamp(min=1.0)
-    centred = (difference - difference.sum(dim=1, keepdim=True) / count) * mask
-    return 2.0 * (centred * centred / count).sum()  # the mean over all ordered pairs is twice the variance
 
 
 def _info_nce(query: Tensor, product: Tensor, positive: Tensor, excluded: Tensor, temperature: float) -> Tensor:
@@ -249,7 +218,7 @@ class GlobalLoss:
 
     def gather_embeddings(self, query: Tensor, product: Tensor, targets: Targets) -> Embeddings:
         """Gather the embeddings of all ranks. Gradients do not flow through the result."""
-        all_query, all_product, *all_targets = self.gather([query, product, *targets.tensors])
+        all_query, all_product, *all_targets = self.gather([query, product, *targets.judged])
         return Embeddings(all_query, all_product, Targets(*all_targets))
 
     def contrast(self, rows: Embeddings) -> Contrast:

@@ -241,7 +241,7 @@ class TrainProgram:
         del outputs
         local = Embeddings(torch.cat(queries), torch.cat(products), concat_targets(micros))
         if self._gathers_on_host:
-            self._cut("embeddings", [local.query, local.product, *local.targets.tensors])
+            self._cut("embeddings", [local.query, local.product, *local.targets.judged])
         contrast = self._loss.contrast(self._loss.gather_embeddings(*local))
         self._cut("contrast", contrast)
         return contrast

@@ -113,7 +113,7 @@ def test_a_batch_without_positives_is_zero() -> None:
 
 def test_one_query_alone_has_its_own_low_grades_as_negatives() -> None:
     _, query, product = (side[:SLOTS] for side in outputs())
-    alone = Targets(*(side[: (1 if number == 2 else SLOTS)] for number, side in enumerate(targets().tensors)))
+    alone = Targets(*(side[: (1 if number == 2 else SLOTS)] for number, side in enumerate(targets().judged)))
     loss = contrastive_loss(query[:1], product, alone, CONFIG)
     cosines = F.cosine_similarity(query[:1], product, dim=1) / CONFIG.temperature
     torch.testing.assert_close(loss, -F.log_softmax(cosines, 0)[0], rtol=1e-5, atol=1e-6)

@@ -1,7 +1,5 @@
 """The terms that compare the student with its teacher: their values against torch and loops, and what is masked."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import RelevanceOutputs, TaughtOutputs
-from pipeline.train.loss import Targets, contrastive_loss, teacher_loss
+from pipeline.train.loss import Targets, teacher_loss
 
 QUERIES, SLOTS, CLASSES, WIDTH, DIM = 4, 5, 3, 6, 7
 SIZE = QUERIES * SLOTS
@@ -52,15 +50,6 @@ def kl(teacher: list[Tensor], student: list[Tensor]) -> Tensor:
     return torch.stack(terms).sum() / QUERIES
 
 
-def margin_mse(teacher: list[Tensor], student: list[Tensor]) -> Tensor:
-    """By loops over all ordered pairs of a query's candidates, a candidate with itself included."""
-    total = torch.zeros(())
-    for t, s in zip(teacher, student, strict=True):
-        both = itertools.product(range(len(t)), repeat=2)
-        total = total + torch.stack([((s[i] - s[j]) - (t[i] - t[j])) ** 2 for i, j in both]).mean()
-    return total / QUERIES
-
-
 def scores(outputs: RelevanceOutputs, temperature: float) -> tuple[Tensor, Tensor]:
     """The logit of the probability of the best label, and the similarities to the own products."""
     best = torch.softmax(outputs.logits, 1)[:, -1]
@@ -68,47 +57,21 @@ def scores(outputs: RelevanceOutputs, temperature: float) -> tuple[Tensor, Tenso
     return torch.log(best) - torch.log1p(-best), F.cosine_similarity(query, outputs.product) / temperature
 
 
-@pytest.mark.parametrize("term", ["listwise", "margin"])
 @pytest.mark.parametrize("unscored", [0, 1])
-def test_scores_are_compared_with_logits_and_similarities(term: str, unscored: int) -> None:
+def test_scores_are_compared_with_logits_and_similarities(unscored: int) -> None:
     outputs, targets = case(vectors=False)
-    config = LossConfig.model_validate({"teacher_term": term, "temperature": 0.3})
+    config = LossConfig(temperature=0.3)
     assert targets.teacher_score is not None
     head, cosine = scores(outputs, 0.3)
-    compare, judged = kl if term == "listwise" else margin_mse, SLOTS - unscored
-    expected = compare(lists(targets.teacher_score, targets, judged), lists(head, targets, judged))
-    expected = expected + compare(lists(targets.teacher_score, targets), lists(cosine, targets))
+    judged = SLOTS - unscored
+    expected = kl(lists(targets.teacher_score, targets, judged), lists(head, targets, judged))
+    expected = expected + kl(lists(targets.teacher_score, targets), lists(cosine, targets))
     loss = teacher_loss(outputs, targets, config, unscored)
     assert loss is not None and float(expected) > 0.1
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     without = teacher_loss(outputs, targets, config.model_copy(update={"graded_weight": 0.0}), unscored)
     assert without is not None, "an untrained head is left alone"
-    torch.testing.assert_close(without, compare(lists(targets.teacher_score, targets), lists(cosine, targets)))
-
-
-def test_vectors_are_compared_over_the_whole_batch() -> None:
-    outputs, targets = case(vectors=True)
-    config = LossConfig(temperature=0.3, contrastive_weight=0.5, teacher_weight=2.0, matryoshka_sizes=(2,))
-    assert targets.teacher_query is not None and targets.teacher_product is not None
-    filled = targets.gain >= 0
-    teacher = (targets.teacher_query @ targets.teacher_product.T)[:, filled] / 0.3
-    student = (F.normalize(outputs.query, dim=1) @ F.normalize(outputs.product, dim=1).T)[:, filled] / 0.3
-    with_teacher = contrastive_loss(outputs.query, outputs.product, targets, config)
-    plain = contrastive_loss(outputs.query, outputs.product, Targets(*targets[:4]), config)
-    torch.testing.assert_close(0.5 * (with_teacher - plain), 2.0 * kl([*teacher], [*student]), rtol=1e-4, atol=1e-5)
-
-
-def test_differences_of_a_teachers_similarities_are_those_of_the_own_products() -> None:
-    outputs, targets = case(vectors=True)
-    config = LossConfig(teacher_term="margin", temperature=0.3, graded_weight=0.0)
-    assert targets.teacher_query is not None and targets.teacher_product is not None
-    teacher = (targets.teacher_query.repeat_interleave(SLOTS, 0) * targets.teacher_product).sum(1) / 0.3
-    expected = margin_mse(lists(teacher, targets), lists(scores(outputs, 0.3)[1], targets))
-    loss = teacher_loss(outputs, targets, config)
-    assert loss is not None
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    with_teacher = contrastive_loss(outputs.query, outputs.product, targets, config)
-    assert with_teacher == contrastive_loss(outputs.query, outputs.product, Targets(*targets[:4]), config)
+    torch.testing.assert_close(without, kl(lists(targets.teacher_score, targets), lists(cosine, targets)))
 
 
 def test_projected_vectors_are_compared_with_those_of_the_teacher() -> None:
@@ -119,9 +82,12 @@ def test_projected_vectors_are_compared_with_those_of_the_teacher() -> None:
     filled = targets.gain >= 0
     expected = (1 - F.cosine_similarity(sides[0], targets.teacher_query)).mean()
     expected = expected + (1 - F.cosine_similarity(sides[1], targets.teacher_product))[filled].sum() / SIZE
-    loss = teacher_loss(TaughtOutputs(*outputs, *sides), targets, LossConfig(teacher_term="vectors"))
-    assert loss is not None
-    torch.testing.assert_close(loss, expected)
+    assert targets.teacher_score is not None
+    taught, head = TaughtOutputs(*outputs, *sides), scores(outputs, 1.0)[0]
+    without_head = teacher_loss(taught, targets, LossConfig(graded_weight=0.0))
+    torch.testing.assert_close(without_head, expected)
+    expected = expected + kl(lists(targets.teacher_score, targets), lists(head, targets))
+    torch.testing.assert_close(teacher_loss(taught, targets, LossConfig()), expected)
 
 
 def test_a_student_that_agrees_has_no_loss_and_no_gradient() -> None:
@@ -129,12 +95,10 @@ def test_a_student_that_agrees_has_no_loss_and_no_gradient() -> None:
     head, _ = scores(outputs, 1.0)
     logits = outputs.logits.requires_grad_()
     agreeing = targets._replace(teacher_score=head.detach() * (targets.gain >= 0))
-    for term in ("listwise", "margin"):
-        config = LossConfig.model_validate({"teacher_term": term})
-        loss = teacher_loss(outputs._replace(logits=logits), agreeing, config)
-        assert loss is not None
-        (gradient,) = torch.autograd.grad(loss, logits)
-        assert float(gradient.abs().max()) < 1e-6
+    loss = teacher_loss(outputs._replace(logits=logits), agreeing, LossConfig())
+    assert loss is not None
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert float(gradient.abs().max()) < 1e-6
 
 
 def test_without_a_teacher_there_is_no_term() -> None:
