@@ -39,6 +39,8 @@ TRIED = (
     Change("cand2-graded1", "half the weight of the loss of pair scores", _TWO),
     Change("cand2-sym", "contrastive loss of products over queries as well", _TWO),
     Change("teacher-vectors", "a teacher of base size: cosine to its vectors, after a projection", _NEW, kept=True),
+    Change("teacher-vectors-8", "the same with eight times the weight", _NEW),
+    Change("teacher-scores", "the same with the scores of the teacher's head: KL divergence of logits", _NEW),
     Change("teacher-listwise", "the same teacher: KL divergence of similarities over the batch", _NEW),
     Change("teacher-margin", "the same teacher: squared differences of margins within a query", _NEW),
     Change("teacher-both", "the same teacher: cosine to its vectors and KL divergence over the batch", _NEW),
