@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,28 +34,14 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     if ref is not None and ref.width:  # the few graphs of a cross-encoder are compiled on demand
         opened = open_teacher(ref, shapes.buckets, settings, ctx)
         if isinstance(opened, CheckpointTeacher):
-            teacher = TeacherShapes(opened.settings, Shapes(opened.inputs, shapes.buckets), opened.trained_head)
+            teacher = opened
     if drives_tool(settings.compile, settings.backend, os.environ):
         return _drive(settings, ctx, shapes, teacher, started)
     return _trace(settings, ctx, shapes, teacher, started)
 
 
-@dataclass(frozen=True)
-class TeacherShapes:
-    """Settings and shapes with the model of the teacher."""
-
-    settings: Settings
-    shapes: Shapes
-    has_scores: bool
-
-    def trace(self, backend: Backend, process_group: ProcessGroup, recorder: Recorder, ctx: StageContext) -> None:
-        """Embed with the model and, if it has scores, score pairs. Raises Preempted."""
-        trial = self.shapes.trial(self.settings, backend, process_group, recorder, ctx.stop, ctx.console)
-        trial.score() if self.has_scores else trial.embed_dummies()
-
-
 def _drive(
-    settings: Settings, ctx: StageContext, shapes: Shapes, teacher: TeacherShapes | None, started: datetime
+    settings: Settings, ctx: StageContext, shapes: Shapes, teacher: CheckpointTeacher | None, started: datetime
 ) -> StageResult:
     """Compile the graphs with the Neuron compile tool.
 
@@ -69,7 +54,7 @@ def _drive(
     scoring = {(count, "1"): shapes.scoring_plan(settings, count, device) for count in counts}
     if teacher is not None:
         for count in counts or (settings.launch.processes,):
-            scoring[count, TEACHER] = teacher.shapes.scoring_plan(teacher.settings, count, device)
+            scoring[count, TEACHER] = teacher.graph_plan(device, count)
     other = {key: part for key, part in scoring.items() if not part.items() <= plan.items()}
     manifests, existed = compile_on_neuron(settings, ctx, plan, other)
     if not manifests:
@@ -83,7 +68,7 @@ def _drive(
 
 
 def _trace(
-    settings: Settings, ctx: StageContext, shapes: Shapes, teacher: TeacherShapes | None, started: datetime
+    settings: Settings, ctx: StageContext, shapes: Shapes, teacher: CheckpointTeacher | None, started: datetime
 ) -> StageResult:
     """Run the trial in this process, which compiles each new graph as soon as it is needed."""
     with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (
@@ -94,7 +79,7 @@ def _trace(
         device, traces = backend.device_name(), backend.is_lazy or backend.compiles_steps
         is_teacher = os.environ.get(SCORING) == TEACHER
         if is_teacher and teacher is not None:
-            plan = teacher.shapes.scoring_plan(teacher.settings, ctx.world.world_size, device)
+            plan = teacher.graph_plan(device, ctx.world.world_size)
         elif is_scoring:
             plan = shapes.scoring_plan(settings, ctx.world.world_size, device)
         else:
@@ -102,7 +87,7 @@ def _trace(
         existing = None if trace_file else load_manifest(ctx.workspace, plan)
         recorder = Recorder(backend, plan)
         if traces and is_teacher and teacher is not None:
-            teacher.trace(backend, process_group, recorder, ctx)
+            _embed(teacher, ctx, backend, process_group, recorder)
         elif traces and existing is None:
             trial = shapes.trial(settings, backend, process_group, recorder, ctx.stop, ctx.console)
             if not trace_file:
@@ -110,7 +95,7 @@ def _trace(
             with use_display(no_display):  # do not show the progress of scoring, which is only part of the trial
                 trial.score() if is_scoring else trial.run()
         if teacher is not None and traces and not trace_file:
-            _trace_teacher(teacher, ctx, backend, process_group)
+            _add_teacher(teacher, ctx, backend, process_group)
     if existing is not None:
         return _already_done(ctx, existing, started)
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
@@ -134,14 +119,21 @@ def _trace(
     return _publish(ctx, manifest, started)
 
 
-def _trace_teacher(teacher: TeacherShapes, ctx: StageContext, backend: Backend, process_group: ProcessGroup) -> None:
+def _embed(
+    teacher: CheckpointTeacher, ctx: StageContext, backend: Backend, process_group: ProcessGroup, recorder: Recorder
+) -> None:
+    shapes = Shapes(teacher.inputs, ())
+    shapes.trial(teacher.settings, backend, process_group, recorder, ctx.stop, ctx.console).embed_dummies()
+
+
+def _add_teacher(teacher: CheckpointTeacher, ctx: StageContext, backend: Backend, process_group: ProcessGroup) -> None:
     """Compile the graphs of the teacher, unless this has already been done, and store a manifest of them."""
-    plan = teacher.shapes.scoring_plan(teacher.settings, ctx.world.world_size, backend.device_name())
+    plan = teacher.graph_plan(backend.device_name(), ctx.world.world_size)
     if load_manifest(ctx.workspace, plan) is not None:
         return
     recorder = Recorder(backend, plan)
     with use_display(no_display):
-        teacher.trace(backend, process_group, recorder, ctx)
+        _embed(teacher, ctx, backend, process_group, recorder)
     ctx.console.info(f"compile: {len(recorder.graphs)} graphs of the teacher")
     if ctx.world.is_main:
         store_manifest(ctx.workspace, GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values())))

@@ -1,6 +1,7 @@
 """Score pairs with a cross-encoder that was trained by sentence-transformers or `transformers`."""
 
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -17,12 +18,11 @@ from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, first_line
 from pipeline.core.fingerprint import fingerprint
-from pipeline.data.token_sets import TokenSetInfo
 from pipeline.model.config import MAX_POSITIONS
 from pipeline.model.hf import CONFIG, FAMILIES
 from pipeline.parallel.process_group import open_device
 from pipeline.settings import Settings
-from pipeline.teach.teacher import RowTexts
+from pipeline.teach.teacher import DOING, RowTexts
 
 _WEIGHTS = "model.safetensors"  # other formats may contain code
 _NAMES = ("input_ids", "token_type_ids", "attention_mask")
@@ -48,13 +48,30 @@ class CrossEncoderTeacher:
         self._max_tokens = min(max_tokens or MAX_POSITIONS, config.get("max_position_embeddings", 512) - offset)
         self.digest = fingerprint([source.fingerprint, self._max_tokens])
 
-    def scores_pairs(self, info: TokenSetInfo, *, mined: bool) -> bool:
-        return True
-
     def vectors(self, texts: RowTexts, side: str, numbers: Int64s) -> Float32s:
-        raise RuntimeError("a cross-encoder has no vectors")
+        raise NotImplementedError
 
-    def batches(self, texts: RowTexts, queries: Int64s, products: Int64s) -> Iterator[tuple[Int64s, Batch]]:
+    def scores(self, texts: RowTexts, queries: Int64s, products: Int64s) -> Float32s:
+        scores, started = np.zeros(len(queries), dtype=np.float32), deque[Int64s]()
+
+        def feed() -> Iterator[Batch]:
+            for chosen, batch in self._batches(texts, queries, products):
+                started.append(chosen)
+                yield batch
+
+        with self._backend.loader(feed()) as ready:
+            for batch in ready:
+                self._ctx.stop.raise_if_set(DOING)
+                (host,) = self._backend.to_host([self._logits(batch)])
+                chosen, logits = started.popleft(), host.numpy().astype(np.float64)
+                best, others = logits[:, -1], logits[:, :-1]
+                with np.errstate(invalid="ignore"):  # the caller checks for NaN
+                    score = best - np.logaddexp.reduce(others, axis=1) if others.shape[1] else best
+                scores[chosen] = score[: len(chosen)]
+        return scores
+
+    def _batches(self, texts: RowTexts, queries: Int64s, products: Int64s) -> Iterator[tuple[Int64s, Batch]]:
+        """Yield batches of static shapes for N pairs of rows, and the indices of the pairs in each batch."""
         lengths = sorted({min(self._max_tokens, shape.query_tokens + shape.product_tokens) for shape in self._buckets})
         self._tokenizer.enable_truncation(lengths[-1], strategy="longest_first")
         sides = texts.decoded("query", queries), texts.decoded("product", products)
@@ -73,14 +90,14 @@ class CrossEncoderTeacher:
                 yield chosen, dict(zip(_NAMES, map(torch.from_numpy, batch), strict=True))
 
     @torch.no_grad()
-    def logits(self, batch: Batch) -> Tensor:
+    def _logits(self, batch: Batch) -> Tensor:
         inputs = {name: tensor.long() for name, tensor in batch.items()}
         logits: Tensor = self._model(**inputs).logits.float()
-        self.backend.step_boundary([logits])
+        self._backend.step_boundary([logits])
         return logits
 
     @cached_property
-    def backend(self) -> Backend:
+    def _backend(self) -> Backend:
         return open_device(self._settings.backend, self._ctx.world)
 
     @cached_property
@@ -95,6 +112,6 @@ class CrossEncoderTeacher:
                 expected="a cross-encoder that transformers supports without additional code",
                 next_command="choose a different --train.teacher",
             ) from error
-        model = model.eval().requires_grad_(False).to(self.backend.device)
-        self.backend.step_boundary(list(model.parameters()))
+        model = model.eval().requires_grad_(False).to(self._backend.device)
+        self._backend.step_boundary(list(model.parameters()))
         return model

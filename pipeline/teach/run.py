@@ -1,7 +1,7 @@
 """Apply the teacher to all prepared training rows, in parts that several workers compute and commit.
 
-Each prepared partition becomes one folder, which later cycles with the same teacher reuse. It contains the scores of
-its pairs and the vectors of its distinct texts. The scores of mined negatives are another folder. The content of a part
+Each prepared partition becomes one folder, which later cycles with the same teacher reuse. It contains the vectors of
+its distinct texts, or the scores of its pairs. The scores of mined negatives are another folder. The content of a part
 does not depend on the worker that computes it.
 """
 
@@ -27,7 +27,7 @@ from pipeline.io.storage import Storage
 from pipeline.mine.run import NONE, ArrayParts, MinedPart
 from pipeline.mine.store import NegativeSet, open_negatives
 from pipeline.teach.store import KIND, TaughtInfo
-from pipeline.teach.teacher import DOING, RowTexts, Teacher, score_pairs
+from pipeline.teach.teacher import DOING, RowTexts, Teacher
 
 PART_ROWS = 16_384
 """Number of pairs or texts in a part, which limits memory and the work lost on interruption."""
@@ -51,12 +51,12 @@ class TeachTask:
     @cached_property
     def parts(self) -> dict[str, ArrayParts]:
         """The arrays that are computed in parts."""
-        is_mined, sizes = self.negatives is not None, dict[str, tuple[int, int]]()
-        if is_mined or self.teacher.scores_pairs(self.texts.info, mined=False):
+        sizes = dict[str, tuple[int, int]]()
+        if self.teacher.width:
+            sizes["vectors"] = len(self._distinct[0]), PART_ROWS
+        else:
             products = self._pairs[1]
             sizes["score"] = len(products), max(1, PART_ROWS * len(products) // max(1, products.size))
-        if self.teacher.width and not is_mined:
-            sizes["vectors"] = len(self._distinct[0]), PART_ROWS
         storage, cache = self.ctx.workspace_after_stop, self.ctx.scratch / "teach"
         return {
             name: ArrayParts(_part_store(storage, f"{self.prefix}-{per_part}/{name}"), cache, total, per_part)
@@ -73,8 +73,7 @@ class TeachTask:
         queries, products = (rows[start:stop] for rows in self._pairs)
         score, is_pair = np.full(products.shape, np.nan, dtype=np.float32), products != NONE
         if is_pair.any():
-            scored = score_pairs(self.teacher, self.texts, queries[is_pair], products[is_pair], self.ctx)
-            score[is_pair] = self._finite(scored)
+            score[is_pair] = self._finite(self.teacher.scores(self.texts, queries[is_pair], products[is_pair]))
         return score
 
     def commit(self) -> None:
@@ -83,7 +82,7 @@ class TeachTask:
             teacher=self.teacher.digest,
             source=self.source,
             rows=self.texts.rows.sizes,
-            width=self.teacher.width if "vectors" in self.parts else 0,
+            width=self.teacher.width,
         )
         with atomic.staging_dir(self.ctx.scratch / "teach") as folder:
             for name, parts in self.parts.items():
@@ -154,7 +153,7 @@ def plan_tasks(
         return TeachTask(ctx, teacher, RowTexts(rows, chosen[0].info, tokenizer), source, mined)
 
     tasks = [task([one], one.info.fingerprint) for one in sets]
-    if negatives is not None and teacher.scores_pairs(sets[0].info, mined=True):
+    if negatives is not None and not teacher.width:
         tasks.append(task(sets, negatives.digest, negatives))
     return tasks
 

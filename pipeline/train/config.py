@@ -88,9 +88,7 @@ class TrainConfig(Record):
     replay_share: float = Field(
         0.1, ge=0, lt=1, description="Fraction of the samples in an incremental run that comes from older partitions"
     )
-    epochs: float = Field(
-        2.0, gt=0, description="Number of passes over the judged samples (used if max_steps is 0)"
-    )
+    epochs: float = Field(2.0, gt=0, description="Number of passes over the judged samples (used if max_steps is 0)")
     max_steps: int = Field(0, ge=0, description="Number of optimizer steps (0: determined by epochs)")
     global_batch_size: int = Field(64, ge=2, description="Number of samples per optimizer step, across all ranks")
     candidates_per_query: int = Field(

@@ -22,8 +22,8 @@ def done(place: Place) -> int:
     return len([*place.path.glob("tokens/*/taught/*/*-done/*.json")])
 
 
-DAYS = (*TINY, "--data.synthetic.num-days=5")
-"""Ten parts: the scores and the vectors of each day."""
+DAYS = (*TINY, "--data.synthetic.num-days=10")
+"""Ten parts: the vectors of each day."""
 
 
 def test_killed_and_run_again(place: Callable[..., Place]) -> None:
@@ -37,8 +37,8 @@ def test_killed_and_run_again(place: Callable[..., Place]) -> None:
         run.kill()
     there = done(killed)
     last = killed.run("teach", *flags)
-    assert 5 <= there < 10 and "5 are new" in last.out
-    assert taught(killed) == taught(whole) and len(taught(whole)) == 5
+    assert 5 <= there < 10 and "10 are new" in last.out
+    assert taught(killed) == taught(whole) and len(taught(whole)) == 10
     assert not done(killed) and "0 are new" in killed.run("teach", *flags).out
 
 
