@@ -60,7 +60,7 @@ STAGES: dict[str, str] = {
     "health": "Check the cores and collectives of this machine. Exit code 75 means that a different machine may help.",
     "prepare": "Tokenise new input data and write it as token shards.",
     "mine": "Mine hard negatives for the training queries, using the parent model or BM25 (for train.mined_per_query).",
-    "teach": "Compute the scores and vectors of a larger model for the training rows (train.teacher).",
+    "teach": "Compute the vectors or scores of a larger model for the training rows (train.teacher).",
     "compile": "Compile all graphs of this cycle ahead of time, and list them in the graph manifest.",
     "train": "Train on the prepared shards. Training resumes from the last checkpoint of an earlier attempt.",
     "evaluate": "Compare the model with production, and promote or refuse it. The exit code of a refusal is 80.",

@@ -1,4 +1,4 @@
-"""The scores and vectors that a teacher computed for training rows, in the order of the token shards."""
+"""The vectors or scores that a teacher computed for training rows, in the order of the token shards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,8 +73,12 @@ class TaughtRows:
 TAUGHT = ("teacher_score", "teacher_mask", "teacher_query", "teacher_product")
 
 
-def taught_arrays(score: Float32s, query: Float32s, product: Float32s) -> Arrays:
-    """Return the arrays of a batch. Scores that are missing become 0, because no NaN may be sent to a device."""
+def taught_scores(score: Float32s) -> Arrays:
+    """Return the scores and mask of a batch. Scores that are missing become 0, because no NaN may reach a device."""
     is_scored = np.isfinite(score)
-    values = (np.where(is_scored, score, np.float32(0)), is_scored.astype(np.float32), query, product)
-    return dict(zip(TAUGHT if query.shape[1] else TAUGHT[:2], values, strict=False))
+    return {"teacher_score": np.where(is_scored, score, np.float32(0)), "teacher_mask": is_scored.astype(np.float32)}
+
+
+def taught_vectors(query: Float32s, product: Float32s) -> Arrays:
+    """Return the vectors of a batch."""
+    return {"teacher_query": query, "teacher_product": product}

@@ -25,7 +25,7 @@ from pipeline.core.batch_order import (
 from pipeline.core.shuffle import mix64, permute_runs, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows, text_hashes
-from pipeline.data.taught import TaughtRows, taught_arrays
+from pipeline.data.taught import TaughtRows, taught_scores, taught_vectors
 
 NONE = -1
 MAX_LINKED = 64  # larger sets are usually linked by generic products (WDC has about 20 offers per product)
@@ -299,7 +299,7 @@ class GroupedRows:
 
         Equal queries have the same `query_key`, and products with equal tokens have the same `product_key`. If queries
         are linked, equivalent texts have the same keys as well. With a teacher, there are also the arrays of
-        `taught_arrays`.
+        `taught_scores` or `taught_vectors`.
         """
         slots = self.slots + (self.mined.products.slots if self.mined else 0)
         members = np.full((len(numbers), slots), EMPTY, dtype=np.int64)
@@ -343,14 +343,18 @@ class GroupedRows:
     ) -> Arrays:
         """Return what the teacher computed for G groups, whose slots have the given rows and chosen mined products."""
         is_row, is_mined = filled
-        score, product = taught.scores(rows).reshape(is_row.shape), taught.vectors("product", rows)
-        score[~is_row], product[~is_row.reshape(-1)] = np.nan, 0
-        query = taught.vectors("query", rows.reshape(is_row.shape)[:, 0])
-        if self.mined is not None and self.mined.products.taught is not None and is_mined.any():
-            slots = is_mined[:, self.slots :]
-            score[:, self.slots :][slots] = self.mined.scores(pools, numbers, chosen)[slots]
+        slots = is_mined[:, self.slots :]
+        if not taught.width:
+            score = taught.scores(rows).reshape(is_row.shape)
+            score[~is_row] = np.nan
+            if self.mined is not None:
+                score[:, self.slots :][slots] = self.mined.scores(pools, numbers, chosen)[slots]
+            return taught_scores(score.reshape(-1))
+        product = taught.vectors("product", rows)
+        product[~is_row.reshape(-1)] = 0
+        if self.mined is not None and self.mined.products.taught is not None:
             product[is_mined.reshape(-1)] = self.mined.products.taught.vectors("product", chosen[slots])
-        return taught_arrays(score.reshape(-1), query, product)
+        return taught_vectors(taught.vectors("query", rows.reshape(is_row.shape)[:, 0]), product)
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ class LossConfig(Record):
         0.99, ge=0, le=1, description="Minimum gain of a pair to be used as a positive in the contrastive loss"
     )
     teacher_weight: float = Field(
-        1.0, gt=0, description="Weight of the terms that compare scores and vectors with those of train.teacher"
+        1.0, gt=0, description="Weight of the term that compares vectors or scores with those of train.teacher"
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The teach stage, which computes the scores and vectors of the teacher (train.teacher) for the training rows.
+"""The teach stage, which computes the vectors or scores of the teacher (train.teacher) for the training rows.
 
 The rows are distributed over an array of workers. The last worker to finish commits the result.
 """

@@ -1,1 +1,1 @@
-"""Compute the scores and vectors of a larger model, the teacher, which the loss compares with those of the student."""
+"""Compute the vectors or scores of a larger model, the teacher, which the loss compares with those of the student."""

@@ -100,7 +100,7 @@ def gather_taught(workspace: Storage, outputs: Mapping[str, str], token_sets: Se
 
 def _damaged(workspace: Storage, prefix: str, reason: str) -> DataError:
     return DataError(
-        f"{workspace.uri(prefix)} does not contain valid scores and vectors of a teacher: {reason}",
+        f"{workspace.uri(prefix)} does not contain valid vectors or scores of a teacher: {reason}",
         expected=f"a folder committed by this version of {TEACH}",
         next_command=f"delete the folder, then run {TEACH}",
     )

@@ -133,7 +133,7 @@ class RowTexts:
 # The two kinds of teachers.
 
 _WINDOW = 512
-DOING = "computing scores and vectors of the teacher (finished parts are kept)"
+DOING = "computing vectors or scores of the teacher (finished parts are kept)"
 
 
 class Teacher(Protocol):

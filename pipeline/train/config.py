@@ -81,7 +81,7 @@ class TrainConfig(Record):
     )
     teacher: str = Field(
         "",
-        description="Larger model whose scores and vectors the loss also learns from (trnpipe teach): a checkpoint"
+        description="Larger model whose vectors or scores the loss also learns from (trnpipe teach): a checkpoint"
         " (checkpoints/<cycle>/step-<n> or a URI), the name of a model in production, or the path or URI of a"
         " sentence-transformers or cross-encoder folder",
     )

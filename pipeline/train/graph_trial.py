@@ -17,7 +17,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import BatchPlan, Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays
-from pipeline.data.taught import taught_arrays
+from pipeline.data.taught import taught_scores, taught_vectors
 from pipeline.embed.engine import EmbedProgram
 from pipeline.evaluate.score import Outputs, ScoreProgram
 from pipeline.model.config import InputSpec
@@ -77,9 +77,11 @@ class DummyGroups:
         labels = rows % self.spec.num_classes
         tokens = np.full(width, (self.spec.pad_id + 1) % self.spec.vocab_size)
         taught = {}
-        if self.teacher is not None:
-            vectors = [np.zeros((count, self.teacher), dtype=np.float32) for count in (len(numbers), len(rows))]
-            taught = taught_arrays(np.zeros(len(rows), dtype=np.float32), *vectors)
+        if self.teacher:
+            zeros = (np.zeros((count, self.teacher), dtype=np.float32) for count in (len(numbers), len(rows)))
+            taught = taught_vectors(*zeros)
+        elif self.teacher is not None:
+            taught = taught_scores(np.zeros(len(rows), dtype=np.float32))
         row = {"tokens": tokens, "positions": positions, "segments": segments}
         return {
             **{name: np.tile(values.astype(np.int32), (len(numbers), 1)) for name, values in row.items()},

@@ -30,8 +30,8 @@ _MASKED = -1e4  # added to the similarities to exclude, so that their softmax we
 class Targets(NamedTuple):
     """Training targets of a batch.
 
-    Empty slots have a label and a gain of -1. Mined negatives have a label of -1 and a gain of 0. The targets of the
-    teacher are None if there is none, or if it has no vectors.
+    Empty slots have a label and a gain of -1. Mined negatives have a label of -1 and a gain of 0. A teacher has scores
+    or vectors.
     """
 
     label: Tensor  # int32 [Q S], negative if unlabelled
@@ -103,31 +103,31 @@ def contrastive_loss(query: Tensor, product: Tensor, targets: Targets, config: L
 def teacher_loss(
     outputs: RelevanceOutputs | TaughtOutputs, targets: Targets, config: LossConfig, unscored: int = 0
 ) -> Tensor | None:
-    """Compare the student with the vectors and scores of the teacher, averaged over queries and products.
+    """Compare the student with the vectors or the scores of the teacher, averaged over queries and products.
 
-    Projected embeddings are compared with vectors by cosine. Scores of a query's products are compared by the KL
-    divergence between softmax distributions (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015): with
-    the logits of the best label and, if the teacher has no vectors, with cosine similarities divided by the
-    temperature. `unscored` is the number of last slots per query for which the logits are undefined, because mined
-    products have no features. Returns None if there is nothing to compare.
+    Vectors are compared with projected embeddings by cosine. Scores of a query's products are compared with cosine
+    similarities divided by the temperature, and with the logits of the best label, by the KL divergence between softmax
+    distributions (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015). `unscored` is the number of
+    last slots per query for which the logits are undefined, because mined products have no features. Returns None if
+    there is no teacher.
     """
-    terms, queries = list[Tensor](), outputs.query.shape[0]
+    queries = outputs.query.shape[0]
     if isinstance(outputs, TaughtOutputs) and targets.teacher_query is not None and targets.teacher_product is not None:
         filled = (targets.gain >= 0).float()
         of_query = 1.0 - (l2_normalize(outputs.projected_query.float()) * targets.teacher_query).sum(1)
         of_product = 1.0 - (l2_normalize(outputs.projected_product.float()) * targets.teacher_product).sum(1)
-        terms.append(of_query.sum() / queries + (of_product * filled).sum() / len(filled))
-    if targets.teacher_score is not None and targets.teacher_mask is not None:
-        teacher, mask = (values.view(queries, -1) for values in (targets.teacher_score, targets.teacher_mask))
-        if config.trains_head:
-            logits, scored = outputs.logits.float(), slice(teacher.shape[1] - unscored)
-            best = (logits[:, -1] - torch.logsumexp(logits[:, :-1], dim=1)).view(queries, -1)
-            terms.append(_divergence(teacher[:, scored], best[:, scored], mask[:, scored]) / queries)
-        if targets.teacher_query is None:
-            products = l2_normalize(outputs.product.float()).view(queries, -1, outputs.query.shape[1])
-            cosines = (l2_normalize(outputs.query.float())[:, None] * products).sum(2)
-            terms.append(_divergence(teacher, cosines / config.temperature, mask) / queries)
-    return torch.stack(terms).sum() if terms else None
+        return of_query.sum() / queries + (of_product * filled).sum() / len(filled)
+    if targets.teacher_score is None or targets.teacher_mask is None:
+        return None
+    teacher, mask = (values.view(queries, -1) for values in (targets.teacher_score, targets.teacher_mask))
+    products = l2_normalize(outputs.product.float()).view(queries, -1, outputs.query.shape[1])
+    cosines = (l2_normalize(outputs.query.float())[:, None] * products).sum(2)
+    divergence = _divergence(teacher, cosines / config.temperature, mask)
+    if config.trains_head:
+        logits, scored = outputs.logits.float(), slice(teacher.shape[1] - unscored)
+        best = (logits[:, -1] - torch.logsumexp(logits[:, :-1], dim=1)).view(queries, -1)
+        divergence = divergence + _divergence(teacher[:, scored], best[:, scored], mask[:, scored])
+    return divergence / queries
 
 
 def _divergence(teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
@@ -197,8 +197,8 @@ def concat_targets(micros: Sequence[Batch]) -> Targets:
     """Concatenate the targets of micro-batches."""
     names = [name for name in Targets._fields if name in micros[0]]
     if len(micros) == 1:
-        return Targets(*(micros[0][name] for name in names))
-    return Targets(*(torch.cat([batch[name] for batch in micros]) for name in names))
+        return Targets(**{name: micros[0][name] for name in names})
+    return Targets(**{name: torch.cat([batch[name] for batch in micros]) for name in names})
 
 
 @dataclass(frozen=True)

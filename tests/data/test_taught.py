@@ -18,23 +18,24 @@ def vector(side: str, sample_id: int) -> list[float]:
     return [sample_id + (0.5 if side == "query" else 0.0), 1.0, 0.0]
 
 
-def taught_by_id(rows_of: list[tuple[int, ...]], ids: list[list[int]], *, scored: bool = True) -> TaughtRows:
-    """Score and vectors say which row they belong to. `ids` are the sample ids of each partition, in its order."""
+def taught_by_id(rows_of: list[tuple[int, ...]], ids: list[list[int]], width: int = WIDTH) -> TaughtRows:
+    """Scores or vectors say which row they belong to. `ids` are the sample ids of each partition, in its order."""
     parts = []
     for sizes, own in zip(rows_of, ids, strict=True):
         vectors = [vector(side, one) for side in ("query", "product") for one in own]
         index = np.arange(len(own), dtype=np.int32)
-        score = np.array(own, dtype=np.float32) if scored else None
-        parts.append(TaughtPartition(sizes, score, index, index + len(own), np.array(vectors, dtype=np.float16)))
-    return TaughtRows(parts, WIDTH)
+        scored = TaughtPartition(sizes, np.array(own, dtype=np.float32))
+        with_vectors = TaughtPartition(sizes, None, index, index + len(own), np.array(vectors, dtype=np.float16))
+        parts.append(with_vectors if width else scored)
+    return TaughtRows(parts, width)
 
 
-@pytest.fixture
-def taught(tmp_path: Path) -> tuple[GroupedRows, TaughtRows]:
+@pytest.fixture(params=[0, WIDTH])
+def taught(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[GroupedRows, TaughtRows]:
     """Two partitions of two buckets each, read as one source."""
     rows = make_rows(tmp_path, [(5, 7), (6, 3)])
     own = [[*range(1, 13)], [*range(13, 22)]]
-    both = taught_by_id([(5, 7), (6, 3)], own)
+    both = taught_by_id([(5, 7), (6, 3)], own, request.param)
     mined = mined_from(rows, 2)
     score = np.where(mined.product == NONE, np.nan, 1000.0 + mined.product).astype(np.float32)
     mined = MinedProducts(rows, PAD, mined.query_id, mined.product, 2, 1, both, score)
@@ -44,10 +45,11 @@ def taught(tmp_path: Path) -> tuple[GroupedRows, TaughtRows]:
 
 def test_rows_are_numbered_over_partitions_like_those_of_the_shards(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, [(5, 7), (6, 3)])
-    both = taught_by_id([(5, 7), (6, 3)], [[*range(1, 13)], [*range(13, 22)]])
+    own = [[*range(1, 13)], [*range(13, 22)]]
+    both, scored = (taught_by_id([(5, 7), (6, 3)], own, width) for width in (WIDTH, 0))
     numbers = np.arange(21)[::-1].copy()
     ids = every_row(rows)["sample_id"][numbers]
-    assert both.scores(numbers).tolist() == ids.tolist()
+    assert scored.scores(numbers).tolist() == ids.tolist()
     for side in ("query", "product"):
         assert both.vectors(side, numbers).tolist() == [vector(side, int(one)) for one in ids]
 
@@ -58,25 +60,32 @@ def test_every_slot_has_what_belongs_to_its_row(taught: tuple[GroupedRows, Taugh
     arrays = groups.read(np.zeros(size, dtype=np.int64), np.arange(size), 0, epoch=2)
     rows = every_row(groups.source)  # type: ignore[arg-type]
     is_row, is_mined = arrays["is_row"], arrays["is_mined"]
-    score, mask, query, product = (arrays[name] for name in TAUGHT)
-    assert (score[is_row] == arrays["sample_id"][is_row]).all() and is_mined.any() and not is_row.all()
-    assert (mask == (is_row | is_mined)).all() and not score[mask == 0].any()
-    assert (product[is_row, 0] == arrays["sample_id"][is_row]).all() and not product[~is_row & ~is_mined].any()
-    numbers = (score[is_mined] - 1000).astype(int)  # the rows of the mined products
-    assert (product[is_mined, 0] == rows["sample_id"][numbers]).all()
-    own_query = (query[:, 0] - 0.5).astype(int) // 4  # as the rows are made
     by_slot = np.repeat(arrays["query_key"], len(is_row) // size)
+    assert is_mined.any() and not is_row.all()
+    if not both.width:
+        score, mask = arrays["teacher_score"], arrays["teacher_mask"]
+        assert (score[is_row] == arrays["sample_id"][is_row]).all()
+        assert (mask == (is_row | is_mined)).all() and not score[mask == 0].any()
+        numbers = (score[is_mined] - 1000).astype(int)  # the rows of the mined products
+        assert not (rows["query_id"][numbers] == by_slot[is_mined]).any()
+        return
+    query, product = arrays["teacher_query"], arrays["teacher_product"]
+    assert (product[is_row, 0] == arrays["sample_id"][is_row]).all() and not product[~is_row & ~is_mined].any()
+    mined_query = dict(zip(rows["sample_id"].tolist(), rows["query_id"].tolist(), strict=True))
+    asked = by_slot[is_mined].tolist()
+    assert all(mined_query[int(one)] != of for one, of in zip(product[is_mined, 0], asked, strict=True))
+    own_query = (query[:, 0] - 0.5).astype(int) // 4  # as the rows are made
     assert (own_query == arrays["query_key"]).all() and both.width == query.shape[1]
-    assert not (rows["query_id"][numbers] == by_slot[is_mined]).any()
 
 
 def test_a_batch_has_no_nan_and_its_arrays_have_a_row_per_slot(taught: tuple[GroupedRows, TaughtRows]) -> None:
-    groups, _ = taught
+    groups, both = taught
     for batch in training_batches(groups, plan_of(groups), RankSlice(0, 1, 1), 0, 1):
-        slots = len(batch.tensors["label"])
-        shapes = [tuple(batch.tensors[name].shape) for name in TAUGHT]
-        assert shapes == [(slots,), (slots,), (len(batch.tensors["query_key"]), WIDTH), (slots, WIDTH)]
-        assert all(bool(batch.tensors[name].isfinite().all()) for name in TAUGHT)
+        slots, queries = len(batch.tensors["label"]), len(batch.tensors["query_key"])
+        shapes = {name: tuple(batch.tensors[name].shape) for name in TAUGHT if name in batch.tensors}
+        vectors, scores = {"teacher_query": (queries, WIDTH), "teacher_product": (slots, WIDTH)}, (slots,)
+        assert shapes == (vectors if both.width else {"teacher_score": scores, "teacher_mask": scores})
+        assert all(bool(batch.tensors[name].isfinite().all()) for name in shapes)
 
 
 def test_replayed_groups_have_what_belongs_to_the_old_rows(tmp_path: Path) -> None:
@@ -87,18 +96,4 @@ def test_replayed_groups_have_what_belongs_to_the_old_rows(tmp_path: Path) -> No
     arrays = pools.read(np.zeros(size, dtype=np.int64), np.arange(size), 0)
     is_row = arrays["is_row"]
     assert {*(arrays["sample_id"][is_row] > 100)} == {True, False}
-    assert (arrays["teacher_score"][is_row] == arrays["sample_id"][is_row]).all()
-
-
-def test_scores_that_a_teacher_does_not_have_are_masked(tmp_path: Path) -> None:
-    rows = make_rows(tmp_path, [(5, 0)])
-    groups = GroupedRows.build(
-        rows,
-        slots=3,
-        lengths=(80,),
-        positive_gain=0.99,
-        seed=1,
-        taught=taught_by_id([(5, 0)], [[*range(1, 6)]], scored=False),
-    )
-    arrays = groups.read(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), 0)
-    assert not arrays["teacher_mask"].any() and not arrays["teacher_score"].any() and arrays["teacher_product"].any()
+    assert (arrays["teacher_product"][is_row, 0] == arrays["sample_id"][is_row]).all()

@@ -1,4 +1,4 @@
-"""Teaching that is killed goes on where it was, and ends with the same scores and vectors."""
+"""Teaching that is killed goes on where it was, and ends with the same vectors or scores."""
 
 from collections.abc import Callable
 from functools import partial
