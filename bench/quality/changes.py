@@ -1,6 +1,7 @@
 """Changes of the recipe that were tried on valid, each beside what it changes: one row each in docs/results.md."""
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import NamedTuple
 
 from bench.quality.part import OURS, PartResult, provenance
@@ -8,7 +9,7 @@ from bench.quality.sides import Table
 from bench.results import Figure, Result, figure
 
 BENCH = "quality_changes"
-_METRICS = ("ndcg@10", "recall@100", "accuracy", "f1", "ece")
+_METRICS = ("ndcg@10", "recall@100", "accuracy", "f1")
 _METHOD = """
 One seed each on the validation split after 32,000 pairs, minus the value without the change. A difference of less than
 about 0.005 may be chance. What was not kept has left no code."""
@@ -28,27 +29,25 @@ _TWO = "cand2"
 _WIDE = "cand2-repeat-wide"
 _NEW = "cand2-repeat"
 TRIED = (
-    Change("cand2", "two products per query in a batch instead of four, so twice as many queries", _FOUR, kept=True),
-    Change("cand2-repeat-wide", "a positive in each group of a query, repeated if there are too few", _TWO, kept=True),
-    Change("cand2-repeat", "buckets of 16x16, 16x24 and 32x48 instead of 16x24, 24x32, 32x48 and 64x64", _WIDE),
-    Change("cand2-repeat-labelled", "the same, but repeated positives count in the loss of pair scores as well", _TWO),
-    Change("", "buckets that also fit training rows (of 2 products): 16x24, 24x32 and 32x48", _NEW, kept=True),
+    Change("cand2", "two products per query in a batch, not four", _FOUR, kept=True),
     Change("topic1", "no similar queries in a batch", _FOUR),
-    Change("cand2-topic8", "eight similar queries in a batch instead of four", _TWO),
-    Change("cand2-temp03", "contrastive temperature 0.03 instead of 0.05", _TWO),
+    Change("cand2-topic8", "eight similar queries in a batch, not four", _TWO),
+    Change("cand2-temp03", "contrastive temperature 0.03, not 0.05", _TWO),
     Change("cand2-graded0", "no loss of pair scores", _TWO),
     Change("cand2-graded1", "half the weight of the loss of pair scores", _TWO),
     Change("cand2-sym", "contrastive loss of products over queries as well", _TWO),
-    Change("teacher-vectors", "a teacher of base size: cosine to its vectors, after a projection", _NEW, kept=True),
+    Change("cand2-repeat-wide", "positives repeated until each group of a query has one", _TWO, kept=True),
+    Change("cand2-repeat-labelled", "the same, also in the loss of pair scores", _TWO),
+    Change("cand2-repeat", "tight buckets: 16x16, 16x24, 32x48", _WIDE),
+    Change("", "buckets that fit training rows: 16x24, 24x32, 32x48", _NEW, kept=True),
+    Change("teacher-vectors", "a fine-tuned teacher of base size: cosine to its vectors", _NEW, kept=True),
     Change("teacher-vectors-8", "the same with eight times the weight", _NEW),
-    Change("teacher-scores", "the same with the scores of the teacher's head: KL divergence of logits", _NEW),
-    Change("teacher-listwise", "the same teacher: KL divergence of similarities over the batch", _NEW),
-    Change("teacher-margin", "the same teacher: squared differences of margins within a query", _NEW),
-    Change("teacher-both", "the same teacher: cosine to its vectors and KL divergence over the batch", _NEW),
-    Change(
-        "published-vectors", "a published model of base size, not fine-tuned, as teacher: cosine to its vectors", _NEW
-    ),
-    Change("published-listwise", "the same: KL divergence of similarities over the batch", _NEW),
+    Change("teacher-scores", "the same, and KL divergence of pair scores", _NEW),
+    Change("teacher-both", "the same, and KL divergence of similarities in the batch", _NEW),
+    Change("teacher-listwise", "only KL divergence of similarities in the batch", _NEW),
+    Change("teacher-margin", "only squared differences of margins within a query", _NEW),
+    Change("published-vectors", "a published teacher, not fine-tuned: cosine to its vectors", _NEW),
+    Change("published-listwise", "the same: KL divergence of similarities in the batch", _NEW),
 )
 
 
@@ -83,4 +82,4 @@ def page(result: Result) -> str:
         text, _, task = row.rpartition(", ")
         cells = [f"{values[name]:+.3f}" if name in values else "" for name in _METRICS]
         lines.append(f"| {text} | {task} | {' | '.join(cells)} |")
-    return "\n".join([result.method, "", *lines])
+    return "\n".join([*wrap(result.method, 120), "", *lines])

@@ -280,8 +280,8 @@ def test_each_change_is_a_row_beside_what_it_changes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("bench.results.RESULTS", tmp_path)
     rows = tried_changes.page(table.finish()).splitlines()[-2:]
     assert rows == [
-        "| wider (kept) | pricerunner | +0.040 | +0.040 | +0.000 | +0.040 |  |",
-        "| warmer | pricerunner | -0.010 | -0.010 | +0.000 | -0.010 |  |",
+        "| wider (kept) | pricerunner | +0.040 | +0.040 | +0.000 | +0.040 |",
+        "| warmer | pricerunner | -0.010 | -0.010 | +0.000 | -0.010 |",
     ]
     assert changes_table(parts[1:2], tried) is None
 
