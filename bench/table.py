@@ -111,9 +111,9 @@ def _contents(results: Sequence[Result]) -> Iterator[str]:
     for result in results:
         rows += claim_rows(result)
     yield "\n".join(rows)
-    others = [f"- [{result.title}](#{result.bench})" for result in results if result.target is None]
+    others = [f"[{result.title}](#{result.bench})" for result in results if result.target is None]
     if others:
-        yield "\n".join(["Measured without a target:\n", *others])
+        yield f"Measured without a target: {'; '.join(others)}."
 
 
 def _verdict(result: Result, target: Target) -> str:

@@ -80,7 +80,7 @@ class TokenRows:
         self._shards = tuple(shards)
         counts = np.array([shard.rows for shard in shards], dtype=np.int64).reshape(len(shards), len(self.buckets))
         self._starts = np.vstack([np.zeros((1, len(self.buckets)), dtype=np.int64), np.cumsum(counts, axis=0)])
-        self._maps: dict[int, Arrays] = {}
+        self.maps: dict[int, Arrays] = {}
         self._selected = selected
 
     @property
@@ -91,7 +91,7 @@ class TokenRows:
     def select(self, rows: Sequence[Int64s]) -> "TokenRows":
         """Return only the rows with the given numbers in each bucket, which are numbered from 0 again."""
         selected = TokenRows(self._shards, self.buckets, self.pad_id, self._fields[len(FIELDS) :], rows)
-        selected._maps = self._maps  # so that no shard is opened twice
+        selected.maps = self.maps  # so that no shard is opened twice
         return selected
 
     def blocks(self) -> Iterator[tuple[int, Int64s]]:
@@ -135,7 +135,7 @@ class TokenRows:
         return result
 
     def _map(self, shard: int) -> Arrays:
-        if shard not in self._maps:
+        if shard not in self.maps:
             path, partition = self._shards[shard].path, np.int64(self._shards[shard].partition)
             try:
                 arrays = map_safetensors(path)
@@ -148,7 +148,7 @@ class TokenRows:
             except (OSError, ValueError, KeyError, struct.error) as error:
                 if isinstance(error, OSError) and error.errno == errno.EMFILE:
                     raise ConfigError(
-                        f"too many open files after opening {len(self._maps):,} of {len(self._shards):,} token shards",
+                        f"too many open files after opening {len(self.maps):,} of {len(self._shards):,} token shards",
                         expected="a limit on open files per process that exceeds the number of shards",
                         next_command="ulimit -n 65536, then run the same command again",
                     ) from error
@@ -157,5 +157,5 @@ class TokenRows:
                     expected="the file that was committed by the prepare stage",
                     next_command="delete its folder and run trnpipe prepare again",
                 ) from error
-            self._maps[shard] = arrays
-        return self._maps[shard]
+            self.maps[shard] = arrays
+        return self.maps[shard]

@@ -95,7 +95,7 @@ def test_the_page_has_every_figure_with_how_and_where_it_was_measured() -> None:
     figures = (figure("rate", [1.5, 1.3], "samples/s", "how fast"), figure("wait", 20000, "s", "how slow"))
     page = page_of([result(changes={"figures": figures, "passed": True}), result("free", target=None)])
     assert "| [title of speed](#speed) | 1.4 samples/s | at least 1.3 samples/s | pass |" in page
-    assert "Measured without a target:\n\n- [title of free](#free)\n" in page
+    assert "Measured without a target: [title of free](#free).\n" in page
     section = page.split("## speed\n")[1].split("## free")[0]
     assert "Target: at least 1.3 samples/s. Measured: 1.4 samples/s, pass." in section
     assert "| how fast | 1.4 samples/s | 1.3 to 1.5 | 2 |\n| how slow | 20,000 s |  | 1 |\n" in section
