@@ -194,7 +194,7 @@ def test_packed_products_are_the_ordinary_ones(rows: int) -> None:
     [
         ({"buckets": (128, 64)}, "expected ascending lengths"),
         ({"buckets": tuple(range(8, 15))}, "at most 6"),
-        ({"tokens_per_batch": 64}, "expected at least 80 \(a row\)"),
+        ({"tokens_per_batch": 64}, r"expected at least 80 \(a row\)"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, object], message: str) -> None:

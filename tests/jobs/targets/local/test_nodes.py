@@ -28,7 +28,7 @@ from jobs.targets.local.nodes import (
 from pipeline.core.interpreter import OWN_MODULE
 from pipeline.parallel.world import torchrun_arguments
 from tests.jobs.cycle.cases import job, plan
-from tests.jobs.targets.local.waiting import is_alive, keepers_of, number_in, suspend, until
+from tests.jobs.targets.local.waiting import keepers_of, number_in, suspend, until, until_dead
 
 # Starts a process in a session of its own, which ignores SIGTERM and writes its id to a file.
 GRANDCHILD = """
@@ -91,8 +91,8 @@ def test_a_stop_kills_what_does_not_listen_with_all_it_started(folder: Path) -> 
     nodes.stop(folder, "SIGTERM")  # the first counts
     end = ended(nodes, folder)
     assert (end.exit_code, end.stopped_by) == (137, "SIGTERM")
-    assert not is_alive(number_in(Path("command")))
-    assert not is_alive(number_in(Path("grandchild")))
+    until_dead(number_in(Path("command")))
+    until_dead(number_in(Path("grandchild")))
 
 
 def test_a_node_started_twice_runs_once(folder: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_dead_or_suspended_keeper_takes_all_it_keeps_with_it_and_the_reason_st
     end = NodeEnd(lost=True, stopped_by="timeout" if how == "suspended" else "")
     assert ended(Processes(grace_s=5), folder) == ended(nodes, folder) == end
     for one in (pid, number_in(Path("command")), number_in(Path("grandchild"))):
-        assert not is_alive(one)
+        until_dead(one)
 
 
 def test_a_keeper_killed_after_an_interruption_is_no_lost_host(folder: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_keeper_killed_after_an_interruption_is_no_lost_host(folder: Path) -> 
     (pid,) = keepers_of(folder)
     os.kill(pid, signal.SIGKILL)
     assert ended(Processes(grace_s=5), folder) == NodeEnd(lost=True, stopped_by="SIGINT")
-    assert not is_alive(number_in(Path("command")))
+    until_dead(number_in(Path("command")))
 
 
 def test_a_full_disk_keeps_no_interruption_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

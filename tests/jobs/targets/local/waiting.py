@@ -29,6 +29,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def until_dead(pid: int) -> None:
+    """A killed process loses its memory, and with it its mark, a moment before it is a zombie."""
+    until(lambda: not is_alive(pid), f"the end of process {pid}")
+
+
 def number_in(path: Path) -> int:
     """0 until something has written one there."""
     text = path.read_text() if path.exists() else ""
