@@ -74,8 +74,16 @@ class Backend(Protocol):
     parallelism: frozenset[str]
     """The supported features of a parallelism plan, which are any of `parameters`, `tensor`, `offload` and
     `process_group` (pipeline/parallel/config.py)."""
+    emulates_bf16: bool = False
+    """Whether bf16 products are emulated, which is many times slower than fp32."""
     default_tokens: int
     """The default number of tokens per batch when embedding texts."""
+
+    def precision_warning(self, setting: str, precision: str) -> str:
+        """Return a warning if a precision is slow on this device, or an empty string. `setting` is its name."""
+        if precision == "fp32" or not self.emulates_bf16:
+            return ""
+        return f"{setting} {precision} is many times slower than fp32 on this CPU, which lacks bf16: --{setting} fp32"
 
     def runtime_world_size(self) -> int:
         """Return the number of devices that participate in the run, as reported by the runtime."""

@@ -16,6 +16,12 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def supports_bf16() -> bool:
+    """Return whether this build of PyTorch includes oneDNN and the CPU has instructions for bf16 products."""
+    operators: Any = torch.ops.mkldnn
+    return hasattr(operators, "_linear_pointwise") and bool(operators._is_mkldnn_bf16_supported())
+
+
 class Eager(Backend):
     """Base class for eager backends. Collectives use torch.distributed."""
 
@@ -93,6 +99,7 @@ class CpuBackend(Eager):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.emulates_bf16 = not supports_bf16()
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         return prefetched(batches, depth=4)

@@ -7,7 +7,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +22,40 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.optional import missing_package
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # from malloc.h of glibc
+
+
+LIGHT_VERSION = "2.9.0"
+"""The version of torch_xla that `_import_torch_xla` knows."""
+_UNUSED = {
+    "torch_xla.experimental.scan": ("scan",),
+    "torch_xla.stablehlo": ("save_as_stablehlo", "save_torch_model_as_stablehlo"),
+}
+"""Modules that import torch._dynamo, torch._inductor and sympy, and the names that torch_xla imports from them."""
+
+
+def _import_torch_xla() -> ModuleType:
+    """Import torch_xla. On the CPU, this skips modules that we don't use, which would take 90 % of its import time.
+
+    Other devices and other versions import everything. torch_neuronx may need it.
+    """
+    is_known = find_spec("torch_xla") is not None and version("torch_xla") == LIGHT_VERSION
+    if os.environ["PJRT_DEVICE"] != "CPU" or "torch_xla" in sys.modules or not is_known:
+        return importlib.import_module("torch_xla")
+    recurrent, dynamo = torch.nn.GRU, vars(torch).get("_dynamo")
+    for name, members in _UNUSED.items():
+        sys.modules[name] = stand_in = ModuleType(name)
+        vars(stand_in).update(dict.fromkeys(members))
+    vars(torch)["_dynamo"] = SimpleNamespace(config=SimpleNamespace())  # torch_xla sets two options
+    try:
+        return importlib.import_module("torch_xla")
+    finally:
+        for name in _UNUSED:
+            del sys.modules[name]
+        vars(torch.nn)["GRU"] = recurrent  # torch_xla replaces it by one that needs its `scan`
+        if dynamo is None:
+            del torch._dynamo  # torch imports the real one on the first access
+        else:
+            vars(torch)["_dynamo"] = dynamo
 
 
 class XlaBackend(Backend):
@@ -40,7 +77,7 @@ class XlaBackend(Backend):
         if os.environ.setdefault("PJRT_DEVICE", pjrt_device(os.environ)) == "CPU" and self.executes:
             _keep_freed_memory()
         try:
-            self._xla: Any = importlib.import_module("torch_xla")
+            self._xla: Any = _import_torch_xla()
             self._xm: Any = importlib.import_module("torch_xla.core.xla_model")
             self._metrics: Any = importlib.import_module("torch_xla.debug.metrics")
             self._runtime: Any = importlib.import_module("torch_xla.runtime")

@@ -548,6 +548,8 @@ def open_device_embedder(settings: Settings, ctx: StageContext, checkpoint: Chec
     On a device that compiles graphs, each graph is checked against the manifests in the workspace.
     """
     backend, watch = open_device(settings.backend, ctx.world), None
+    if slow := backend.precision_warning("embed.precision", settings.embed.precision):
+        ctx.console.warn(slow)
     if backend.is_lazy or backend.compiles_steps:
         state, device = checkpoint.state, backend.device_name()
         plan = embed_plan(state.model, settings.embed, settings.compile, state.inputs, device, ctx.world.world_size)

@@ -110,7 +110,8 @@ def _announce(run: Run, cadence: Cadence) -> None:
     )
     infos = [token_set.info for token_set in inputs.new_sets]
     imprecise = precision_warning("valid", count_queries(infos))
-    for message in (*data_warnings(pools.new, train, infos), *([imprecise] if imprecise else [])):
+    slow = run.backend.precision_warning("train.precision", train.precision)
+    for message in (*data_warnings(pools.new, train, infos), *filter(None, (imprecise, slow))):
         ctx.console.warn(message)
     if links and links.unlinked:
         ctx.console.warn(

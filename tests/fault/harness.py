@@ -63,6 +63,7 @@ TRAIN = (
     f"--log.every-steps={LOG_EVERY}",
 )
 TINY = (*DATA, *MODEL, *TRAIN)
+TEACHER = "--train.teacher="
 UNJUDGED = "--gate.first-without-comparison=true"
 """For `evaluate`: the holdout has a handful of queries."""
 ON_XLA = (
@@ -268,6 +269,16 @@ class Place:
         assert ended == code, f"exit {ended}, expected {code}\n{run.out[-3000:]}\n{run.err[-3000:]}"
         return run
 
+    @property
+    def has_teacher(self) -> bool:
+        return any(flag.startswith(TEACHER) for flag in self.flags)
+
+    def prepare(self) -> None:
+        """Prepare the data, and what a teacher says of it where there is one."""
+        self.run("prepare")
+        if self.has_teacher:
+            self.run("teach")
+
     def run_ranks(self, stage: str, processes: int, *flags: str, code: int = 0) -> list[Run]:
         """Run to the end in ranks as torchrun starts them, without it: they are forked, and import nothing.
 
@@ -405,12 +416,22 @@ def _last_wins(flags: Iterable[str]) -> tuple[str, ...]:
 
 @cache
 def prepared(flags: tuple[str, ...] = TINY) -> Path:
-    """A workspace in which the prepare stage is done, made once per process and setting."""
+    """A workspace in which the data is prepared, made once per process and setting."""
     folder = Path(mkdtemp(prefix="trnpipe-prepared-"))
     _FOLDERS.append(folder)
     place = Place(str(folder / "workspace"), folder, flags)
-    place.run("prepare")
+    place.prepare()
     return place.path
+
+
+@cache
+def teacher() -> str:
+    """The flag of a teacher: the case after two steps."""
+    folder = Path(mkdtemp(prefix="trnpipe-teacher-"))
+    _FOLDERS.append(folder)
+    place = copy_of_prepared(folder)
+    place.run("train", "--train.max-steps=2", "--train.evaluate-every=0")
+    return f"{TEACHER}{place.storage.uri(place.result()['outputs']['checkpoint'])}"
 
 
 @cache
@@ -433,9 +454,9 @@ _FOLDERS: list[Path] = []
 
 
 def forget() -> None:
-    """Remove the folders of `prepared` and `reference`."""
-    prepared.cache_clear()
-    reference.cache_clear()
+    """Remove the folders of `prepared`, `teacher` and `reference`."""
+    for made in (prepared, teacher, reference):
+        made.cache_clear()
     while _FOLDERS:
         shutil.rmtree(_FOLDERS.pop(), ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""`python -m tests.fault.kill_marathon --kills 20 --backend xla [--s3] [--processes 2] [--mesh 2:shard_degree=2 ...]`.
+"""`python -m tests.fault.kill_marathon --kills 20 --backend xla [--s3] [--teacher] [--processes 2] [--mesh 2:... ...]`.
 
 Kills come in cycles of up to five; each cycle is restarted until it finishes and must then equal, bit for bit, the one
 that nobody touched. Exit 0 when all of them do. With several meshes (processes and a plan) cycles take turns, and each
@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--backend", choices=("cpu", "xla"), default="cpu")
     parser.add_argument("--s3", action="store_true", help="workspace on S3 (a moto server in this process)")
+    parser.add_argument("--teacher", action="store_true", help="train with a teacher, and kill `teach` too")
     parser.add_argument("--processes", type=int, default=1, help="ranks that train together")
     parser.add_argument("--mesh", nargs="*", default=[], help="PROCESSES:key=value,... of train.parallel, or all")
     parser.add_argument("--seed", type=int, default=1)
@@ -63,7 +64,8 @@ def main() -> int:
 def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Path) -> int:
     started = time.monotonic()
     meshes = MATRIX if arguments.mesh == ["all"] else arguments.mesh or [f"{arguments.processes}:"]
-    cases = [_flags(arguments.backend, mesh) for mesh in meshes]
+    taught = (harness.teacher(), f"--backend={arguments.backend}") if arguments.teacher else ()
+    cases = [(*_flags(arguments.backend, mesh), *taught) for mesh in meshes]
     most = max(1, min(5, -(-arguments.kills // len(cases))))
     wholes = [reference(arguments.backend, flags) for flags in cases]
     start_s = (time.monotonic() - started) / len(cases)
@@ -76,7 +78,7 @@ def _marathon(arguments: argparse.Namespace, server: S3Server | None, folder: Pa
         cycles += 1
         home = folder / f"cycle-{cycles}"
         home.mkdir()
-        place = _new_place(home, arguments.backend, flags, server, empty=rng.random() < 0.3)
+        place = _new_place(home, arguments.backend, flags, server, empty=rng.random() < (0.7 if taught else 0.3))
         hits = _kill_some(
             place, rng, min(rng.randint(min(2, most), most), arguments.kills - kills), server, start_s, kills
         )
@@ -122,10 +124,14 @@ def _kill_some(
     for _ in range(3 * wanted):
         if len(hits) == wanted:
             break
-        if hits:  # one kill of prepare is enough for a cycle
+        if any(hit.startswith("teach") for hit in hits):  # one kill of it is enough for a cycle, as of prepare
+            place.prepare()
+        elif hits:
             place.run("prepare")
         is_prepared = place.storage.stat("cycles/c1/prepare/result.json") is not None
         train = tuple(phase for phase in (S3_PHASES if server else TRAIN_PHASES) if phase != "prepare")
+        if place.has_teacher and is_prepared and place.storage.stat("cycles/c1/teach/result.json") is None:
+            train = ("teach",)
         saved = place.steps_saved()
         after = saved[-1] if saved else -1
         moment = random_moment(

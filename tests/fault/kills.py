@@ -25,7 +25,7 @@ class Moment:
 
     @property
     def stage(self) -> str:
-        return "prepare" if self.phase == "prepare" else "train"
+        return self.phase if self.phase in ("prepare", "teach") else "train"
 
     def __str__(self) -> str:
         return f"{self.phase} (step >= {self.step}, +{self.delay_s * 1000:.0f} ms)"
@@ -43,7 +43,7 @@ def random_moment(
 ) -> Moment:
     """`after`: newest step whose checkpoint is safe. `_s`: how long prepare and the way to the first step take."""
     phase = rng.choice(phases)
-    if phase == "prepare":
+    if phase in ("prepare", "teach"):
         return Moment(phase, delay_s=rng.uniform(0.0, prepare_s))
     if phase == "start":
         return Moment(phase, delay_s=rng.uniform(0.0, start_s))
@@ -97,6 +97,9 @@ def _post_mortem(place: Place, moment: Moment, left: Steps) -> str:
     if moment.stage == "prepare":
         committed = place.storage.list_dirs("tokens/tiny/")
         return f"prepare, {'with' if committed else 'without'} anything committed"
+    if moment.stage == "teach":
+        done = len([*place.path.glob("tokens/*/taught/*/*-done/*.json")])
+        return f"teach, {'with' if done else 'without'} anything committed"
     staged, half_committed = (now - before for now, before in zip(_left_open(place), left, strict=True))
     if half_committed:
         return "commit of a checkpoint"
@@ -134,8 +137,8 @@ def _kill_at_request(place: Place, moment: Moment, server: S3Server) -> tuple[Ru
 
 
 def finish(place: Place) -> None:
-    """Run both stages to the end, as a retry would."""
-    place.run("prepare")
+    """Run all stages to the end, as a retry would."""
+    place.prepare()
     place.run("train")
 
 

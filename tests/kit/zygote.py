@@ -1,11 +1,12 @@
 """`python -m <module>` without the imports: forked from a process of this worker that has them behind it.
 
-Torch, pyarrow and boto3 take 3 s of processor time to import, what torch_xla imports as much again. A forked child is a
-real process: session leader, with its own environment, output and exit code, killed for real. It differs from
-`python -m` in what is decided before the first line of Python: /proc shows the command line and environment of the
-zygote, hash seeds are the zygote's, and PYTHON... variables do nothing. And it leaves without taking its modules down,
-which costs a second more; what is to run at exit runs. So a test that proves something about these, or compares with a
-run that shall differ in them, takes a process of its own.
+Torch, pyarrow and boto3 take 3 s of processor time to import, torch._dynamo as much again. torch_xla stays out: it is
+there, or not, before the first backward pass. A forked child is a real process: session leader, with its own
+environment, output and exit code, killed for real. It differs from `python -m` in what is decided before the first line
+of Python: /proc shows the command line and environment of the zygote, hash seeds are the zygote's, and PYTHON...
+variables do nothing. And it leaves without taking its modules down, which costs a second more; what is to run at exit
+runs. So a test that proves something about these, or compares with a run that shall differ in them, takes a process of
+its own.
 """
 
 import atexit
@@ -24,7 +25,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,8 +39,6 @@ IMPORTED = (
     "pipeline.stages.embed",
     "pipeline.stages.evaluate",
 )
-# 2 s, which torch_xla would take; it itself stays out: it is there, or not, before the first backward pass.
-IMPORTED_BY_XLA = ("functorch.compile", "torch._inductor.fx_passes.post_grad")
 STANDARD_INPUT, STANDARD_OUTPUT, STANDARD_ERROR = range(3)
 REQUEST_BYTES = 2**20
 
@@ -138,7 +136,7 @@ _KEPT: list[subprocess.Popen[bytes]] = []
 
 def serve(path: str) -> str:
     """Fork for every request. Returns in the children alone: the module that each is to run."""
-    for name in (*IMPORTED, *(IMPORTED_BY_XLA if find_spec("torch_xla") else ())):
+    for name in IMPORTED:
         import_module(name)
     gc.freeze()  # a collection in a child would copy every page of what was imported
     listener = socket.socket(socket.AF_UNIX)

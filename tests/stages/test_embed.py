@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import cli
+from pipeline.backends import cpu
 from pipeline.context import StageResult, load_result
 from pipeline.embed.digest import VerifyDigest, digest_key
 from pipeline.embed.plan import pinned_plan
@@ -213,3 +214,13 @@ def test_a_cycle_is_not_continued_with_other_settings(workspace: Storage, capsys
     workspace.delete_prefix("cycles/c1")
     assert embed(workspace, "--embed.output.dtype=int8") == 78
     assert "has vectors from a different plan" in capsys.readouterr().err
+
+
+def test_a_cpu_without_bf16_is_said_to_be_slow(
+    workspace: Storage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu, "supports_bf16", lambda: False)
+    for precision in ("bf16", "fp32"):
+        assert embed(workspace, f"--embed.precision={precision}", cycle=precision) == 0
+        said = "warning: embed.precision bf16 is many times slower than fp32 on this CPU" in capsys.readouterr().out
+        assert said == (precision == "bf16")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipeline.backends import cpu
 from pipeline.checkpoint.store import Checkpoint, PublishedWeights, open_checkpoint
 from pipeline.context import StageContext
 from pipeline.core.errors import ConfigError, DataError, NumericError, Preempted, TrnpipeError
@@ -167,6 +168,13 @@ def test_a_run_leaves_its_best_and_its_last(cycle: Cycle) -> None:
     assert outcome.prefix == f"checkpoints/c/step-{outcome.step}"
     evaluations = [fields for name, fields in cycle.events if name == EventName.HOLDOUT_EVALUATED]
     assert len(evaluations) >= 3 and sum(fields["seconds"] for fields in evaluations) > 0
+
+
+def test_bf16_where_the_cpu_emulates_it_is_said_to_be_slow(cycle: Cycle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "supports_bf16", lambda: False)
+    cycle.train = CONFIG.model_copy(update={"precision": "bf16"})
+    cycle.run()
+    assert "train.precision bf16 is many times slower than fp32 on this CPU" in cycle.said.getvalue()
 
 
 def test_graded_weight_0_is_all_that_a_run_for_retrieval_alone_needs(cycle: Cycle) -> None:
