@@ -24,11 +24,19 @@ if TYPE_CHECKING:
 
 Name = Literal["auto", "xla", "neuron", "cpu", "cuda"]
 NAMES: tuple[str, ...] = get_args(Name)
-TRACED = "traced"
-"""A backend for tools that traces graphs as on Neuron without executing them. It can't be selected in the settings."""
+TRACED, TRACED_HOST = "traced", "traced-host"
+"""Backends that trace the graphs of a Neuron device and of XLA:CPU without executing them. No setting selects them."""
 
 
 # The following functions answer questions about a backend without opening a device.
+
+
+def trial_backend(name: str, env: Mapping[str, str]) -> str:
+    """Return the backend on which to trace the graphs of a backend ahead of time.
+
+    XLA:CPU can't save its compiled programs for other processes, so its graphs are only traced.
+    """
+    return TRACED_HOST if _resolved(name) == "xla" and is_lazy_host(lazy_device_name(env)) else name
 
 
 def may_use_neuron(name: str) -> bool:
@@ -124,6 +132,10 @@ def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, w
         from pipeline.backends.xla import XlaTracer
 
         return XlaTracer()
+    if name == TRACED_HOST:
+        from pipeline.backends.xla import HostTracer
+
+        return HostTracer(local_rank, local_world_size, world_size)
     if name == "cuda":
         from pipeline.backends.cuda import CudaBackend
 

@@ -305,18 +305,14 @@ def core_memory_bytes(env: Mapping[str, str], root: Path = SYSFS) -> int | None:
 _TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int32: "s32", torch.bool: "pred"}
 
 
-class XlaTracer(XlaBackend):
-    """A backend that traces the same operators as a Neuron device on any host, but never executes them.
+class HostTracer(XlaBackend):
+    """A backend that traces the same graphs as XLA:CPU, but never compiles or executes them.
 
     At each step boundary, the graph is discarded and its results are replaced by placeholders. Tensors that are fetched
     to the host contain zeros.
     """
 
     executes = False
-
-    def __init__(self, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> None:
-        super().__init__(local_rank, local_world_size, world_size)
-        self.sums_by_matmul = self.shares_host_memory = False
 
     @contextmanager
     def loader(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
@@ -336,10 +332,21 @@ class XlaTracer(XlaBackend):
         return self.fetch(tensors)()
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        return lambda: [torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
+        return lambda: [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
 
     def synchronise(self) -> None:
         return None
+
+
+class XlaTracer(HostTracer):
+    """A backend that traces the same operators as a Neuron device on any host."""
+
+    def __init__(self, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> None:
+        super().__init__(local_rank, local_world_size, world_size)
+        self.sums_by_matmul = self.shares_host_memory = False
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: [torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
 
     def device_name(self) -> str:
         return "xla:traced"

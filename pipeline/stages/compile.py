@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.backends import Backend, lazy_device_name
+from pipeline.backends import Backend, is_lazy_host, lazy_device_name, trial_backend
 from pipeline.compile.hlo import HOST_READ, Finding, lint, lint_counters
 from pipeline.compile.manifest import GraphManifest, GraphPosition, Recorder, load_manifest, store_manifest
 from pipeline.compile.neuron import SCORING, compile_on_neuron, drives_tool
@@ -70,8 +70,12 @@ def _drive(
 def _trace(
     settings: Settings, ctx: StageContext, shapes: Shapes, teacher: CheckpointTeacher | None, started: datetime
 ) -> StageResult:
-    """Run the trial in this process, which compiles each new graph as soon as it is needed."""
-    with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (
+    """Run the trial in this process, which compiles each new graph as soon as it is needed.
+
+    On XLA:CPU, the graphs are only traced. A custom module is executed nevertheless, because it may read values.
+    """
+    name = settings.backend if settings.model.factory else trial_backend(settings.backend, os.environ)
+    with open_ranks(name, ctx.world, timeout_s=settings.train.collective_timeout_s) as (
         process_group,
         backend,
     ):
@@ -175,8 +179,10 @@ def _already_done(ctx: StageContext, manifest: GraphManifest, started: datetime)
 def _publish(ctx: StageContext, manifest: GraphManifest, started: datetime) -> StageResult:
     """Store the manifest, followed by the result. Only called on rank 0."""
     result = _result(ctx, manifest, started)
+    is_host = is_lazy_host(str(manifest.plan["device"])) and not manifest.compile_s
+    how = "none is compiled: XLA:CPU cannot keep programs" if is_host else f"{manifest.compile_s:.1f} s compiling"
     ctx.console.info(
-        f"compile: {len(manifest.graphs)} graphs, {manifest.compile_s:.1f} s compiling, done in "
+        f"compile: {len(manifest.graphs)} graphs, {how}, done in "
         f"{format_duration((result.finished - started).total_seconds())}, manifest {manifest.plan_id}"
     )
     ctx.events.emit(

@@ -68,7 +68,7 @@ class AdamW:
             param_groups.setdefault(key, []).append(index)
         self._param_groups = list(param_groups.values())
         self._traced = traced
-        self._zero = torch.zeros((), dtype=torch.float32, device=masters[0].device)
+        self.zero = torch.zeros((), dtype=torch.float32, device=masters[0].device)
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
@@ -114,7 +114,7 @@ class AdamW:
         steps = {factor: scaled / correction1 for factor, scaled in rates.items()}
         for index, (master, grad) in enumerate(zip(self.masters, grads, strict=True)):
             first, second, factor = self.exp_avg[index], self.exp_avg_sq[index], self._rates[index]
-            clipped = torch.where(ok, grad * clip, self._zero)
+            clipped = torch.where(ok, grad * clip, self.zero)
             new_first = first * keep1 + clipped * gain1
             new_second = second * keep2 + clipped * clipped * gain2
             direction = new_first / (torch.sqrt(new_second) * deviation + config.eps)

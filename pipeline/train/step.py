@@ -187,7 +187,8 @@ class TrainProgram:
         with torch.no_grad():
             for tensor in [*strategy.masters, *self._copies] if backend.is_lazy else ():
                 tensor.copy_(tensor.clone())
-            self._cut("start", self._state())
+            # A tensor of 0 or 1 is a constant of the graph until it has been computed once.
+            self._cut("start", [*self._state(), self._max_norm, self.optimizer.zero])
 
     def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
         """Compute the scores and embeddings of a batch on the device. Raises DataError if its shape is unexpected."""

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.backends.xla_process import needs_xla
-from tests.fault.harness import ON_XLA, TINY, UNJUDGED, Place, again_when_late, reference
+from tests.fault.harness import ON_XLA, ROOT, TINY, UNJUDGED, Place, again_when_late, reference
 from tests.fault.kills import Moment, kill_at
 
 pytestmark = pytest.mark.slow
@@ -86,6 +86,7 @@ def test_spread_over_two_processes(place: Callable[..., Place]) -> None:
     two = (*OWN, "--train.max-steps=10", "--launch.processes=2", "--train.candidates-per-query=2")
     losses = []
     here = place("cpu", two)
+    here.env = {**here.env, "PYTHONPATH": str(ROOT)}
     for degree, shard in ((1, "all"), (2, "state"), (2, "all")):
         cycle = f"{shard}-{degree}"
         spread = (f"--train.parallel.shard-degree={degree}", f"--train.parallel.shard={shard}")
