@@ -54,7 +54,7 @@ TAG          = $(REPOSITORY):$(IMAGE)-$(REVISION)
 REGISTRY     = $(firstword $(subst /, ,$(REPOSITORY)))
 REGION       = $(word 4,$(subst ., ,$(REGISTRY)))
 # All extras but neuron, whose packages come from AWS's own index.
-EXTRAS      := xla hf tensorboard ann baselines lightning dev
+EXTRAS      := xla hf tensorboard ann baselines lightning onnx dev
 UV_COMPILE  := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header
 
 .DEFAULT_GOAL := help

@@ -152,7 +152,7 @@ TOOLS: dict[str, Tool] = {
         arguments=("[CHECKPOINT]",),
         options={
             "--out": "DIR  folder or URI to write to, which must be new, empty, or an earlier export",
-            "--format": "NAME  sentence-transformers (default, also opens in transformers), safetensors or torchscript",
+            "--format": "NAME  sentence-transformers (default, for transformers too), onnx, safetensors or torchscript",
             "--max-tokens": "N  maximum text length of the exported model (default: as in training)",
             "--bucket": "16x32  query and product tokens for torchscript (default: the longest bucket of the data)",
             "--batch-size": "N  pairs per call for torchscript (default: 1)",

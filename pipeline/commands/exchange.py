@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast, get_args
 
+import numpy as np
+
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.commands import ToolCall
 from pipeline.context import StageContext, open_context
@@ -22,7 +24,8 @@ from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.data.token_sets import read_token_sets
+from pipeline.data.shards import Arrays, TokenRows
+from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.data.tokenizer import TextTokenizer, given_tokenizer
 from pipeline.embed.vectors import find_vectors, write_matrix
 from pipeline.io import atomic
@@ -117,6 +120,7 @@ def _model_flags(current: ModelConfig, imported: ModelConfig) -> Iterator[str]:
 # Export.
 
 OUT, FORMAT, TOKENS, BUCKET, BATCH_SIZE = "--out", "--format", "--max-tokens", "--bucket", "--batch-size"
+_SAMPLE_ROWS = 64
 MOST = 65_536
 """Maximum number of tokens per text and of texts per batch."""
 
@@ -185,10 +189,11 @@ def _check_digest(uri: str, digest: str, expected: str, tool: str) -> None:
 def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix: str, call: ToolCall) -> ExportPlan:
     state = checkpoint.state
     # Use the buckets of the training data, or those to expect if that data was deleted.
-    buckets = expected_shapes(settings).buckets
+    buckets, rows = expected_shapes(settings).buckets, None
     if prepared := find_prepared(replace(ctx, cycle=state.cycle)):
-        info = read_token_sets(ctx.workspace, prepared.token_sets)[0].info
-        buckets = tuple(map(Bucket.parse, info.buckets))
+        sets = read_token_sets(ctx.workspace, prepared.token_sets)
+        buckets = tuple(map(Bucket.parse, sets[0].info.buckets))
+        rows = _sample_rows(open_rows(ctx.workspace, sets, "train", ctx.scratch / "exported"))
     longest = max(buckets, key=lambda bucket: (bucket.product_tokens, bucket.query_tokens))
     default = state.max_tokens or min(max(longest.query_tokens, longest.product_tokens), state.model.max_positions)
     return ExportPlan(
@@ -198,7 +203,17 @@ def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix:
         ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # lineage is only recorded in the same workspace
         bucket=Bucket.parse(call.options[BUCKET]) if BUCKET in call.options else longest,
         batch_size=call.number(BATCH_SIZE, 1, MOST),
+        rows=rows if call.options.get(FORMAT) == "onnx" else None,
     )
+
+
+def _sample_rows(rows: TokenRows) -> Arrays | None:
+    """Return the first rows of the prepared data with the longest texts."""
+    bucket = max((number for number, size in enumerate(rows.sizes) if size), default=None)
+    if bucket is None:
+        return None
+    numbers = np.arange(min(rows.sizes[bucket], _SAMPLE_ROWS), dtype=np.int64)
+    return rows.read(np.full(len(numbers), bucket), numbers, bucket, ("query", "product", "numeric", "categorical"))
 
 
 def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:

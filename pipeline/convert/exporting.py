@@ -1,4 +1,4 @@
-"""Export a checkpoint for other tools, as a sentence-transformers folder, safetensors file or TorchScript program."""
+"""Export a checkpoint for other tools, as a sentence-transformers folder, safetensors, TorchScript or ONNX."""
 
 import json
 import warnings
@@ -37,7 +37,9 @@ from pipeline.convert.folder import (
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.manifest import MANIFEST_NAME
+from pipeline.core.optional import missing_package
 from pipeline.core.stop import StopSignal
+from pipeline.data.shards import Arrays
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.requests import RetryPolicy
@@ -53,6 +55,7 @@ from pipeline.registry.records import one_line
 
 WEIGHTS, HEAD, CARD = "model.safetensors", "relevance_head.safetensors", "README.md"
 TOLERANCE = 1e-5
+_ROWS = 16  # random rows to compare ONNX programs on
 SHORTEST = 3  # [CLS], one token and [SEP]
 CLAIM = ".trnpipe-export"
 """This file marks the folder of an export in progress. It is deleted after the manifest is written."""
@@ -71,6 +74,8 @@ class ExportPlan:
     """Query and product lengths of a TorchScript program in tokens."""
     batch_size: int
     """Batch size of a TorchScript program."""
+    rows: Arrays | None = None
+    """Prepared rows to compare ONNX programs on. By default, random tokens are used."""
 
 
 @contextmanager
@@ -134,7 +139,11 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
     model = build_model(state.model, state.inputs, seed=0)
     model.load_state_dict(from_hf(weights, model.state_dict(), source=checkpoint.uri))  # verifies names and shapes
     files: tuple[str, ...] = ()
-    if plan.format == "torchscript":
+    if plan.format == "onnx":
+        files = (WEIGHTS, HEAD)
+        _write_sentence_transformers(plan, weights, state, folder, model)
+        _write_onnx(folder, model, state.inputs, plan)
+    elif plan.format == "torchscript":
         write_program(folder / program_name(plan.bucket), model, state.inputs, plan)
     elif plan.format == "safetensors":
         files = (WEIGHTS,)
@@ -156,6 +165,22 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
     (folder / CARD).write_text(_card(record, plan), encoding="utf-8")
     (folder / EXPORT_FILE).write_bytes(record.model_dump_json(indent=1).encode() + b"\n")
     return record
+
+
+def _write_onnx(folder: Path, model: RelevanceModel, spec: InputSpec, plan: ExportPlan) -> None:
+    """Write ONNX programs. Raises ConfigError if a package is missing, and DataError if their outputs differ."""
+    try:
+        from pipeline.convert.onnx_program import write_onnx
+    except ImportError as error:
+        raise missing_package("onnxruntime", "--format onnx", error, otherwise="--format torchscript") from error
+    rows = plan.rows
+    if rows is None:
+        query, product, *features = sample_inputs(spec, plan.bucket, _ROWS)
+        numeric = features[0] if spec.numeric else torch.zeros(_ROWS, 0)
+        categorical = features[-1] if spec.categorical_ids else torch.zeros(_ROWS, 0)
+        tensors = {"query": query, "product": product, "numeric": numeric, "categorical": categorical}
+        rows = {name: tensor.numpy() for name, tensor in tensors.items()}
+    write_onnx(folder, model, spec, rows)
 
 
 # Write the weights and the other files that transformers and sentence-transformers need.
@@ -250,7 +275,7 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 class Program(nn.Module):
-    """Wraps a model for one bucket, and exposes the logits of pairs and the unit vectors of queries and products."""
+    """Wraps a model to expose the logits of pairs, and the embeddings of queries and products with a length of one."""
 
     def __init__(self, model: RelevanceModel, spec: InputSpec) -> None:
         super().__init__()
@@ -258,7 +283,7 @@ class Program(nn.Module):
         self.has_numeric, self.has_categorical = bool(spec.numeric), bool(spec.categorical_ids)
 
     def forward(self, query: Tensor, product: Tensor, *features: Tensor) -> Tensor:
-        """Compute the logits [B, K] of pairs of query [B, Tq] and product [B, Tp] tokens, which are int32.
+        """Compute the logits [B, K] of pairs of query [B, Tq] and product [B, Tp] tokens.
 
         `features` are the numeric (fp32 [B, F]) and categorical (int32 [B, C]) features. Either of them is omitted if
         the model does not have such features.
@@ -278,6 +303,21 @@ class Program(nn.Module):
         return l2_normalize(self.model.encoder(tokens))
 
 
+def sample_inputs(spec: InputSpec, bucket: Bucket, rows: int) -> list[Tensor]:
+    """Return random queries and products of decreasing length, which covers padding, followed by the features."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = []
+    for length in (bucket.query_tokens, bucket.product_tokens):
+        ids = torch.randint(0, spec.vocab_size, (rows, length), generator=generator, dtype=torch.int32)
+        ends = length - 1 - torch.arange(rows)[:, None] % (length - 1)
+        inputs.append(torch.where(torch.arange(length) < ends.clamp(min=1), ids, spec.pad_id))
+    if spec.numeric:
+        inputs.append(torch.randn((rows, len(spec.numeric)), generator=generator))
+    if spec.categorical_ids:
+        inputs.append(torch.zeros((rows, len(spec.categorical_ids)), dtype=torch.int32))
+    return inputs
+
+
 def program_name(bucket: Bucket) -> str:
     return f"relevance-{bucket.name}.pt"
 
@@ -287,21 +327,8 @@ def write_program(path: Path, model: RelevanceModel, spec: InputSpec, plan: Expo
     """Trace and save a program, then load it again and verify its outputs. Takes ownership of the model."""
     # Trace attention as plain matrix products, because not every compiler supports the fused operator.
     choose_forms(model, traced=True, sums_by_matmul=False)
-    program, rows = Program(model.eval().requires_grad_(False), spec).eval(), plan.batch_size
-    generator = torch.Generator().manual_seed(0)
-
-    def sample_tokens(length: int) -> Tensor:
-        """Return random texts of decreasing length, which ensures that padding is covered when comparing outputs."""
-        ids = torch.randint(0, spec.vocab_size, (rows, length), generator=generator, dtype=torch.int32)
-        ends = length - 1 - torch.arange(rows)[:, None] % (length - 1)
-        return torch.where(torch.arange(length) < ends.clamp(min=1), ids, spec.pad_id)
-
-    query, product = sample_tokens(plan.bucket.query_tokens), sample_tokens(plan.bucket.product_tokens)
-    features = []
-    if spec.numeric:
-        features.append(torch.randn((rows, len(spec.numeric)), generator=generator))
-    if spec.categorical_ids:
-        features.append(torch.zeros((rows, len(spec.categorical_ids)), dtype=torch.int32))
+    program = Program(model.eval().requires_grad_(False), spec).eval()
+    query, product, *features = sample_inputs(spec, plan.bucket, plan.batch_size)
     inputs = {"forward": (query, product, *features), "embed_query": (query,), "embed_product": (product,)}
     buffer = BytesIO()  # if the disk is full, torch.jit.save to a file would raise RuntimeError instead of OSError
     with warnings.catch_warnings():
@@ -339,6 +366,14 @@ def _card(record: ExportRecord, plan: ExportPlan) -> str:
             plan.format,
             'import safetensors.torch\n\nweights = safetensors.torch.load_file("PATH/model.safetensors")',
         ),
+        "onnx": (
+            "onnx",
+            "import numpy as np\nimport onnxruntime\nimport tokenizers\n\n"
+            'ids = np.array([tokenizers.Tokenizer.from_file("PATH/tokenizer.json").encode("red running shoes").ids])\n'
+            'session = onnxruntime.InferenceSession("PATH/onnx/model.onnx")\n'
+            '_, vectors = session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})\n'
+            f"# PATH/onnx/relevance.onnx computes logits from {_onnx_inputs(spec)}",
+        ),
         "torchscript": (
             "pytorch",
             f'import torch\n\nprogram = torch.jit.load("PATH/{program_name(plan.bucket)}")\n# program({inputs}),'
@@ -374,6 +409,11 @@ def _card(record: ExportRecord, plan: ExportPlan) -> str:
         lines.append(f"- {', '.join(_text(part) for part in parts if part)}")
     lines += [f"- {_text(record.published.text)}"] if record.published else []
     return "\n".join(lines) + "\n"
+
+
+def _onnx_inputs(spec: InputSpec) -> str:
+    names = ["query_ids", "product_ids", *(["numeric"] if spec.numeric else [])]
+    return ", ".join([*names, *(["categorical"] if spec.categorical_ids else [])])
 
 
 def _text(value: str) -> str:

@@ -40,7 +40,7 @@ _WEIGHT_BYTES = 32 * 2**30  # corresponds to eight billion parameters in fp32
 EXPORT, EXPORT_FILE = "export", "trnpipe.json"
 """The manifest kind and the description file of an exported folder."""
 SCHEMA_VERSION = 1
-Format = Literal["sentence-transformers", "safetensors", "torchscript"]
+Format = Literal["sentence-transformers", "safetensors", "torchscript", "onnx"]
 
 Json = TypeVar("Json", bound=BaseModel)
 

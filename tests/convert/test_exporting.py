@@ -89,10 +89,15 @@ def test_what_lies_in_the_folders(export: Export) -> None:
         ("sentence-transformers", bert | sentence),
         ("safetensors", shared | {"model.safetensors"}),
         ("torchscript", shared | {"relevance-8x12.pt"}),
+        ("onnx", bert | sentence | {"onnx"}),
     ):
         path = export(format_, format_)
         assert {found.name for found in path.iterdir()} == names
         assert all(found.stat().st_mode & 0o444 == 0o444 for found in path.rglob("*.*")), "others may read it"
+    code = (path / "README.md").read_text().split("```python\n")[1].split("```")[0].replace("PATH", str(path))
+    found = dict[str, Any]()
+    exec(code, found)  # noqa: S102 - that of the ONNX programs
+    assert found["vectors"].shape == (1, 16)
 
 
 def test_an_export_that_was_changed_is_refused_by_name(export: Export, tmp_path: Path) -> None:
