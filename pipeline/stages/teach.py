@@ -75,8 +75,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     figures |= {"rows": sums["rows"], "compute_s": seconds, "rows_per_s": sums["rows"] / max(seconds, 1e-3)}
     result = store_result(ctx.workspace, _result(ctx, teacher, started, outputs, figures))
     for task in todo:
-        for parts in task.parts.values():
-            parts.store.delete()
+        task.parts.store.delete()
     Console().info(  # log on every rank, because the last worker may not be rank 0
         f"teach: {sums['rows']:,} pairs and texts in {format_duration(seconds)} of computation "
         f"({figures['rows_per_s']:,.0f}/s), {figures['reused']} partitions reused"

@@ -4,6 +4,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import tokenizers
@@ -31,7 +32,7 @@ _NAMES = ("input_ids", "token_type_ids", "attention_mask")
 class CrossEncoderTeacher:
     """A teacher that reads both texts of a pair together. It runs in fp32 and has no vectors."""
 
-    width = 0
+    width: Literal[0] = 0
 
     def __init__(self, source: ImportSource, buckets: Sequence[Bucket], settings: Settings, ctx: StageContext) -> None:
         """Read the files of the folder. Raises ConfigError if they are not supported."""
@@ -47,9 +48,6 @@ class CrossEncoderTeacher:
         offset = family.offset(self._pad_id) if family else 0
         self._max_tokens = min(max_tokens or MAX_POSITIONS, config.get("max_position_embeddings", 512) - offset)
         self.digest = fingerprint([source.fingerprint, self._max_tokens])
-
-    def vectors(self, texts: RowTexts, side: str, numbers: Int64s) -> Float32s:
-        raise NotImplementedError
 
     def scores(self, texts: RowTexts, queries: Int64s, products: Int64s) -> Float32s:
         scores, started = np.zeros(len(queries), dtype=np.float32), deque[Int64s]()

@@ -27,7 +27,7 @@ from pipeline.io.storage import Storage
 from pipeline.mine.run import NONE, ArrayParts, MinedPart
 from pipeline.mine.store import NegativeSet, open_negatives
 from pipeline.teach.store import KIND, TaughtInfo
-from pipeline.teach.teacher import DOING, RowTexts, Teacher
+from pipeline.teach.teacher import DOING, CheckpointTeacher, RowTexts, Teacher
 
 PART_ROWS = 16_384
 """Number of pairs or texts in a part, which limits memory and the work lost on interruption."""
@@ -48,24 +48,24 @@ class TeachTask:
     def prefix(self) -> str:
         return f"tokens/{self.texts.info.dataset}/taught/{fingerprint([self.teacher.digest, self.source])}"
 
+    @property
+    def name(self) -> str:
+        """The name of the array that is computed in parts."""
+        return "vectors" if self.teacher.width else "score"
+
     @cached_property
-    def parts(self) -> dict[str, ArrayParts]:
-        """The arrays that are computed in parts."""
-        sizes = dict[str, tuple[int, int]]()
+    def parts(self) -> ArrayParts:
         if self.teacher.width:
-            sizes["vectors"] = len(self._distinct[0]), PART_ROWS
+            total, per_part = len(self._distinct[0]), PART_ROWS
         else:
             products = self._pairs[1]
-            sizes["score"] = len(products), max(1, PART_ROWS * len(products) // max(1, products.size))
-        storage, cache = self.ctx.workspace_after_stop, self.ctx.scratch / "teach"
-        return {
-            name: ArrayParts(_part_store(storage, f"{self.prefix}-{per_part}/{name}"), cache, total, per_part)
-            for name, (total, per_part) in sizes.items()
-        }
+            total, per_part = len(products), max(1, PART_ROWS * len(products) // max(1, products.size))
+        store = _part_store(self.ctx.workspace_after_stop, f"{self.prefix}-{per_part}/{self.name}")
+        return ArrayParts(store, self.ctx.scratch / "teach", total, per_part)
 
-    def compute(self, name: str, start: int, stop: int) -> npt.NDArray[np.generic]:
-        """Compute one part of an array. Raises NumericError if the teacher returns NaN or infinite numbers."""
-        if name == "vectors":
+    def compute(self, start: int, stop: int) -> npt.NDArray[np.generic]:
+        """Compute one part of the array. Raises NumericError if the teacher returns NaN or infinite numbers."""
+        if isinstance(self.teacher, CheckpointTeacher):
             numbers, count = self._distinct[0][start:stop], sum(self.texts.rows.sizes)
             sides = {"query": numbers[numbers < count], "product": numbers[numbers >= count] - count}
             blocks = [self.teacher.vectors(self.texts, side, rows) for side, rows in sides.items() if len(rows)]
@@ -85,13 +85,12 @@ class TeachTask:
             width=self.teacher.width,
         )
         with atomic.staging_dir(self.ctx.scratch / "teach") as folder:
-            for name, parts in self.parts.items():
-                empty = self.compute(name, 0, 0)
-                shape = (parts.total, *empty.shape[1:])
-                array = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", empty.dtype, shape)
-                for number in range(len(parts)):
-                    array[slice(*parts.rows(number))] = parts.open(number)
-                array.flush()
+            parts, empty = self.parts, self.compute(0, 0)
+            shape = (parts.total, *empty.shape[1:])
+            array = np.lib.format.open_memmap(folder / f"{self.name}.npy", "w+", empty.dtype, shape)
+            for number in range(len(parts)):
+                array[slice(*parts.rows(number))] = parts.open(number)
+            array.flush()
             if info.width:
                 for side, index in zip(("query", "product"), np.split(self._distinct[1], 2), strict=True):
                     np.save(folder / f"{side}.npy", index.astype(np.int32))
@@ -160,21 +159,19 @@ def plan_tasks(
 
 def teach_worker_slice(tasks: list[TeachTask], worker: int, workers: int) -> int:
     """Compute the parts that are assigned to a worker. Returns the number of parts that no worker has committed yet."""
-    arrays = [(task, name, parts, parts.store.done()) for task in tasks for name, parts in task.parts.items()]
     with progress("applying the teacher", None, "pairs and texts") as advance:
-        for task, name, parts, done in arrays:
-            for index in (index for index in parts.worker_slice(worker, workers) if index not in done):
+        for task, done in [(task, task.parts.store.done()) for task in tasks]:
+            for index in (index for index in task.parts.worker_slice(worker, workers) if index not in done):
                 task.ctx.stop.raise_if_set(DOING)
-                began, (start, stop) = time.monotonic(), parts.rows(index)
-                values = task.compute(name, start, stop)
+                began, (start, stop) = time.monotonic(), task.parts.rows(index)
+                values = task.compute(start, stop)
                 spent_ms = round(1000 * (time.monotonic() - began))
-                parts.commit(index, values, {"rows": stop - start, "ms": spent_ms})
+                task.parts.commit(index, values, {"rows": stop - start, "ms": spent_ms})
                 advance(stop - start)
-    return sum(len(parts) - len(parts.store.done()) for _, _, parts, _ in arrays)
+    return sum(len(task.parts) - len(task.parts.store.done()) for task in tasks)
 
 
 def totals(tasks: list[TeachTask]) -> dict[str, int]:
     """Add up the numbers of rows and the milliseconds of all parts."""
-    arrays = [parts for task in tasks for parts in task.parts.values()]
-    counts = [record.counts for parts in arrays for record in parts.store.read_all(range(len(parts)))]
+    counts = [record.counts for task in tasks for record in task.parts.store.read_all(range(len(task.parts)))]
     return {name: sum(count[name] for count in counts) for name in ("rows", "ms")}

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -136,22 +136,19 @@ _WINDOW = 512
 DOING = "computing vectors or scores of the teacher (finished parts are kept)"
 
 
-class Teacher(Protocol):
-    """A model that computes vectors of texts or, if `width` is 0, scores of pairs. `digest` identifies its results."""
+class ScoringTeacher(Protocol):
+    """A model that scores pairs. `digest` identifies its results."""
 
     digest: str
-    width: int
+    width: Literal[0]
     name: str
-
-    def vectors(self, texts: RowTexts, side: str, numbers: Int64s) -> Float32s:
-        """Compute the unit vectors of the queries or products of N rows."""
 
     def scores(self, texts: RowTexts, queries: Int64s, products: Int64s) -> Float32s:
         """Score N pairs of rows by the logit of the best label, or by the only logit of a model without labels."""
 
 
 class CheckpointTeacher:
-    """A teacher that has the architecture of trnpipe, whose head is not used."""
+    """A model of trnpipe that computes vectors of texts. Its head is not used. `digest` identifies its results."""
 
     def __init__(self, checkpoint: Checkpoint, digest: str, settings: Settings, ctx: StageContext) -> None:
         """Describe the teacher without loading it. `digest` identifies its weights."""
@@ -164,11 +161,9 @@ class CheckpointTeacher:
         self._checkpoint, self._ctx = checkpoint, ctx
 
     def vectors(self, texts: RowTexts, side: str, numbers: Int64s) -> Float32s:
+        """Compute the unit vectors of the queries or products of N rows."""
         windows = token_windows(self._tokens(texts, side, numbers), _WINDOW)
         return np.concatenate(list(self._embedder.stream(windows)))
-
-    def scores(self, texts: RowTexts, queries: Int64s, products: Int64s) -> Float32s:
-        raise NotImplementedError
 
     def _tokens(self, texts: RowTexts, side: str, numbers: Int64s) -> Tokens:
         """Return the tokens of texts for the tokenizer of this teacher."""
@@ -195,6 +190,9 @@ class CheckpointTeacher:
             plan = self.graph_plan(backend.device_name(), ctx.world.world_size)
             watch = open_part_guard(ctx.workspace, plan, backend, settings.compile, ctx.console)
         return open_embedder(self._checkpoint, backend, settings.embed, watch, stop=ctx.stop)
+
+
+Teacher = CheckpointTeacher | ScoringTeacher
 
 
 def open_teacher(ref: TeacherRef, buckets: Sequence[Bucket], settings: Settings, ctx: StageContext) -> Teacher:

@@ -224,17 +224,17 @@ def test_workers_and_interruptions_change_no_byte_and_the_next_day_reuses_all(
     whole = {prefix: read_manifest(case.storage, prefix) for prefix in outputs(case).values()}
     for prefix in whole:
         case.storage.delete_prefix(prefix)
-    computed, compute = list[tuple[str, str, int]](), TeachTask.compute
+    computed, compute = list[tuple[str, int]](), TeachTask.compute
 
     most = 3
 
-    def counted(task: TeachTask, name: str, start: int, stop: int) -> object:
+    def counted(task: TeachTask, start: int, stop: int) -> object:
         if start == stop:  # asked for the type of an array
-            return compute(task, name, start, stop)
+            return compute(task, start, stop)
         if len(computed) == most:
             raise TransientError("the machine is gone", expected="a machine", next_command="again")
-        computed.append((task.source, name, start))
-        return compute(task, name, start, stop)
+        computed.append((task.source, start))
+        return compute(task, start, stop)
 
     monkeypatch.setattr(TeachTask, "compute", counted)
     case.run(teacher, stage="teach", code=75)
@@ -253,7 +253,7 @@ def test_workers_and_interruptions_change_no_byte_and_the_next_day_reuses_all(
     more = "--data.synthetic.num-days=3"
     case.run(more, stage="prepare", cycle="c2")
     assert "3 partitions" in (said := case.run(more, teacher, stage="teach", cycle="c2")) and "1 are new" in said
-    assert {source for source, _, _ in computed} == {token_sets(case, "c2")[2].info.fingerprint}
+    assert {source for source, _ in computed} == {token_sets(case, "c2")[2].info.fingerprint}
     assert {*whole} < {*outputs(case, "c2").values()}
     case.run(more, teacher, stage="train", cycle="c2")
 
