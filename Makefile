@@ -18,7 +18,9 @@ CYCLE     ?= first
 # None where trnpipe.toml says it all (trnpipe init).
 CONFIG    ?= $(if $(DATA),configs/quickstart.toml,$(if $(wildcard trnpipe.toml),,configs/quickstart.toml))
 ARGS      ?=
-FLAGS      = $(if $(CONFIG),--config $(CONFIG) --workspace $(WORKSPACE)) --cycle $(CYCLE) $(if $(DATA),--data.path $(DATA) --data.name $(NAME)) $(ARGS)
+# As in settings; cpu is faster than the default, which shows how a Trainium device would run.
+BACKEND   ?=
+FLAGS      = $(if $(CONFIG),--config $(CONFIG) --workspace $(WORKSPACE)) --cycle $(CYCLE) $(if $(DATA),--data.path $(DATA) --data.name $(NAME)) $(if $(BACKEND),--backend $(BACKEND)) $(ARGS)
 export PJRT_DEVICE ?= CPU
 
 # Tests start hundreds of processes, each of which would compile all of our modules where no bytecode may be written.

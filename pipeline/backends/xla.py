@@ -24,8 +24,8 @@ from pipeline.core.optional import missing_package
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # from malloc.h of glibc
 
 
-LIGHT_VERSION = "2.9.0"
-"""The version of torch_xla that `_import_torch_xla` knows."""
+KNOWN_VERSION = "2.9.0"
+"""The version of torch_xla whose imports and flags are known here. Other versions run with their defaults."""
 _UNUSED = {
     "torch_xla.experimental.scan": ("scan",),
     "torch_xla.stablehlo": ("save_as_stablehlo", "save_torch_model_as_stablehlo"),
@@ -33,13 +33,16 @@ _UNUSED = {
 """Modules that import torch._dynamo, torch._inductor and sympy, and the names that torch_xla imports from them."""
 
 
+def _is_known_version() -> bool:
+    return find_spec("torch_xla") is not None and version("torch_xla") == KNOWN_VERSION
+
+
 def _import_torch_xla() -> ModuleType:
     """Import torch_xla. On the CPU, this skips modules that we don't use, which would take 90 % of its import time.
 
     Other devices and other versions import everything. torch_neuronx may need it.
     """
-    is_known = find_spec("torch_xla") is not None and version("torch_xla") == LIGHT_VERSION
-    if os.environ["PJRT_DEVICE"] != "CPU" or "torch_xla" in sys.modules or not is_known:
+    if os.environ["PJRT_DEVICE"] != "CPU" or "torch_xla" in sys.modules or not _is_known_version():
         return importlib.import_module("torch_xla")
     recurrent, dynamo = torch.nn.GRU, vars(torch).get("_dynamo")
     for name, members in _UNUSED.items():
@@ -76,6 +79,9 @@ class XlaBackend(Backend):
     def __init__(self, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> None:
         if os.environ.setdefault("PJRT_DEVICE", pjrt_device(os.environ)) == "CPU" and self.executes:
             _keep_freed_memory()
+            if _is_known_version():
+                # The emitters take a quarter of the compile time of the quickstart and don't make its steps faster.
+                os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
         try:
             self._xla: Any = _import_torch_xla()
             self._xm: Any = importlib.import_module("torch_xla.core.xla_model")

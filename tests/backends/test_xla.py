@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.backends.xla import LIGHT_VERSION
-from tests.backends.xla_process import FUNCTIONALIZATION, LITTLE_WORK, needs_xla, run_cases
+from pipeline.backends.xla import KNOWN_VERSION
+from tests.backends.xla_process import FUNCTIONALIZATION, WITH_EMITTERS, needs_xla, run_cases
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.stage, needs_xla]
@@ -27,7 +27,7 @@ def test_values_as_on_neuron() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", FUNCTIONALIZATION)
 def test_all_xla_cases(mode: str) -> None:
-    run_cases(HERE / "xla_cases.py", mode, "-m", "thorough or not thorough", flags=LITTLE_WORK)
+    run_cases(HERE / "xla_cases.py", mode, "-m", "thorough or not thorough", flags=WITH_EMITTERS)
 
 
 def test_two_replicas() -> None:
@@ -66,7 +66,7 @@ def imported(before: str) -> tuple[bool, list[str]]:
 
 
 def test_torch_xla_is_imported_without_what_nobody_uses() -> None:
-    assert version("torch_xla") == LIGHT_VERSION, "see what this version imports, and change _import_torch_xla"
+    assert version("torch_xla") == KNOWN_VERSION, "see what this version imports, and change _import_torch_xla"
     assert imported("") == (True, [])
-    is_own, modules = imported("xla.LIGHT_VERSION = 'another'")
+    is_own, modules = imported("xla.KNOWN_VERSION = 'another'")
     assert not is_own and "torch._inductor" in modules and "torch_xla.stablehlo" in modules

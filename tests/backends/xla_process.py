@@ -10,9 +10,9 @@ import pytest
 
 from tests.kit import zygote
 
-LITTLE_WORK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-FAST_COMPILE = f"{LITTLE_WORK} --xla_cpu_use_fusion_emitters=false"
-"""MLIR takes half of what is left. Without it two graphs that differ may round a sum differently."""
+FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+WITH_EMITTERS = f"{FAST_COMPILE} --xla_cpu_use_fusion_emitters=true"
+"""As XLA comes. Without the emitters, as we run it, two graphs that differ may round a sum differently."""
 needs_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
 FUNCTIONALIZATION = {"with-functionalization": "0", "as-on-neuron": "1"}
 """XLA_DISABLE_FUNCTIONALIZATION: 0 as torch_xla has it, 1 as torch-neuronx sets it (Neuron documentation, "PyTorch
