@@ -44,7 +44,7 @@ def random_moment(
     """`after`: newest step whose checkpoint is safe. `_s`: how long prepare and the way to the first step take."""
     phase = rng.choice(phases)
     if phase in ("prepare", "teach"):
-        return Moment(phase, delay_s=rng.uniform(0.0, prepare_s))
+        return Moment(phase, delay_s=rng.uniform(0.0, prepare_s if phase == "prepare" else prepare_s / 4))
     if phase == "start":
         return Moment(phase, delay_s=rng.uniform(0.0, start_s))
     first = min(max(after, 0) + 1, max_steps)
