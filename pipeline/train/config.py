@@ -86,7 +86,7 @@ class TrainConfig(Record):
         " sentence-transformers or cross-encoder folder",
     )
     replay_share: float = Field(
-        0.1, ge=0, lt=1, description="Fraction of the samples in an incremental run that comes from older partitions"
+        0.5, ge=0, lt=1, description="Fraction of the samples in an incremental run that comes from older partitions"
     )
     epochs: float = Field(2.0, gt=0, description="Number of passes over the judged samples (used if max_steps is 0)")
     max_steps: int = Field(0, ge=0, description="Number of optimizer steps (0: determined by epochs)")

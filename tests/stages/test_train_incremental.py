@@ -60,7 +60,7 @@ def test_a_second_cycle_and_one_without_news(place: Place, tmp_path: Path) -> No
     found = re.search(r"([\d,]+) new and ([\d,]+) replayed groups", run.out)
     assert found is not None
     new, replayed = (int(text.replace(",", "")) for text in found.groups())
-    assert replayed / (new + replayed) == pytest.approx(0.1, abs=0.01), "train.replay_share"
+    assert replayed / (new + replayed) == pytest.approx(0.5, abs=0.01), "train.replay_share"
 
     child = place.result(cycle="c2")["outputs"]["checkpoint"]
     state = json.loads(place.storage.read_bytes(f"{child}/state.json"))
