@@ -33,8 +33,22 @@ _UNUSED = {
 """Modules that import torch._dynamo, torch._inductor and sympy, and the names that torch_xla imports from them."""
 
 
+_EMITTERS = "xla_cpu_use_fusion_emitters"
+
+
 def _is_known_version() -> bool:
     return find_spec("torch_xla") is not None and version("torch_xla") == KNOWN_VERSION
+
+
+def _set_host_flags() -> None:
+    """Disable the fusion emitters of XLA:CPU, unless XLA_FLAGS enables them.
+
+    They take a quarter of the compile time of the quickstart, and its steps are not slower without them. Note that the
+    hash of a graph depends on XLA_FLAGS, so a backend that only traces graphs needs the same flags.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _is_known_version() and _EMITTERS not in flags:
+        os.environ["XLA_FLAGS"] = f"--{_EMITTERS}=false {flags}".strip()
 
 
 def _import_torch_xla() -> ModuleType:
@@ -77,11 +91,10 @@ class XlaBackend(Backend):
     """PJRT devices that don't support collectives between processes."""
 
     def __init__(self, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> None:
-        if os.environ.setdefault("PJRT_DEVICE", pjrt_device(os.environ)) == "CPU" and self.executes:
-            _keep_freed_memory()
-            if _is_known_version():
-                # The emitters take a quarter of the compile time of the quickstart and don't make its steps faster.
-                os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
+        if os.environ.setdefault("PJRT_DEVICE", pjrt_device(os.environ)) == "CPU":
+            if self.executes:
+                _keep_freed_memory()
+            _set_host_flags()
         try:
             self._xla: Any = _import_torch_xla()
             self._xm: Any = importlib.import_module("torch_xla.core.xla_model")
