@@ -130,7 +130,7 @@ def test_an_import_without_data_says_what_it_assumes(ask: Ask, folder: Folder) -
         (("import", "nowhere"), "nowhere does not exist"),
         (("import", "s3://bucket"), "does not name a folder or file"),
         (("export", "checkpoints/none/step-1"), "--out is not set"),
-        (("export", "--out=x", "--format=onnx"), "--format pickle"),
+        (("export", "--out=x", "--format=pickle"), "--format pickle"),
         (("export", "--out=x", "--bucket=8x12"), "--bucket does not apply to format sentence-transformers"),
         (("export", "--out=x", "--format=safetensors", "--batch-size=2"), "--batch-size does not apply to format safe"),
     ],
