@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.backends.cpu import supports_bf16
+from pipeline.backends import open_host
 from pipeline.model.config import Pooling
 from pipeline.model.encoder import BertEncoder, EncoderLayer
 
@@ -25,7 +25,7 @@ from pipeline.model.encoder import BertEncoder, EncoderLayer
 def supports_packed_weights(dtype: torch.dtype) -> bool:
     """Return whether this build of PyTorch includes oneDNN and the CPU supports the dtype."""
     has_onednn = all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
-    return has_onednn and (dtype is torch.float32 or supports_bf16())
+    return has_onednn and (dtype is torch.float32 or not open_host().emulates_bf16)
 
 
 class PackedLinear:
