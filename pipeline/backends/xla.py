@@ -22,8 +22,6 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.optional import missing_package
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # from malloc.h of glibc
-
-
 KNOWN_VERSION = "2.9.0"
 """The version of torch_xla whose imports and flags are known here. Other versions run with their defaults."""
 _UNUSED = {
@@ -31,8 +29,6 @@ _UNUSED = {
     "torch_xla.stablehlo": ("save_as_stablehlo", "save_torch_model_as_stablehlo"),
 }
 """Modules that import torch._dynamo, torch._inductor and sympy, and the names that torch_xla imports from them."""
-
-
 _EMITTERS = "xla_cpu_use_fusion_emitters"
 
 
@@ -41,7 +37,7 @@ def _is_known_version() -> bool:
 
 
 def _set_host_flags() -> None:
-    """Disable the fusion emitters of XLA:CPU, unless XLA_FLAGS enables them.
+    """Disable the fusion emitters of XLA:CPU, unless XLA_FLAGS already sets this flag.
 
     They take a quarter of the compile time of the quickstart, and its steps are not slower without them. Note that the
     hash of a graph depends on XLA_FLAGS, so a backend that only traces graphs needs the same flags.
@@ -365,6 +361,7 @@ class XlaTracer(HostTracer):
         self.sums_by_matmul = self.shares_host_memory = False
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        # Don't allocate memory, so that models of any size can be traced.
         return lambda: [torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
 
     def device_name(self) -> str:

@@ -187,28 +187,29 @@ def _check_digest(uri: str, digest: str, expected: str, tool: str) -> None:
 
 
 def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix: str, call: ToolCall) -> ExportPlan:
-    state = checkpoint.state
+    state, format_ = checkpoint.state, cast(Format, call.options.get(FORMAT, "sentence-transformers"))
     # Use the buckets of the training data, or those to expect if that data was deleted.
     buckets, rows = expected_shapes(settings).buckets, None
     if prepared := find_prepared(replace(ctx, cycle=state.cycle)):
         sets = read_token_sets(ctx.workspace, prepared.token_sets)
         buckets = tuple(map(Bucket.parse, sets[0].info.buckets))
-        rows = _sample_rows(open_rows(ctx.workspace, sets, "train", ctx.scratch / "exported"))
+        if format_ == "onnx":  # only one partition, because partitions on S3 are downloaded
+            rows = _sample_rows(open_rows(ctx.workspace, sets[:1], "train", ctx.scratch / "exported"))
     longest = max(buckets, key=lambda bucket: (bucket.product_tokens, bucket.query_tokens))
     default = state.max_tokens or min(max(longest.query_tokens, longest.product_tokens), state.model.max_positions)
     return ExportPlan(
-        format=cast(Format, call.options.get(FORMAT, "sentence-transformers")),
+        format=format_,
         max_tokens=call.number(TOKENS, default, MOST),
         model_name=settings.model_name,
         ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # lineage is only recorded in the same workspace
         bucket=Bucket.parse(call.options[BUCKET]) if BUCKET in call.options else longest,
         batch_size=call.number(BATCH_SIZE, 1, MOST),
-        rows=rows if call.options.get(FORMAT) == "onnx" else None,
+        rows=rows,
     )
 
 
 def _sample_rows(rows: TokenRows) -> Arrays | None:
-    """Return the first rows of the prepared data with the longest texts."""
+    """Return the first rows of the largest bucket, or None if there are no rows."""
     bucket = max((number for number, size in enumerate(rows.sizes) if size), default=None)
     if bucket is None:
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import onnxruntime
-import onnxscript  # noqa: F401 - torch.onnx needs it; without it, the error should be raised here
+import onnxscript  # noqa: F401 - torch.onnx imports it, but a missing package should raise the error here
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ from pipeline.model.relevance import RelevanceInputs, RelevanceModel
 FOLDER = "onnx"
 ENCODER, PAIRS = f"{FOLDER}/model.onnx", f"{FOLDER}/relevance.onnx"
 TOLERANCE = 1e-4
-"""Maximum absolute difference of vectors of length one, and maximum difference of logits relative to 1 + |logit|."""
+"""Maximum difference of an output, relative to 1 plus its absolute value."""
 _OPSET = 18
 
 
@@ -94,7 +94,7 @@ def _write(
 ) -> float:
     """Export a program, and compare it with the original on `inputs`. The program does not have inputs that are None.
 
-    `lengths` are names for the second dimension of inputs where it is dynamic, as the first one always is.
+    The first dimension of all inputs is dynamic. `lengths` are the names of second dimensions that are dynamic too.
     """
     axes = (
         None if tensor is None else {0: "batch"} | ({1: lengths[name]} if name in lengths else {})

@@ -98,8 +98,8 @@ def _post_mortem(place: Place, moment: Moment, left: Steps) -> str:
         committed = place.storage.list_dirs("tokens/tiny/")
         return f"prepare, {'with' if committed else 'without'} anything committed"
     if moment.stage == "teach":
-        done = len([*place.path.glob("tokens/*/taught/*/*-done/*.json")])
-        return f"teach, {'with' if done else 'without'} anything committed"
+        is_begun = any("-done/" in stat.key for stat in place.storage.list("tokens/"))
+        return f"teach, {'with' if is_begun else 'without'} anything committed"
     staged, half_committed = (now - before for now, before in zip(_left_open(place), left, strict=True))
     if half_committed:
         return "commit of a checkpoint"
