@@ -227,6 +227,8 @@ def identity_parts(
 def check_identity(stored: Mapping[str, str], current: Mapping[str, str], *, where: str) -> None:
     """Verify that a checkpoint belongs to this run. Raises ConfigError that lists the differences if it does not."""
     ignored = {f"train.{name}" for name in _NOT_IDENTITY}  # earlier versions stored some of them
+    if current.get("data.old") == fingerprint([]):
+        ignored.add("train.replay_share")  # nothing to replay
     names = (stored.keys() | current.keys()) - ignored
     different = sorted(name for name in names if stored.get(name) != current.get(name))
     if different:
