@@ -87,9 +87,7 @@ class EmbedConfig(Record):
         description="Maximum number of chunks for a text that is too long for the model. The vector of the text is the"
         " token-weighted mean of the chunk vectors, and any remaining text is ignored",
     )
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Precision of the encoder (on cpu, bf16 is only used for matrix products)"
-    )
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="Precision of the encoder")
     compiled: bool = Field(True, description="Use torch.compile on cuda, which requires a C compiler")
     checkpoint: str = Field(
         "", description="Checkpoint to embed with: checkpoints/<cycle>/step-<n> or a URI (empty: the production model)"

@@ -56,8 +56,8 @@ class PackedLinear:
         return result
 
     def plus(self, values: Tensor, other: Tensor) -> Tensor:
-        """Apply the layer to values [N, K] and add `other` (fp32 [N, M]). Returns fp32 [N, M]."""
-        if self._product is None or values.dtype is not torch.float32:
+        """Apply the layer to values [N, K] and add `other` [N, M]. Returns [N, M]."""
+        if self._product is None:
             return other + self(values)
         result: Tensor = self._product.binary(values, other, self._weight, self._bias, "add")
         return result
@@ -90,7 +90,7 @@ class FlatEncoder:
     """Computes the same vectors as a BertEncoder, but without padding.
 
     Args:
-        dtype: data type of matrix products and attention. All other operations are computed in fp32.
+        dtype: data type of the layers. Embeddings, softmax and pooling are computed in fp32.
         tokens: approximate number of tokens per call, for which the matrix products are optimised.
     """
 
@@ -98,7 +98,7 @@ class FlatEncoder:
         self._word_embeddings = encoder.word_embeddings.weight.detach()
         self._position_embeddings = (encoder.position_embeddings.weight + encoder.type_embeddings.weight[0]).detach()
         self._norm = encoder.embedding_norm
-        self._pool = _POOLS[encoder.pooling]
+        self._pool, self._dtype = _POOLS[encoder.pooling], dtype
         layers = cast(Sequence[EncoderLayer], encoder.layers)
         self._layers = [_FlatLayer(layer, dtype, tokens, packed=packed) for layer in layers]
         self.dim = self._word_embeddings.shape[1]
@@ -113,15 +113,15 @@ class FlatEncoder:
         hidden = F.embedding(ids, self._word_embeddings)
         for view, (_, _, length) in _split_runs(hidden, runs):
             view += self._position_embeddings[:length]
-        hidden = self._norm.forward(hidden)
+        hidden = self._norm.forward(hidden).to(self._dtype)
         for layer in self._layers:
             hidden = layer(hidden, runs)
-        return torch.cat([self._pool(view) for view, _ in _split_runs(hidden, runs)])
+        return torch.cat([self._pool(view) for view, _ in _split_runs(hidden.float(), runs)])
 
 
 class _FlatLayer:
     def __init__(self, layer: EncoderLayer, dtype: torch.dtype, tokens: int, *, packed: bool) -> None:
-        self._dtype, self._heads = dtype, layer.num_heads
+        self._heads = layer.num_heads
         self._qkv, self._attention_output, self._intermediate, self._output = (
             PackedLinear(linear, dtype, tokens, packed=packed)
             for linear in (layer.qkv, layer.attention_output, layer.intermediate, layer.output)
@@ -129,10 +129,10 @@ class _FlatLayer:
         self._attention_norm, self._output_norm = layer.attention_norm, layer.output_norm
 
     def __call__(self, hidden: Tensor, runs: Sequence[Run]) -> Tensor:
-        """Apply the layer to hidden states of shape [S, D] in fp32."""
-        attended = _attention(self._qkv(hidden.to(self._dtype)), runs, self._heads)
+        """Apply the layer to hidden states of shape [S, D]."""
+        attended = _attention(self._qkv(hidden), runs, self._heads)
         hidden = self._attention_norm.forward(self._attention_output.plus(attended, hidden))
-        expanded = self._intermediate.gelu(hidden.to(self._dtype))
+        expanded = self._intermediate.gelu(hidden)
         return self._output_norm.forward(self._output.plus(expanded, hidden))
 
 
