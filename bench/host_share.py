@@ -41,6 +41,11 @@ class MeteredXla(XlaBackend):
         """Return the seconds the device spent executing so far."""
         return self._metric("ExecuteTime")[1]
 
+    def operators(self) -> int:
+        """Return the number of operators traced so far."""
+        metrics = self._metrics
+        return sum(metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("xla::"))
+
     def step_boundary(self, computed: Sequence[Tensor]) -> None:
         started = time.monotonic()
         super().step_boundary(computed)
@@ -169,12 +174,14 @@ def run(*, quick: bool) -> Result:
     blocks_of = Blocks()
     with open_stepper(ours, backend, source, config, LOG_EVERY) as stepper:
         stepper.warm_up()
-        compiles = backend.compile_count()
+        compiles, operators = backend.compile_count(), backend.operators()
         for _ in range(blocks):
             blocks_of.measure(stepper, backend, steps)
         compiles = backend.compile_count() - compiles
+        operators = backend.operators() - operators
     figures = [
         *blocks_of.figures(),
+        figure("operators", operators / (2 * blocks * steps), "a step", "traced"),
         figure("compiles", compiles, "graphs", "compiled during the measured blocks"),
     ]
     settings: dict[str, str | int | float] = {
