@@ -76,14 +76,18 @@ class Backend(Protocol):
     `process_group` (pipeline/parallel/config.py)."""
     emulates_bf16: bool = False
     """Whether bf16 products are emulated, which is many times slower than fp32."""
+    prefers_bf16: bool = False
+    """Whether bf16 products are many times faster than fp32."""
     default_tokens: int
     """The default number of tokens per batch when embedding texts."""
 
     def precision_warning(self, setting: str, precision: str) -> str:
         """Return a warning if a precision is slow on this device, or an empty string. `setting` is its name."""
-        if precision == "fp32" or not self.emulates_bf16:
-            return ""
-        return f"{setting} {precision} is many times slower than fp32 on this CPU, which lacks bf16: --{setting} fp32"
+        if precision == "fp32":
+            text = f"{setting} fp32 is many times slower than bf16 on this device: --{setting} bf16"
+            return text if self.prefers_bf16 else ""
+        text = f"{setting} {precision} is many times slower than fp32 on this CPU, which lacks bf16: --{setting} fp32"
+        return text if self.emulates_bf16 else ""
 
     def runtime_world_size(self) -> int:
         """Return the number of devices that participate in the run, as reported by the runtime."""

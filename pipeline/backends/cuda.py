@@ -28,6 +28,7 @@ class CudaBackend(Accelerator):
     """The backend for a single GPU, which is selected by the local rank."""
 
     name = "cuda"
+    prefers_bf16 = True  # fp32 is computed in full, without TF32
     default_tokens = 32_768
 
     def __init__(self, local_rank: int) -> None:

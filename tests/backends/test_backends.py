@@ -217,3 +217,11 @@ def test_memory_is_unknown_where_the_driver_says_it_otherwise(tmp_path: Path) ->
     assert core_memory_bytes(env, tmp_path) is None
     (core_folder(tmp_path, 0) / "stats/memory_usage/device_mem/tensors/total").write_text("n/a")
     assert core_memory_bytes(env, tmp_path) is None
+
+
+def test_a_precision_that_is_slow_on_the_device_is_named() -> None:
+    cpu, gpu = CpuBackend(), object.__new__(CudaBackend)  # there need not be a GPU
+    cpu.emulates_bf16 = True
+    assert cpu.precision_warning("train.precision", "autocast").endswith("lacks bf16: --train.precision fp32")
+    assert gpu.precision_warning("embed.precision", "fp32").endswith("than bf16 on this device: --embed.precision bf16")
+    assert not cpu.precision_warning("train.precision", "fp32") and not gpu.precision_warning("embed.precision", "bf16")
