@@ -12,11 +12,12 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.format import format_bytes, format_duration
@@ -35,6 +36,7 @@ EARLIEST = datetime(2026, 1, 1, tzinfo=UTC)  # if the time is earlier, the clock
 ROOT_COMM_PORT = 62182  # default port of the Neuron runtime if NEURON_RT_ROOT_COMM_ID is not set (docs/neuron.md)
 SLOW_WORKSPACE_S = 5.0
 PROBE_BYTES = 4096
+_T = TypeVar("_T")
 
 # Identify the machine by its instance id and type on EC2, or by its host name elsewhere.
 
@@ -190,20 +192,22 @@ class HostChecks:
             yield check_free_space("disk", folder, f"{' + '.join(names)}: ", needed, too_small=too_small, full=full)
 
     def write_read_delete(self, ctx: CheckContext) -> CheckResult:
-        """Write, read and delete a small object in the workspace. Storage errors are propagated."""
+        """Write, read, replace and delete a small object in the workspace. Storage errors are propagated."""
         # The key depends only on the host, so that an object left over from a killed process is overwritten.
         key, data = self.probes + re.sub(r"[^A-Za-z0-9.-]", "-", self.identity.host), secrets.token_bytes(PROBE_BYTES)
-        uri, back, figures = self.workspace.uri(key), b"", dict[str, float | int | str]()
+        uri, figures, workspace = self.workspace.uri(key), dict[str, float | int | str](), self.workspace
+
+        def timed(doing: str, work: Callable[..., _T], *arguments: object) -> _T:
+            ctx.doing, started = f"{doing} {uri}", time.monotonic()
+            result = work(*arguments)
+            figures[f"{doing}_s"] = time.monotonic() - started
+            return result
+
         try:
-            for doing in ("writing", "reading", "deleting"):
-                ctx.doing, started = f"{doing} {uri}", time.monotonic()
-                if doing == "writing":
-                    self.workspace.write_bytes(key, data)
-                elif doing == "reading":
-                    back = self.workspace.read_bytes(key)
-                else:
-                    self.workspace.delete([key])
-                figures[f"{doing}_s"] = time.monotonic() - started
+            timed("writing", workspace.write_bytes, key, data)
+            back = timed("reading", workspace.read_bytes, key)
+            ignored = timed("replacing", self._ignored_condition, key, data)
+            timed("deleting", workspace.delete, [key])
         except BaseException:
             with suppress(TrnpipeError):  # raise the original error, which is more useful
                 self.after_stop.delete([key])
@@ -214,13 +218,31 @@ class HostChecks:
                 "do not use this machine, because it corrupts data",
             )
             return CheckResult("workspace", HealthVerdict.RETRY, seen, "the written bytes", advice, figures)
+        if ignored:
+            seen, expected = (
+                f"{workspace.root} ignores {ignored}",
+                "conditional writes, so that no job overwrites another",
+            )
+            advice = "use a bucket of S3, or a store that supports them (aws s3api put-object --if-none-match '*')"
+            return CheckResult("workspace", HealthVerdict.FIX, seen, expected, advice, figures)
         slowest_s = max(map(float, figures.values()))
         if slowest_s > SLOW_WORKSPACE_S:
-            seen = f"a request of {PROBE_BYTES} bytes to {self.workspace.root} took {format_duration(slowest_s)}"
+            seen = f"a request of {PROBE_BYTES} bytes to {workspace.root} took {format_duration(slowest_s)}"
             advice = "check the network of that machine, and the bucket for throttling"
             return CheckResult("workspace", HealthVerdict.WARN, seen, f"under {SLOW_WORKSPACE_S:g} s", advice, figures)
-        seen = f"the slowest of write, read and delete took {1000 * slowest_s:.1f} ms"
+        seen = f"the slowest of write, read, replace and delete took {1000 * slowest_s:.1f} ms"
         return CheckResult("workspace", HealthVerdict.PASS, seen, figures=figures)
+
+    def _ignored_condition(self, key: str, data: bytes) -> str:
+        """Return the condition that the workspace ignores when it replaces an object, or an empty string if none."""
+        stat, other = self.workspace.stat(key), data[::-1]
+        if self.workspace.write_if_absent(key, other):
+            return "If-None-Match, which prevents a write if the key already exists"
+        if stat and self.workspace.write_if_match(key, other, stat.etag):
+            if not self.workspace.write_if_match(key, data, stat.etag):
+                return ""
+            return "If-Match, which prevents a write if the object has changed"
+        return "the etag of an object that it returned itself"
 
 
 def check_free_space(name: str, folder: Path, title: str, needed: float, *, too_small: str, full: str) -> CheckResult:

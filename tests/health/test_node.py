@@ -34,7 +34,7 @@ from pipeline.health.node import (
     parse_table,
     read_identity,
 )
-from pipeline.io.storage import LocalStorage
+from pipeline.io.storage import LocalStorage, ObjectStat
 from pipeline.proc.tool import NOT_INSTALLED, ToolRun
 from tests.health.fake_tools import environment, says
 from tests.kit.ports import free_port
@@ -171,6 +171,35 @@ def test_an_odd_workspace(
     monkeypatch.setattr(node, "SLOW_WORKSPACE_S", 0.01 if verdict is WARN else 60.0)
     (result,) = run(replace(well, workspace=Odd(tmp_path, act, StopSignal())))
     assert (result.name, result.verdict) == ("workspace", verdict) and seen in result.seen
+    assert files(tmp_path) == []
+
+
+class Ignorant(LocalStorage):
+    """A store that ignores conditions of writes, as some do that are compatible with S3."""
+
+    def __init__(self, folder: Path, condition: str) -> None:
+        super().__init__(folder, stop=StopSignal())
+        self.condition = condition
+
+    def stat(self, key: str) -> ObjectStat | None:
+        found = super().stat(key)
+        return replace(found, etag="unknown") if found and self.condition == "etag" else found
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        return self._written(key, data) if self.condition == "If-None-Match" else super().write_if_absent(key, data)
+
+    def write_if_match(self, key: str, data: bytes, etag: str) -> bool:
+        return self._written(key, data) if self.condition == "If-Match" else super().write_if_match(key, data, etag)
+
+    def _written(self, key: str, data: bytes) -> bool:
+        self.write_bytes(key, data)
+        return True
+
+
+@pytest.mark.parametrize("condition", ["If-None-Match", "If-Match", "etag"])
+def test_a_workspace_that_ignores_conditions_is_refused(well: HostChecks, tmp_path: Path, condition: str) -> None:
+    (result,) = run(replace(well, workspace=Ignorant(tmp_path, condition)))
+    assert (result.name, result.verdict) == ("workspace", HealthVerdict.FIX) and condition in result.seen
     assert files(tmp_path) == []
 
 
