@@ -13,7 +13,7 @@ from pipeline.command_line import HELP, CommandParser, completion, hint, rows, r
 from pipeline.commands import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, USAGE, Tool, ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.parallel.launch import launch, line_buffer_c_stdout, needs_launch, record_exit_code
+from pipeline.parallel.launch import MAX_RESTARTS, launch, line_buffer_c_stdout, needs_launch, record_exit_code
 from pipeline.proc.children import LAUNCHER_S, RANK_S
 from pipeline.proc.signals import enable_stack_dumps, stop_on_signals
 
@@ -130,7 +130,8 @@ def _launch_ranks(name: str, command_line: list[str], settings: "Settings") -> i
     stop = StopSignal()
     # The cycle defaults to the current date. Pass it explicitly, so that all ranks agree if they start around midnight.
     with stop_on_signals(stop, grace_s=LAUNCHER_S), shared_compile_cache(settings, stop, say):
-        return launch([*command_line, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
+        arguments = [*command_line, "--cycle", cycle_name(settings)]
+        return launch(arguments, settings.launch.processes, stop, restarts=MAX_RESTARTS)
 
 
 def run_stage(name: str, settings: "Settings", command_line: Sequence[str] = ()) -> int:

@@ -47,6 +47,8 @@ _STANDARD_OUTPUT = 1
 _LINE_BUFFERED = 1  # stdio.h: _IOLBF
 _LINE_BUFFER = ctypes.create_string_buffer(4096)  # the C library uses this buffer until the process exits
 _OUTPUT_S = 5.0  # don't wait longer for the last lines, since an orphaned child of a rank may keep the pipe open
+MAX_RESTARTS = 2
+_RESTARTED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
 _GLOO = b"[Gloo] Rank "
 """Prefix of the line that gloo prints whenever a process group is created (torch 2.9)."""
 
@@ -56,8 +58,36 @@ def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
     return "WORLD_SIZE" not in env and (processes > 1 or NUM_NODES in env)
 
 
-def launch(arguments: Sequence[str], processes: int, stop: StopSignal, *, module: str = "pipeline") -> int:
-    """Run `python -m <module> <arguments>` on `processes` ranks on this node and return their combined exit code."""
+def launch(
+    arguments: Sequence[str], processes: int, stop: StopSignal, *, module: str = "pipeline", restarts: int = 0
+) -> int:
+    """Run `python -m <module> <arguments>` on `processes` ranks on this node and return their combined exit code.
+
+    If a rank is killed, all ranks are started again, at most `restarts` times. This is much faster than a new attempt
+    of the job, and suits programs that resume from a checkpoint.
+    """
+    for restart in range(restarts + 1):
+        codes = _run_ranks(arguments, processes, stop, module)
+        code = ranks_exit_code(codes, stopped=stop.is_set())
+        if restart == restarts or code != TransientError.exit_code or not may_restart(codes, os.environ):
+            break
+        text = f"trnpipe: a rank was killed: starting all ranks of this node again ({restart + 1} of {restarts})"
+        print(text, file=sys.stderr, flush=True)
+    return code
+
+
+def may_restart(codes: Sequence[int | None], env: Mapping[str, str]) -> bool:
+    """Return whether ranks that ended with a transient failure can be started again in the same container.
+
+    The first rank to end must have been killed by a signal that doesn't indicate a fault of its device, because the
+    Neuron runtime aborts on these. With several nodes, the ranks of the others have failed as well, so the job must be
+    retried as a whole.
+    """
+    return NUM_NODES not in env and any(code is not None and -code in _RESTARTED for code in codes)
+
+
+def _run_ranks(arguments: Sequence[str], processes: int, stop: StopSignal, module: str) -> list[int | None]:
+    """Run the ranks of this node once and return their exit codes, as far as they are known."""
     with tempfile.TemporaryDirectory(prefix="trnpipe-exit-", dir=temporary_folder()) as folder:
         command = [*OWN_MODULE, MODULE, "torchrun", *torchrun_arguments(processes, os.environ), "--no-python"]
         command += [*OWN_MODULE, module, *arguments]
@@ -76,9 +106,8 @@ def launch(arguments: Sequence[str], processes: int, stop: StopSignal, *, module
         code = torchrun.wait()
         output.join(_OUTPUT_S)
         if code == EXIT_OK:
-            return EXIT_OK  # a rank that called os._exit(0) has not recorded a code
-        codes = [_exit_code(Path(folder), rank) for rank in range(processes)]
-    return ranks_exit_code(codes, stopped=stop.is_set())
+            return [EXIT_OK] * processes  # a rank that called os._exit(0) has not recorded a code
+        return [_exit_code(Path(folder), rank) for rank in range(processes)]
 
 
 def launch_script(arguments: Sequence[str], processes: int, stop: StopSignal) -> int:

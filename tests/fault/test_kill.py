@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.backends.xla_process import needs_xla
@@ -37,6 +38,21 @@ def test_a_killed_cycle_ends_like_a_whole_one(bare_place: Callable[..., Place], 
     kill(place, Moment("evaluation", 90, rng.uniform(0.0, 0.02)))
     finish(place)
     assert place.ended() == reference("cpu")
+
+
+@again_when_late
+def test_ranks_start_again_where_one_was_killed(place: Callable[..., Place]) -> None:
+    """Without an end of the command, and so of its container."""
+    here = place("cpu")
+    run = here.start("train", "--launch.processes=2")
+    run.reach(lambda: here.step() >= 35)
+    (torchrun,) = psutil.Process(run.process.pid).children()
+    ranks = torchrun.children()
+    assert len(ranks) == 2
+    ranks[1].kill()
+    assert run.wait() == 0, run.err[-3000:]
+    assert "starting all ranks of this node again (1 of 2)" in run.err and "resuming from" in run.out
+    assert here.ended() == reference("cpu", ranks=2)
 
 
 @again_when_late

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.parallel.launch import forward_output
+from pipeline.core.stop import StopSignal
+from pipeline.parallel.launch import forward_output, launch, may_restart
+from pipeline.parallel.world import NUM_NODES
 from tests.kit.ports import free_port
 from tests.kit.zygote import ROOT, Forked
 
@@ -90,6 +93,28 @@ def test_one_code_when_a_rank_ends_badly(tmp_path: Path, mode: str, code: int, s
     assert said in err
     assert ("Traceback" in err) == (mode == "fails")
     assert (tmp_path / "told-0").exists() == (mode == "killed")
+
+
+@pytest.mark.parametrize(
+    ("codes", "env", "expected"),
+    [
+        ((0, -signal.SIGKILL), {}, True),
+        ((-signal.SIGSEGV, 75), {}, True),
+        ((None, 75), {}, False),
+        ((75, -signal.SIGABRT), {}, False),
+        ((0, -signal.SIGKILL), {NUM_NODES: "2"}, False),
+    ],
+)
+def test_only_a_killed_rank_starts_again(codes: tuple[int | None, ...], env: dict[str, str], *, expected: bool) -> None:
+    assert may_restart(codes, env) == expected
+
+
+def test_ranks_are_killed_too_often(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "ending.py"
+    script.write_text("import os; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9)")
+    assert launch(["rank", str(script)], 2, StopSignal(), module="pipeline.parallel.launch", restarts=1) == 75
+    err = capfd.readouterr().err
+    assert err.count("starting all ranks of this node again (1 of 1)") == 1 and err.count("was killed by SIGKILL") == 2
 
 
 TALKING = """
