@@ -54,6 +54,8 @@ ONLY_IN = {
     "torch_xla": ("pipeline/backends/xla.py",),
     "lightning": ("pipeline/parallel/lightning.py",),
     "torch_neuronx": ("pipeline/backends/",),
+    "mlflow": ("jobs/commands/mirror_mlflow.py",),
+    "openlineage": ("jobs/commands/mirror_openlineage.py",),
     "boto3": ("pipeline/io/", "jobs/targets/batch/"),
     "botocore": ("pipeline/io/", "jobs/targets/batch/", "jobs/targets/sagemaker/"),
     "s3transfer": ("pipeline/io/",),
