@@ -56,6 +56,7 @@ ONLY_IN = {
     "torch_neuronx": ("pipeline/backends/",),
     "mlflow": ("jobs/commands/mirror_mlflow.py",),
     "openlineage": ("jobs/commands/mirror_openlineage.py",),
+    "pyiceberg": ("pipeline/data/iceberg.py",),
     "boto3": ("pipeline/io/", "jobs/targets/batch/"),
     "botocore": ("pipeline/io/", "jobs/targets/batch/", "jobs/targets/sagemaker/"),
     "s3transfer": ("pipeline/io/",),

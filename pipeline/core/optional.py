@@ -16,6 +16,7 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "mlflow": ("mlflow-skinny>=3",),
     "onnxruntime": ("onnx>=1.19", "onnxscript>=0.5", "onnxruntime>=1.22"),
     "openlineage": ("openlineage-python>=1.30",),
+    "pyiceberg": ("pyiceberg>=0.9",),
     "sklearn": ("scikit-learn>=1.7",),
     "tensorboard": ("tensorboard>=2.18",),
     "transformers": ("transformers>=4.56,<6",),
