@@ -17,8 +17,14 @@ from uuid import NAMESPACE_URL, uuid5
 
 from openlineage.client import OpenLineageClient
 from openlineage.client.event_v2 import InputDataset, Job, OutputDataset, Run, RunEvent, RunState
-from openlineage.client.facet_v2 import dataset_version_dataset, error_message_run, job_type_job, parent_run
-from openlineage.client.generated.base import JobFacet, RunFacet
+from openlineage.client.facet_v2 import (
+    JobFacet,
+    RunFacet,
+    dataset_version_dataset,
+    error_message_run,
+    job_type_job,
+    parent_run,
+)
 
 from jobs.commands.mirror import OPENLINEAGE, StoredCycle, request_error
 from jobs.cycle.page.gather import STAGES
