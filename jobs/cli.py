@@ -26,15 +26,18 @@ COMMANDS: dict[str, str] = {
     "driver": "Start the cycle that is due, unless it was started before. This is the entry point of the scheduler.",
     "reconcile": "Record job states and close cycles that have ended. --cycle limits this to a single cycle.",
     "notify": "Send pending notifications. --test first sends a test message to every address.",
+    "mirror": "Copy a cycle to MLflow or OpenLineage, where repeating the command adds nothing twice.",
     "config": "Print every setting with its value and source, including those in [jobs].",
     "completion": COMPLETION.replace("trnpipe", "trnjobs"),
 }
 TARGETS = ["local", "batch", "sagemaker"]
+MIRRORS = ["mlflow", "openlineage"]
 MODULES = {
     **dict.fromkeys(("submit", "run", "retry", "cancel", "reconcile", "driver"), "submit"),
     **dict.fromkeys(("plan", "fit", "status", "logs", "history", "cost", "report", "config"), "show"),
     "diff": "diff",
     "notify": "notify",
+    "mirror": "mirror",
 }
 
 
@@ -61,6 +64,7 @@ USAGE: dict[str, Usage] = {
     "cost": Usage(("", "--last 30"), reads=_PRICES, cycle=_NEWEST),
     "report": Usage(("", "--cycle first"), reads="jobs report", cycle=_NEWEST),
     "notify": Usage(("", "--test"), reads="jobs", scope="workspace"),
+    "mirror": Usage(("--to mlflow", "--to openlineage --all"), reads="jobs", cycle=_NEWEST),
     "driver": Usage(
         ("--scheduled-time 2026-11-20T02:00:00Z",),
         common="jobs.schedule.expression jobs.schedule.timezone",
@@ -139,6 +143,9 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             add("--tail", type=_count, metavar="N", help="start with the last N lines")
         case "notify":
             add("--test", action="store_true", help="send a test message to every address first")
+        case "mirror":
+            add("--to", choices=MIRRORS, required=True, help="where to copy to, as configured in its own environment")
+            add("--all", action="store_true", help="copy all cycles of the workspace")
         case "cancel":
             add("--reason", default="by hand", help="reason to record with the cycle")
         case "diff":

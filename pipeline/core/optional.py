@@ -13,7 +13,10 @@ from pipeline.core.errors import ConfigError, first_line
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "apprise": ("apprise>=1.9",),
     "lightning": ("lightning>=2.6.6",),
+    "mlflow": ("mlflow-skinny>=3",),
     "onnxruntime": ("onnx>=1.19", "onnxscript>=0.5", "onnxruntime>=1.22"),
+    "openlineage": ("openlineage-python>=1.30",),
+    "pyiceberg": ("pyiceberg>=0.9",),
     "sklearn": ("scikit-learn>=1.7",),
     "tensorboard": ("tensorboard>=2.18",),
     "transformers": ("transformers>=4.56,<6",),

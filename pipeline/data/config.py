@@ -63,7 +63,11 @@ class DataConfig(Record):
 
     retired: ClassVar[Mapping[str, Any]] = {"esci_locale": None, "quarantine_rows": 1000, "worker": None}
     name: str = Field("catalogue", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Dataset name in the workspace")
-    path: str | None = Field(None, description="File or folder (file:// or s3://). Default: the synthetic catalogue")
+    path: str | None = Field(
+        None,
+        description="File or folder (file:// or s3://), or a table as iceberg://catalog/namespace.table (default: the"
+        " synthetic catalogue)",
+    )
     format: Literal["auto", "parquet", "csv", "jsonl", "esci"] = Field(
         "auto", description="Input format (auto: determined by the file suffix)"
     )

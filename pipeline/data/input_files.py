@@ -262,7 +262,7 @@ _LIKE_A_DAY = re.compile(
 
 @dataclass(frozen=True)
 class InputPartition:
-    """The files of one day (`dt=YYYY-MM-DD`) or of a flat input.
+    """The files of one day (`dt=YYYY-MM-DD`), of one append to an Iceberg table, or of a flat input.
 
     `extra_ids` are the content ids of additional files that are joined with these files.
     """

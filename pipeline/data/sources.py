@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +16,7 @@ from pydantic import JsonValue
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.optional import missing_package
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data import synthetic
@@ -44,6 +47,8 @@ from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import filter_mask
 from pipeline.io import atomic
 from pipeline.io.storage import ObjectStat, Storage, os_errors
+
+ICEBERG = "iceberg://"
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,9 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
     """Open the configured input. Raises DataError if it does not contain any data files."""
     if config.path is None:
         return _synthetic_source(config)
+    if config.path.startswith(ICEBERG):
+        storage, partitions = _iceberg().open_partitions(config.path, stop)
+        return Source(partitions, config, file_reader(storage), {})
     listing = find_files(config.path, stop)
     names = [stat.key.rpartition("/")[2] for stat in listing.stats]
     if config.format == "esci" or (config.format == "auto" and ESCI_EXAMPLES in names):
@@ -121,7 +129,19 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
 
 def list_input_objects(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
     """List the files of the input without reading them. The synthetic catalogue does not have any files."""
-    return frozenset() if config.path is None else frozenset(find_files(config.path, stop).stats)
+    if config.path is None:
+        return frozenset()
+    if config.path.startswith(ICEBERG):
+        return frozenset(stat for stats in _iceberg().list_files(config.path, stop)[1].values() for stat in stats)
+    return frozenset(find_files(config.path, stop).stats)
+
+
+def _iceberg() -> ModuleType:
+    """Import the reader of Iceberg tables. Raises ConfigError if pyiceberg is not installed."""
+    try:
+        return import_module("pipeline.data.iceberg")
+    except ImportError as error:
+        raise missing_package("pyiceberg", f"data.path {ICEBERG}...", error) from error
 
 
 def _synthetic_source(config: DataConfig) -> Source:

@@ -161,7 +161,10 @@ class TokenSetInfo(Record):
 
 @dataclass(frozen=True)
 class Partition:
-    """A prepared partition. It is named `dt=YYYY-MM-DD`, or `flat` if it does not have a date as its watermark."""
+    """A prepared partition.
+
+    It is named `dt=YYYY-MM-DD` (a day), `snapshot=<number>-<id>` (an append to a table), or `flat` (no watermark).
+    """
 
     name: str
     watermark: str
