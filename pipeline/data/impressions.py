@@ -19,10 +19,10 @@ from pipeline.data.click_model import ClickCounts
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import Files
 from pipeline.data.readers import Planner
-from pipeline.data.rows import NUMERIC, ColumnPlan, RawBatch, by_spelling, match_columns
+from pipeline.data.rows import ColumnPlan, RawBatch, by_spelling, match_columns
 from pipeline.data.validate import EMPTY_QUERY, EMPTY_TITLE, to_floats
 
-POSITION, CLICKED, ACTION = NUMERIC + "position", "clicked", "action_name"
+POSITION, CLICKED, ACTION = "position", "clicked", "action_name"
 EMPTY_PRODUCT, BAD_POSITION = "empty product id", "position is not a whole number from 1"
 BAD_CLICK, OTHER_ACTION = "clicked is neither 0 nor 1", "action other than impression and click"
 REPEATED_CLICK, UNSEEN_CLICK = "repeated click in the same search", "click without an impression"
@@ -50,7 +50,7 @@ def _setting(name: str) -> str:
     return {POSITION: "--position", CLICKED: "--clicked"}.get(name, f"--data.columns.{name}")
 
 
-class Names:
+class NumberedTexts:
     """Distinct texts, numbered in the order of their first occurrence."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class ClickLog:
 
     def __init__(self, config: DataConfig, position: str, clicked: str, *, has_titles: bool) -> None:
         self._config, self._position, self._clicked, self._has_titles = config, position, clicked, has_titles
-        self.queries, self.products, self.titles = Names(), Names(), dict[int, str]()
+        self.queries, self.products, self.titles = NumberedTexts(), NumberedTexts(), dict[int, str]()
         self.rows, self.is_ubi = 0, False
         self.unused, self._first, self._file = Counter[str](), dict[str, str](), ""
         self._clicks_seen, self._tables, self._merged_rows = set[int](), list[pa.Table](), 0
@@ -163,8 +163,11 @@ class ClickLog:
         leave_out(query < 0, EMPTY_QUERY)
         product = self.products.encode(table["product_id" if has_ids else "title"], fold=not has_ids)
         leave_out(product < 0, EMPTY_PRODUCT if has_ids else EMPTY_TITLE)
-        position = to_floats(table[POSITION])
-        leave_out(~((position >= 1) & (position <= _LARGEST_POSITION) & (position % 1 == 0)), BAD_POSITION)
+        encoded = table[POSITION].dictionary_encode()
+        numbers = to_floats(encoded.dictionary)
+        is_valid = (numbers >= 1) & (numbers <= _LARGEST_POSITION) & (np.floor(numbers) == numbers)
+        position = _looked_up([*np.where(is_valid, numbers, -1).astype(np.int64).tolist(), -1], encoded)
+        leave_out(position < 0, BAD_POSITION)
         if self._has_titles:
             for row in np.unique(product, return_index=True)[1].tolist():
                 title = (table["title"][row].as_py() or b"").decode(errors="replace").strip()
@@ -187,7 +190,7 @@ class ClickLog:
             self._first.setdefault(bad.reason, f"{self._file}, line {bad.line}")
             self.unused[bad.reason] += bad.count
         good = reasons == ""
-        columns = (query[good], product[good], position[good].astype(np.int64), shown[good], clicks[good])
+        columns = (query[good], product[good], position[good], shown[good], clicks[good])
         self._tables.append(_grouped(pa.table(dict(zip(_COLUMNS, columns, strict=True)))))
         if sum(map(len, self._tables)) > _MERGE_ROWS + 2 * self._merged_rows:
             self._merge()

@@ -13,6 +13,7 @@ import pytest
 from pipeline import cli
 from pipeline.core.errors import ConfigError, DataError
 from tests.kit import clicks
+from tests.kit.s3 import MotoServer, lead_to
 
 PROPENSITIES = np.array([1.0, 0.6, 0.4, 0.25])
 RATES = np.array([0.6, 0.3, 0.1, 0.01])
@@ -88,12 +89,23 @@ def test_columns_and_labels_of_the_settings_are_those_of_the_output(log: pa.Tabl
     assert set(table["label"].to_pylist()) == {"bad", "good"}
 
 
+def test_a_log_on_s3_becomes_judgements_on_s3(log: pa.Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(log.slice(0, 12_000), tmp_path / "log.parquet")
+    assert judge(path) == 0
+    with MotoServer("shop") as server:
+        server.client.upload_file(str(path), "shop", "clicks/log.parquet")
+        lead_to(server.url, monkeypatch)
+        assert cli.main(["judge", "s3://shop/clicks", "--out", "s3://shop/judged/dt=2026-11-20/clicks.parquet"]) == 0
+        body = server.client.get_object(Bucket="shop", Key="judged/dt=2026-11-20/clicks.parquet")["Body"].read()
+    assert body == (tmp_path / "out" / "judged.parquet").read_bytes()
+
+
 def test_pairs_with_few_impressions_stay_unjudged(
     log: pa.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rare = log.slice(0, 4).set_column(0, "query", pa.array(["rare"] * 4))
     path = written(pa.concat_tables([log, rare]), tmp_path / "log.parquet")
-    assert judge(path) == 0
+    assert judge(path, "--max-width", "75") == 0
     assert "4 unjudged" in capsys.readouterr().out
     assert "rare" not in judged(path)["query"].to_pylist()
     assert judge(path, "--max-width", "100") == 0
@@ -209,7 +221,7 @@ def test_a_log_that_cannot_be_judged_is_refused_with_one_error(
     first = pa.array(np.ones(len(log), dtype=np.int8))
     refused = {
         "'clicked' (for clicked)": log.drop_columns(["clicked"]),
-        "'position' (for numeric.position)": log.drop_columns(["position"]),
+        "'position' (for position)": log.drop_columns(["position"]),
         "'query' (for query)": log.drop_columns(["query"]),
         "'title' (for title)": log.drop_columns(["title"]),
         "from 0 clicks": log.set_column(4, "clicked", nothing),
