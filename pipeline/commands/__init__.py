@@ -75,6 +75,17 @@ TOOLS: dict[str, Tool] = {
         "Guess the columns of a file of judgements and write trnpipe.toml. Flags override the guesses.",
         arguments=("FILE",),
     ),
+    "judge": Tool(
+        "Convert a log of impressions and clicks to judgements. Clicks are corrected for the effect of the position.",
+        arguments=("LOG",),
+        options={
+            "--out": "FILE  Parquet file or URI to write to, such as judgements/dt=2026-11-20/clicks.parquet",
+            "--products": "FILE  catalogue with the titles, if the log has no titles (columns: embed.catalogue)",
+            "--position": "COLUMN  column with the position from 1 (default: position)",
+            "--clicked": "COLUMN  column with 0 or 1 (default: clicked)",
+            "--max-width": "PERCENT  leave a pair unjudged if the 90%% interval of its gain is wider (default: 90)",
+        },
+    ),
     "registry": Tool(
         "Show and change the models in production.",
         actions={
@@ -264,6 +275,13 @@ USAGE: dict[str, Usage] = {
         ("judgements.csv", "s3://bucket/judgements/", "judgements.csv --data.columns.label grade"),
         common="data.columns.query data.columns.title data.columns.label data.labels data.numeric data.categorical",
         reads="data gate.min_queries",
+        scope="",
+    ),
+    "judge": Usage(
+        ("impressions/ --out judgements.parquet", "ubi_events.jsonl --products products.csv --out judgements.parquet"),
+        common="data.columns.query data.columns.title data.columns.product_id data.labels data.max_bad_fraction"
+        " embed.catalogue.id embed.catalogue.title",
+        reads="data.columns data.format data.labels data.max_bad_fraction embed.catalogue",
         scope="",
     ),
     "search": Usage(
