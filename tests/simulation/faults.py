@@ -16,12 +16,16 @@ THROTTLED = client_error("TooManyRequestsException", status=429)
 SERVER_ERROR = client_error("ServerException", status=500)
 READS = ("get", "head", "list", "describe")
 
+CRITICAL = ("production.json", "serving.json", "history.jsonl", "verdict.json", "closed.json", "MANIFEST.json")
+"""Names of objects whose writes fail more often, as does SubmitJob, because they decide what a cycle leaves behind."""
+
 REQUEST_FAULTS = ("refused", "lost", "die_before", "die_after", "slow", "freeze", "outage")
 """refused: not executed (503, 429 or 500). lost: executed, but the response is lost. die: SIGKILL before or after the
 request is executed. slow: up to 20 s. freeze: the process stands still for longer than its lease. outage: all
 requests to the service fail for up to 5 minutes."""
 JOB_FAULTS = ("transient", "bug", "host_lost", "no_start", "hang", "sigterm", "no_capacity", "misconfigured")
-PEOPLE = ("twin_driver", "cancel", "roll_back", "second_retry", "look", "clock_jump")
+PEOPLE = ("twin_driver", "cancel", "roll_back", "second_retry", "look", "clock_jump", "race")
+"""race: a second command starts within a second of a change that it competes with."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class Weather:
         is_drawn = rate >= 1.0 or world.faults_rng.random() < rate
         is_time = (world.now - EPOCH) % DAY_S < self.until_s and world.num_faults < self.most
         return is_drawn and is_time and world.fault(what)
+
+    @classmethod
+    def clear(cls) -> "Weather":
+        """Return the weather in which nothing goes wrong."""
+        return cls((), {}, {}, 0.0, 1000)
 
     @classmethod
     def of(cls, rng: Random) -> "Weather":
@@ -79,7 +88,7 @@ class Service:
         world.sleep(0.005 + 0.05 * world.rng.random() ** 4)
         if world.current and world.current.troubles:
             world.meet_trouble(world.current)
-        fault = self._fault(doing)
+        fault = self._fault(doing, what)
         if fault == "die_before":
             self._die(world)
         elif fault == "slow":
@@ -99,8 +108,10 @@ class Service:
             raise LOST
         return answer
 
-    def _fault(self, doing: str) -> str:
+    def _fault(self, doing: str, what: str) -> str:
         world, drawn = self.world, self.world.faults_rng.random()
+        if doing == "submit_job" or (doing == "put" and what.endswith(CRITICAL)):
+            drawn /= 10
         for kind, rate in self.weather.requests:
             drawn -= rate
             if drawn < 0:

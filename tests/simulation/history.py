@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache, partial
 from random import Random
 from typing import Any
 
@@ -35,18 +35,31 @@ class Result:
 def run_history(seed: int, *, max_faults: int | None = None, keeps_history: bool = False) -> Result:
     """Run the history of a seed. The product must be in the world (see product_in_world)."""
     world = World(seed, max_faults=max_faults, keeps_history=keeps_history)
-    weather = Weather.of(Random(seed))
+    _, num_cycles = _run(world, Weather.of(Random(seed)), range(NUM_DAYS), _earlier_cycles())
+    return Result(seed, world.violation, world.num_faults, num_cycles, tuple(world.history or ()))
+
+
+@lru_cache(1)
+def _earlier_cycles() -> dict[str, bytes]:
+    """Return the objects of two cycles that ended well, so that every history may roll back."""
+    s3, _ = _run(World(0), Weather.clear(), range(-2, 0), {})
+    return {key: stored for key in s3.keys("") if "/jobs/" not in key and (stored := s3.read(key)) is not None}
+
+
+def _run(world: World, weather: Weather, numbers: range, earlier: dict[str, bytes]) -> tuple[FakeS3, int]:
+    """Run some days and return the bucket and the number of cycles. Numbers of days are relative to EPOCH."""
+    world.now = EPOCH + numbers[0] * DAY_S
     s3 = FakeS3(Service(world, weather, "s3", (SLOW_DOWN,)))
     batch = SimulatedBatch(Service(world, weather, "batch", (THROTTLED, SERVER_ERROR)), container(world, s3))
-    account = Account(world, s3, batch)
-    invariants = Invariants(world, s3, batch)
-    days = [_Day(account, invariants, weather, number) for number in range(NUM_DAYS)]
-    for day in days:
-        day.plan()
+    s3.restore(earlier)
+    account, invariants = Account(world, s3, batch), Invariants(world, s3, batch)
+    invariants.adopt(earlier)
+    days = [_Day(account, invariants, weather, number) for number in numbers]
+    for place, day in enumerate(days):
+        world.at(place * DAY_S, day.plan)
     with using(account):
-        world.run(NUM_DAYS * DAY_S + SCHEDULED_S)
-    num_cycles = sum(bool(s3.keys(f"cycles/{day.cycle}/jobs/")) for day in days)
-    return Result(seed, world.violation, world.num_faults, num_cycles, tuple(world.history or ()))
+        world.run(len(days) * DAY_S + SCHEDULED_S)
+    return s3, sum(bool(s3.keys(f"cycles/{day.cycle}/jobs/")) for day in days)
 
 
 def shortest(seed: int) -> Result:
@@ -64,18 +77,18 @@ class _Day:
     def __init__(self, account: Account, invariants: Invariants, weather: Weather, number: int) -> None:
         self.account, self.invariants, self.weather = account, invariants, weather
         self.world, self.rng = account.world, account.world.rng
-        self.begins_s = number * DAY_S + SCHEDULED_S
-        self.scheduled = datetime.fromtimestamp(EPOCH + self.begins_s, UTC)
+        self.ends_at = EPOCH + (number + 1) * DAY_S + SCHEDULED_S
+        self.scheduled = datetime.fromtimestamp(self.ends_at - DAY_S, UTC)
         self.cycle = f"{self.scheduled:%Y-%m-%d}"
         self.people = dict[Process, None]()
 
     def plan(self) -> None:
         at, people = self.world.at, self.weather.people
-        at(self.begins_s, self._scheduled)
+        at(SCHEDULED_S, self._scheduled)
         for hour in range(1, 23, 2):
-            at(self.begins_s + 3600.0 * hour, lambda: self._start("watch", lambda: self.account.reconcile()))
-        at(self.begins_s + 1200.0, self._look)
-        at(self.begins_s + DAY_S - 60.0, self._check_end)
+            at(SCHEDULED_S + 3600.0 * hour, self._watch)
+        at(SCHEDULED_S + 1200.0, self._look)
+        at(SCHEDULED_S + DAY_S - 60.0, self._check_end)
         rng = Random(f"{self.world.seed} {self.cycle}")
         for kind, command in (
             ("cancel", lambda: self.account.cancel(self.cycle)),
@@ -83,12 +96,36 @@ class _Day:
             ("look", self.account.reconcile),
         ):
             if rng.random() < people.get(kind, 0.0):
-                at(self.begins_s + 6 * 3600 * rng.random(), partial(self._start, kind, command, is_fault=True))
+                at(SCHEDULED_S + 6 * 3600 * rng.random(), partial(self._start, kind, command, is_fault=True))
+
+    def _watch(self) -> None:
+        """Start the watch, which finds nothing to do if the cycle is closed."""
+        if self._closed() is None:
+            self._start("watch", self.account.reconcile)
 
     def _scheduled(self) -> None:
+        self.invariants.on_change = self._changed
         self._driver(1)
         if self.weather.happens(self.world, "twin_driver", self.weather.people.get("twin_driver", 0.0)):
             self.world.at(5 * self.rng.random(), lambda: self._driver(1))
+
+    def _changed(self, key: str) -> None:
+        """Let a person start a command that competes with the one that makes this change."""
+        if key in (POINTER, f"cycles/{self.cycle}/evaluate/verdict.json"):
+            name, rival = "roll_back", self._roll_back
+        elif key in (f"cycles/{self.cycle}/jobs/{file}.json" for file in ("claim", "closed")):
+            name, rival = self.world.faults_rng.choice(
+                (
+                    ("submit", lambda: self.account.submit(self.cycle)),
+                    ("retry", lambda: self.account.retry(self.cycle)),
+                    ("look", self.account.reconcile),
+                )
+            )
+        else:
+            return
+        rate = self.weather.people.get("race", 0.0)
+        if len(self.people) < 3 and self.weather.happens(self.world, f"race of {name} for {key}", rate):
+            self.world.at(self.world.faults_rng.random(), lambda: self._start(name, rival))
 
     def _driver(self, attempt: int) -> None:
         """Run the driver, which AWS Batch retries once (driver_attempts)."""
@@ -107,13 +144,13 @@ class _Day:
 
     def _look(self) -> None:
         """Decide what to do, as the runbook says, and look again later."""
-        self.world.at(1200 + 2400 * self.rng.random(), self._look_again)
-        if any(process.name.split("-")[0] != "watch" for process in self.people):
-            return
         closed, (recorded, number) = self._closed(), self.invariants.newest_submission(self.cycle)
         if closed and closed.get("round", 0) < number:
             closed = None
-        if closed and closed["outcome"] in ("succeeded", "refused"):
+        if (closed and closed["outcome"] in ("succeeded", "refused")) or self.world.now > self.ends_at - 3600:
+            return
+        self.world.at(1200 + 2400 * self.rng.random(), self._look)
+        if any(not process.name.startswith("watch") for process in self.people):
             return
         if closed or (number > 1 and self._is_incomplete(recorded, number)):
             self._start("retry", lambda: self.account.retry(self.cycle))
@@ -123,10 +160,6 @@ class _Day:
                 )
         elif self._is_incomplete(recorded, number):
             self._start("submit", lambda: self.account.submit(self.cycle))
-
-    def _look_again(self) -> None:
-        if self.world.now < EPOCH + self.begins_s + DAY_S - 3600:
-            self._look()
 
     def _is_incomplete(self, recorded: dict[str, str], number: int) -> bool:
         jobs = self.account.batch.jobs

@@ -7,15 +7,18 @@
 3.  Nothing committed is lost: a manifest is only written when its files are stored, files of a manifest are neither
     changed nor deleted, the history of a model only grows, records of submissions are never replaced, a job that
     succeeded has left its result, and models that were in production keep their files.
-4.  Nothing is submitted twice: no job is created for a task that has a recorded job in the same submission, or that
-    has succeeded in an earlier one; and when a driver ends well, each job of its submission exists once.
+4.  Nothing is submitted twice: only the process that holds the lease submits jobs, no job is created for a task that
+    has a recorded job in the same submission or has succeeded in an earlier one, and when a driver ends well, each job
+    of its submission exists once. There are two exceptions. A driver that stood still for longer than its lease may
+    submit a job, which it ends at once. A job that its driver did not live to record may run again, which its stage
+    notices.
 5.  Every cycle ends by retry alone: people only repeat commands, and by the end of the day the cycle has succeeded or
     was refused, after a bounded number of submissions.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pipeline.core.manifest import MANIFEST_NAME
@@ -42,14 +45,31 @@ class Invariants:
         """Names and sizes of the files of every committed folder."""
         self.in_production = set[str]()
         self.used_verdicts = set[str]()
+        self.recorded_ids = set[str]()
         self.num_roll_backs = 0
         """Number of roll-backs that people have requested."""
+        self.on_change: Callable[[str], object] = lambda key: None
+        """Called before each object is written."""
+        calm = not {"freeze", "outage"} & {kind for kind, _ in s3.service.weather.requests}
+        self.leases_hold = calm and "clock_jump" not in s3.service.weather.people
+        """Whether no process can outlive its lease in this history."""
         s3.on_write, s3.on_delete = self._written, self._deleted
         batch.on_submit, batch.on_start, batch.on_end = self._submitted, self._started, self._ended
+
+    def adopt(self, objects: Mapping[str, bytes]) -> None:
+        """Take over what earlier cycles have committed."""
+        for key, data in objects.items():
+            if key.endswith(MANIFEST_NAME):
+                self._committed(key.removesuffix(f"/{MANIFEST_NAME}"), data)
+            elif key == HISTORY:
+                for line in map(json.loads, data.splitlines()):
+                    self.in_production.add(line["checkpoint"])
+                    self.used_verdicts.add(line["verdict"])
 
     # Changes of the bucket.
 
     def _written(self, key: str, data: bytes, before: bytes | None) -> None:
+        self.on_change(key)
         if key == POINTER:
             self._pointer_moved(json.loads(data), json.loads(before) if before else None)
         elif key == PAIR:
@@ -58,6 +78,8 @@ class Invariants:
             self.world.violate(3, "an entry of the history was lost")
         elif key.endswith(MANIFEST_NAME):
             self._committed(key.removesuffix(f"/{MANIFEST_NAME}"), data)
+        elif before is None and "/jobs/submitted/" in key:
+            self.recorded_ids.add(json.loads(data)["id"])
         elif before is not None and before != data:
             if _FIXED.fullmatch(key):
                 self.world.violate(3, f"{key} was replaced")
@@ -135,11 +157,20 @@ class Invariants:
 
     def _submitted(self, job: Request) -> None:
         cycle, name, number = _submission_of(job)
+        owner, process = (
+            json.loads(self.s3.read(f"cycles/{cycle}/jobs/claim.json") or b"{}").get("owner"),
+            self.world.current,
+        )
+        if self.leases_hold and process is not None and owner != process.name:
+            self.world.violate(
+                4, f"{name} of {cycle} is submitted by {process.name}, while {owner or 'nobody'} holds the lease"
+            )
         recorded = self.s3.read(f"cycles/{cycle}/jobs/submitted/round-{number}/{name}.json")
-        if recorded is not None:
+        if recorded is not None and self.leases_hold:
             self.world.violate(4, f"{name} of {cycle} is submitted again, although submission {number} has recorded it")
         for other in self._jobs_of(cycle, name):
-            if other is not job and other["status"] == "SUCCEEDED":
+            is_recorded = other["jobId"] in self.recorded_ids
+            if other is not job and other["status"] == "SUCCEEDED" and is_recorded:
                 self.world.violate(4, f"{name} of {cycle} is submitted again, although it has succeeded")
 
     def _started(self, job: Request) -> None:

@@ -148,6 +148,11 @@ class FakeS3:
 
         return cast(dict[str, Any], self.service.request("list", Prefix, page))
 
+    def restore(self, objects: dict[str, bytes]) -> None:
+        """Store objects without a request."""
+        self.objects = {f"{PREFIX}/{key}": Stored(data, {}) for key, data in objects.items()}
+        self._keys = sorted(self.objects)
+
     def read(self, key: str) -> bytes | None:
         """Return an object without a request, for the invariants."""
         stored = self.objects.get(f"{PREFIX}/{key}")
