@@ -177,13 +177,15 @@ class BatchClient(AwsClient):
         """Submit a job and return its id.
 
         SubmitJob does not support a client token, so the request is only repeated if it was definitely not executed.
-        Raises UnknownOutcome if it may have been executed, in which case the caller should look up the job by name.
+        Raises UnknownOutcome if it may have been executed, in which case the caller should look up the job by name. AWS
+        Batch lists a new job only after a few seconds, so this waits for the longest wait between two attempts first.
         """
         doing = f"submitting {request['jobName']}"
         try:
             answer = self.repeat(doing, lambda: self._raw.submit_job(**request), was_not_done)
         except S3_ERRORS as error:
             if is_retryable(error) and not was_not_done(error):
+                self._stop.wait(self._policy.max_wait_s)
                 raise UnknownOutcome(f"{type(error).__name__} while {doing}", next_command="trnjobs submit") from error
             raise translate(error, doing) from error
         return str(answer["jobId"])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from botocore import exceptions as boto
 
-from jobs.targets.batch.client import BatchClient, connect
+from jobs.targets.batch.client import BatchClient, UnknownOutcome, connect
 from pipeline.core.errors import ConfigError, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
@@ -45,6 +45,24 @@ def test_a_stop_ends_the_waiting() -> None:
     stop.set("SIGTERM")
     with pytest.raises(Preempted, match="describing jobs"):
         BatchClient(FakeBatch(Clock()), policy=FAST, stop=stop).describe_jobs(["1"])
+
+
+def test_a_submission_without_an_answer_leaves_time_for_the_job_to_be_listed() -> None:
+    """Otherwise, the caller does not find the job by name, and submits it twice."""
+    waits = list[float]()
+
+    class Recorder(StopSignal):
+        def wait(self, timeout_s: float) -> bool:
+            waits.append(timeout_s)
+            return False
+
+    fake = FakeBatch(Clock())
+    fake.faults = Faults(errors={1: (boto.ReadTimeoutError(endpoint_url="http://batch"), False)})
+    with pytest.raises(UnknownOutcome):
+        BatchClient(fake, policy=FAST, stop=Recorder()).submit_job(
+            {"jobName": "train", "jobQueue": "q", "jobDefinition": "train:1"}
+        )
+    assert waits == [FAST.max_wait_s]
 
 
 def test_a_hundred_jobs_a_call() -> None:
