@@ -25,7 +25,7 @@ request is executed. slow: up to 20 s. freeze: the process stands still for long
 requests to the service fail for up to 5 minutes."""
 JOB_FAULTS = ("transient", "bug", "host_lost", "no_start", "hang", "sigterm", "no_capacity", "misconfigured")
 PEOPLE = ("twin_driver", "cancel", "roll_back", "second_retry", "look", "clock_jump", "race")
-"""race: a second command starts within a second of a change that it competes with."""
+"""race: a second command starts just before a write that it competes with, and the write is delayed."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ class Service:
     def __init__(self, world: World, weather: Weather, name: str, refused: tuple[Exception, ...]) -> None:
         self.world, self.weather, self.name, self._refused = world, weather, name, refused
         self._down_until = 0.0
+        self.on_put: Callable[[str], bool] = lambda key: False
+        """Called before each write. Returns whether something competes with it."""
 
     def request(self, doing: str, what: str, work: Callable[[], Any]) -> Any:
         """Execute a request of the current process. Raises what boto3 raises, or Died."""
@@ -88,6 +90,8 @@ class Service:
         world.sleep(0.005 + 0.05 * world.rng.random() ** 4)
         if world.current and world.current.troubles:
             world.meet_trouble(world.current)
+        if doing == "put" and self.on_put(what):
+            world.sleep(2 * world.faults_rng.random())
         fault = self._fault(doing, what)
         if fault == "die_before":
             self._die(world)

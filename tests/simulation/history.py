@@ -10,10 +10,10 @@ from typing import Any
 
 from tests.simulation.batch import SimulatedBatch
 from tests.simulation.faults import SERVER_ERROR, SLOW_DOWN, THROTTLED, Service, Weather
-from tests.simulation.invariants import POINTER, Invariants
+from tests.simulation.invariants import HISTORY, PAIR, POINTER, Invariants
 from tests.simulation.nodes import container
 from tests.simulation.people import Account, plan_of, using
-from tests.simulation.s3 import FakeS3
+from tests.simulation.s3 import PREFIX, FakeS3
 from tests.simulation.world import DAY_S, EPOCH, Process, World
 
 NUM_DAYS = 2
@@ -23,7 +23,7 @@ MAX_SUBMISSIONS = 12
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one seed."""
+    """The result of one seed."""
 
     seed: int
     violation: str
@@ -104,28 +104,30 @@ class _Day:
             self._start("watch", self.account.reconcile)
 
     def _scheduled(self) -> None:
-        self.invariants.on_change = self._changed
+        self.account.s3.service.on_put = self._compete
         self._driver(1)
         if self.weather.happens(self.world, "twin_driver", self.weather.people.get("twin_driver", 0.0)):
             self.world.at(5 * self.rng.random(), lambda: self._driver(1))
 
-    def _changed(self, key: str) -> None:
-        """Let a person start a command that competes with the one that makes this change."""
-        if key in (POINTER, f"cycles/{self.cycle}/evaluate/verdict.json"):
-            name, rival = "roll_back", self._roll_back
+    def _compete(self, key: str) -> bool:
+        """Let a person start a command that competes with a write. Returns whether this happens."""
+        key = key.removeprefix(f"{PREFIX}/")
+        if key in (POINTER, HISTORY, PAIR, f"cycles/{self.cycle}/evaluate/verdict.json"):
+            rivals = [("roll_back", self._roll_back)]
         elif key in (f"cycles/{self.cycle}/jobs/{file}.json" for file in ("claim", "closed")):
-            name, rival = self.world.faults_rng.choice(
-                (
-                    ("submit", lambda: self.account.submit(self.cycle)),
-                    ("retry", lambda: self.account.retry(self.cycle)),
-                    ("look", self.account.reconcile),
-                )
-            )
+            rivals = [
+                ("submit", lambda: self.account.submit(self.cycle)),
+                ("retry", lambda: self.account.retry(self.cycle)),
+                ("look", self.account.reconcile),
+            ]
         else:
-            return
+            return False
+        name, rival = self.world.faults_rng.choice(rivals)
         rate = self.weather.people.get("race", 0.0)
-        if len(self.people) < 3 and self.weather.happens(self.world, f"race of {name} for {key}", rate):
-            self.world.at(self.world.faults_rng.random(), lambda: self._start(name, rival))
+        happens = len(self.people) < 3 and self.weather.happens(self.world, f"race of {name} for {key}", rate)
+        if happens:
+            self._start(name, rival)
+        return happens
 
     def _driver(self, attempt: int) -> None:
         """Run the driver, which AWS Batch retries once (driver_attempts)."""
@@ -143,10 +145,8 @@ class _Day:
         return self.account.roll_back()
 
     def _look(self) -> None:
-        """Decide what to do, as the runbook says, and look again later."""
+        """Decide what to do, following the runbook, and look again later."""
         closed, (recorded, number) = self._closed(), self.invariants.newest_submission(self.cycle)
-        if closed and closed.get("round", 0) < number:
-            closed = None
         if (closed and closed["outcome"] in ("succeeded", "refused")) or self.world.now > self.ends_at - 3600:
             return
         self.world.at(1200 + 2400 * self.rng.random(), self._look)
@@ -171,7 +171,8 @@ class _Day:
     def _closed(self) -> dict[str, Any] | None:
         data = self.account.s3.read(f"cycles/{self.cycle}/jobs/closed.json")
         closed: dict[str, Any] | None = json.loads(data) if data else None
-        return closed
+        _, newest = self.invariants.newest_submission(self.cycle)
+        return closed if closed and closed.get("round", 0) >= newest else None
 
     def _start(
         self,

@@ -18,7 +18,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline.core.manifest import MANIFEST_NAME
@@ -48,8 +48,6 @@ class Invariants:
         self.recorded_ids = set[str]()
         self.num_roll_backs = 0
         """Number of roll-backs that people have requested."""
-        self.on_change: Callable[[str], object] = lambda key: None
-        """Called before each object is written."""
         calm = not {"freeze", "outage"} & {kind for kind, _ in s3.service.weather.requests}
         self.leases_hold = calm and "clock_jump" not in s3.service.weather.people
         """Whether no process can outlive its lease in this history."""
@@ -69,7 +67,6 @@ class Invariants:
     # Changes of the bucket.
 
     def _written(self, key: str, data: bytes, before: bytes | None) -> None:
-        self.on_change(key)
         if key == POINTER:
             self._pointer_moved(json.loads(data), json.loads(before) if before else None)
         elif key == PAIR:
@@ -163,7 +160,7 @@ class Invariants:
         )
         if self.leases_hold and process is not None and owner != process.name:
             self.world.violate(
-                4, f"{name} of {cycle} is submitted by {process.name}, while {owner or 'nobody'} holds the lease"
+                4, f"{name} of {cycle} is submitted by {process.name}, while {owner or 'no process'} holds the lease"
             )
         recorded = self.s3.read(f"cycles/{cycle}/jobs/submitted/round-{number}/{name}.json")
         if recorded is not None and self.leases_hold:

@@ -92,7 +92,7 @@ def _marker_before_data() -> Iterator[None]:
 
 @contextmanager
 def _pointer_without_compare() -> Iterator[None]:
-    """Replace the pointer of a model whatever it is by now."""
+    """Replace the pointer of a model even if it has changed."""
 
     def replace(self: S3Storage, key: str, data: bytes, etag: str) -> bool:
         if not key.endswith("production.json"):
@@ -107,7 +107,7 @@ def _pointer_without_compare() -> Iterator[None]:
 
 @contextmanager
 def _history_without_compare() -> Iterator[None]:
-    """Append to the history of a model by replacing it, whoever has appended meanwhile."""
+    """Append to the history of a model by replacing it, even if it has changed."""
 
     def replace(self: S3Storage, key: str, data: bytes, etag: str) -> bool:
         if not key.endswith("history.jsonl"):

@@ -83,7 +83,11 @@ class BatchTarget(Target):
     def advance(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         """End jobs that are no longer needed, and return the records."""
         records = {record.name: record for record in self.records(plan)}
-        for name, reason in unneeded_jobs([Task(plan.job(name)) for name in records], records).items():
+        # Only consider the newest submission. While a retry is being submitted, or if it was interrupted, the jobs that
+        # depend on its first jobs are still those of an earlier submission, which have failed.
+        newest = self.store.submitted(max(self.store.submissions(), default=0))
+        tasks = [Task(plan.job(name)) for name in records if name in newest]
+        for name, reason in unneeded_jobs(tasks, records).items():
             save_cancels(self.store, {records[name].id: Cancel(reason=reason, at=self.store.clock())})
             self.client.terminate_job(records[name].id, reason)
         return tuple(records.values())

@@ -4,7 +4,7 @@ A process starts the training jobs and follows them until the last one has ended
 a different process can find the jobs of a cycle and continue.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jobs.cycle import job_states
@@ -154,7 +154,10 @@ class SageMakerTarget(Target):
                 )
             return observed[key]
 
-        return decide_actions(latest.tasks, latest.records, observe, cancelled=cancelled, at=self.store.clock())
+        last = max(latest.submissions.values(), default=0)
+        earlier = {name for name, submission in latest.submissions.items() if submission < last}
+        at = self.store.clock()
+        return decide_actions(latest.tasks, latest.records, observe, cancelled=cancelled, earlier=earlier, at=at)
 
     def _route(self, plan: JobPlan, task: Task) -> DirectRoute | QueueRoute:
         return self.queue if sagemaker_placement_of(plan, task.spec).queue else self.direct
@@ -192,18 +195,21 @@ def decide_actions(
     observe: Callable[[Task, int], ObservedAttempt | None],
     *,
     cancelled: Mapping[str, Cancel],
+    earlier: Collection[str] = (),
     at: float,
 ) -> CycleActions:
     """Observe attempts until no record changes any more, then decide which tasks to start and stop.
 
-    `cancelled` contains the cancellations by task name.
+    `cancelled` contains the cancellations by task name. `earlier` contains the names of tasks that are not part of the
+    newest submission. While a retry is being recorded, their failures do not make its tasks unnecessary.
     """
+    newest = [task for task in tasks if task.name not in earlier]
     now, ends = dict(records), dict(cancelled)
     while True:
         before = dict(now)
         failures = [record for record in now.values() if record.state.is_failure]
         ended_at = min((record.stopped_at or at for record in failures), default=at)
-        for name, reason in job_states.unneeded_jobs(tasks, now).items():
+        for name, reason in job_states.unneeded_jobs(newest, now).items():
             ends.setdefault(name, Cancel(reason=reason, at=ended_at))
         for task in tasks:
             record, cancel = now[task.name], ends.get(task.name)

@@ -155,6 +155,7 @@ def test_a_retry_that_was_cut_goes_on(
             submit.run_retry(arguments, commands.warnings.append)
     late = ["train", "evaluate", "embed", "verify", "report"]
     assert {*commands.ids(2)} == {*late[:handed_over]}
+    assert commands.reconcile() is None, "the watch ends no job because those after it failed in the first submission"
     assert again(arguments, commands.warnings.append) == 0
     recorded, made = commands.ids(2), {one["jobId"] for one in commands.live()}
     assert {*recorded} == {*late} and {*recorded.values()} <= made

@@ -426,6 +426,15 @@ def test_an_attempt_that_is_not_there_is_cancelled_once_no_lag_can_be_the_reason
     assert (after.records["a"].state, after.starts, after.stops) == (state, (), ())
 
 
+@pytest.mark.parametrize(("earlier", "state"), [((), JobState.CANCELLED), (("b",), RUNNABLE)])
+def test_a_failure_of_an_earlier_submission_ends_no_job_of_a_retry(earlier: tuple[str, ...], state: JobState) -> None:
+    """Of the retry, only `a` was recorded so far."""
+    tasks = [Task(job("a")), Task(job("b", "a"))]
+    records = {"a": record_of(tasks[0]), "b": record_of(tasks[1], JobState.FAILED, "not run: a failed")}
+    after = decide_actions(tasks, records, lambda task, attempt: None, cancelled={}, earlier=earlier, at=9.0)
+    assert after.records["a"].state is state
+
+
 def test_what_waits_in_a_queue_stays_runnable_and_what_vanished_before_it_began_is_made_again() -> None:
     after = found([job("a"), job("b")], {"a": WAITS}, {})
     assert (after.records["a"].state, after.records["a"].status_reason) == (RUNNABLE, QUEUED)
