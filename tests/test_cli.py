@@ -290,8 +290,8 @@ def test_only_training_is_launched_in_ranks_and_only_once(
 ) -> None:
     called: list[object] = []
 
-    def fake_launch(given: list[str], processes: int, stop: object) -> int:
-        called.extend([given, processes])
+    def fake_launch(given: list[str], processes: int, stop: object, *, restarts: int) -> int:
+        called.extend([given, processes, restarts])
         return 75
 
     monkeypatch.setattr(cli, "launch", fake_launch)
@@ -299,7 +299,7 @@ def test_only_training_is_launched_in_ranks_and_only_once(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert cli.main(words) == (75 if launched else 0)
-    assert called == ([[*words, "--cycle", "c9"], 2] if launched else [])
+    assert called == ([[*words, "--cycle", "c9"], 2, cli.MAX_RESTARTS] if launched else [])
 
 
 def imported_by(*words: str) -> set[str]:
