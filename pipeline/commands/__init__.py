@@ -83,7 +83,7 @@ TOOLS: dict[str, Tool] = {
             "--products": "FILE  catalogue with the titles, if the log has no titles (columns: embed.catalogue)",
             "--position": "COLUMN  column with the position from 1 (default: position)",
             "--clicked": "COLUMN  column with 0 or 1 (default: clicked)",
-            "--max-width": "PERCENT  leave a pair unjudged if the 90%% interval of its gain is wider (default: 90)",
+            "--max-width": "PERCENT  leave a pair unjudged if the 90%% interval of its gain is wider (default: 75)",
         },
     ),
     "registry": Tool(

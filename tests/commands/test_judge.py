@@ -105,7 +105,7 @@ def test_pairs_with_few_impressions_stay_unjudged(
 ) -> None:
     rare = log.slice(0, 4).set_column(0, "query", pa.array(["rare"] * 4))
     path = written(pa.concat_tables([log, rare]), tmp_path / "log.parquet")
-    assert judge(path, "--max-width", "75") == 0
+    assert judge(path) == 0
     assert "4 unjudged" in capsys.readouterr().out
     assert "rare" not in judged(path)["query"].to_pylist()
     assert judge(path, "--max-width", "100") == 0
