@@ -41,8 +41,8 @@ def run_history(seed: int, *, max_faults: int | None = None, keeps_history: bool
 
 @lru_cache(1)
 def _earlier_cycles() -> dict[str, bytes]:
-    """Return the objects of two cycles that ended well, so that every history may roll back."""
-    s3, _ = _run(World(0), Weather.clear(), range(-2, 0), {})
+    """Return the objects of three cycles that ended well, so that every history may roll back twice."""
+    s3, _ = _run(World(0), Weather.clear(), range(-3, 0), {})
     return {key: stored for key in s3.keys("") if "/jobs/" not in key and (stored := s3.read(key)) is not None}
 
 
@@ -124,6 +124,8 @@ class _Day:
             return False
         name, rival = self.world.faults_rng.choice(rivals)
         rate = self.weather.people.get("race", 0.0)
+        if key.endswith("claim.json"):  # it is written before each job
+            rate /= 10
         happens = len(self.people) < 3 and self.weather.happens(self.world, f"race of {name} for {key}", rate)
         if happens:
             self._start(name, rival)
