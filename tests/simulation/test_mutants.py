@@ -6,7 +6,7 @@ from tests.simulation.history import run_history
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.people import product_in_world
 
-pytestmark = pytest.mark.fault
+pytestmark = [pytest.mark.fault, pytest.mark.thorough]
 MAX_SEEDS = 1000
 
 
