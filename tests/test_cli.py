@@ -24,6 +24,7 @@ from pipeline.commands import COMMANDS, USAGE
 from pipeline.context import StageContext, StageResult
 from pipeline.core import errors
 from pipeline.core.errors import ConfigError
+from pipeline.parallel.launch import MAX_RESTARTS
 from pipeline.settings import Settings, leaves
 from pipeline.telemetry.events import EventName
 
@@ -299,7 +300,7 @@ def test_only_training_is_launched_in_ranks_and_only_once(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert cli.main(words) == (75 if launched else 0)
-    assert called == ([[*words, "--cycle", "c9"], 2, cli.MAX_RESTARTS] if launched else [])
+    assert called == ([[*words, "--cycle", "c9"], 2, MAX_RESTARTS] if launched else [])
 
 
 def imported_by(*words: str) -> set[str]:
