@@ -43,8 +43,7 @@ class MeteredXla(XlaBackend):
 
     def operators(self) -> int:
         """Return the number of operators traced so far."""
-        metrics = self._metrics
-        return sum(metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("xla::"))
+        return sum(self._counters("xla::").values())
 
     def step_boundary(self, computed: Sequence[Tensor]) -> None:
         started = time.monotonic()

@@ -243,9 +243,13 @@ class XlaBackend(Backend):
     def compile_seconds(self) -> float:
         return self._metric("CompileTime")[1]
 
-    def host_operators(self) -> dict[str, int]:
-        names = [name for name in self._metrics.counter_names() if name.startswith("aten::")]
+    def _counters(self, prefix: str) -> dict[str, int]:
+        """Return the runtime counters whose names start with the prefix."""
+        names = [name for name in self._metrics.counter_names() if name.startswith(prefix)]
         return {name: int(self._metrics.counter_value(name)) for name in names}
+
+    def host_operators(self) -> dict[str, int]:
+        return self._counters("aten::")
 
     def device_name(self) -> str:
         return f"xla:{self.device_type}"

@@ -91,33 +91,28 @@ def _marker_before_data() -> Iterator[None]:
 
 
 @contextmanager
-def _pointer_without_compare() -> Iterator[None]:
+def _without_compare(name: str) -> Iterator[None]:
+    """Replace files with this name even if they have changed."""
+
+    def replace(self: S3Storage, key: str, data: bytes, etag: str) -> bool:
+        if not key.endswith(name):
+            return write_if_match(self, key, data, etag)
+        self.write_bytes(key, data)
+        return True
+
+    write_if_match = S3Storage.write_if_match
+    with patch.object(S3Storage, "write_if_match", replace):
+        yield
+
+
+def _pointer_without_compare() -> AbstractContextManager[None]:
     """Replace the pointer of a model even if it has changed."""
-
-    def replace(self: S3Storage, key: str, data: bytes, etag: str) -> bool:
-        if not key.endswith("production.json"):
-            return write_if_match(self, key, data, etag)
-        self.write_bytes(key, data)
-        return True
-
-    write_if_match = S3Storage.write_if_match
-    with patch.object(S3Storage, "write_if_match", replace):
-        yield
+    return _without_compare("production.json")
 
 
-@contextmanager
-def _history_without_compare() -> Iterator[None]:
+def _history_without_compare() -> AbstractContextManager[None]:
     """Append to the history of a model by replacing it, even if it has changed."""
-
-    def replace(self: S3Storage, key: str, data: bytes, etag: str) -> bool:
-        if not key.endswith("history.jsonl"):
-            return write_if_match(self, key, data, etag)
-        self.write_bytes(key, data)
-        return True
-
-    write_if_match = S3Storage.write_if_match
-    with patch.object(S3Storage, "write_if_match", replace):
-        yield
+    return _without_compare("history.jsonl")
 
 
 @contextmanager
