@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from jobs.plan.spec import PREEMPTIONS
 from jobs.schedule import ScheduleConfig
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
@@ -31,7 +32,7 @@ class StageJob(Record):
     image: str = Field("", description="Overrides jobs.image")
     queue: str = Field("", description="Overrides jobs.queue")
     role: str = Field("", description="ARN; overrides jobs.role")
-    attempts: int = Field(3, ge=1, le=10, description="Maximum number of attempts")
+    attempts: int = Field(3, ge=1, le=10, description="Maximum number of attempts, see also `jobs.preemptions`")
     timeout_s: int | None = Field(
         None,
         ge=60,
@@ -106,6 +107,11 @@ class SageMakerConfig(Record):
         "",
         description="Name or ARN of an AWS Batch fair-share queue (empty: call CreateTrainingJob directly)",
     )
+    quota_share: str = Field(
+        "",
+        description="Quota share of that queue, whose jobs may be preempted by others (empty: use"
+        " jobs.share_identifier of a fair-share queue)",
+    )
     subnets: tuple[str, ...] = Field((), max_length=16, description="Subnets of the jobs (empty: no VPC)")
     security_groups: tuple[str, ...] = Field((), max_length=5, description="Security groups of the jobs")
     volume_gib: int = Field(100, ge=1, description="Disk size in GiB of machines without instance storage")
@@ -131,6 +137,13 @@ class JobsConfig(Record):
     log_group: str = Field("/aws/batch/job", min_length=1, description="CloudWatch log group of all jobs (batch)")
     environment: dict[str, str] = Field(
         {}, description="Environment variables of every job as NAME=value (not for secrets, because plans show them)"
+    )
+    preemptions: int = Field(
+        PREEMPTIONS,
+        ge=0,
+        le=1000,
+        description="Number of attempts of each task that may end because its machine was reclaimed, before these count"
+        " towards `attempts` (on AWS Batch, at most 10 attempts in total)",
     )
     sla_s: int | None = Field(None, ge=60, description="Deadline of a cycle in seconds after its scheduled time")
     prices: dict[str, float] = Field(

@@ -80,7 +80,7 @@ run "trn1_with_eight_efa_interfaces_and_spot_for_the_rest" {
 
   assert {
     condition = alltrue([for template in [aws_launch_template.trainium, aws_launch_template.cpu] :
-      strcontains(base64decode(template.user_data), "ECS_CONTAINER_STOP_TIMEOUT=45s\nECS_AWSVPC_BLOCK_IMDS=true\n") && startswith(base64decode(template.user_data), "MIME-Version: 1.0\nContent-Type: multipart/mixed")
+      strcontains(base64decode(template.user_data), "ECS_CONTAINER_STOP_TIMEOUT=45s\nECS_AWSVPC_BLOCK_IMDS=true\nECS_ENABLE_SPOT_INSTANCE_DRAINING=true\n") && startswith(base64decode(template.user_data), "MIME-Version: 1.0\nContent-Type: multipart/mixed")
     ])
     error_message = "user data is MIME and configures the agent: ${base64decode(aws_launch_template.cpu.user_data)}"
   }

@@ -214,6 +214,7 @@ class AttemptCost(Record):
     )
     usd: float | None = Field(description="Cost of all nodes (none: the price is unknown)")
     ending: str = Field(description="succeeded, running, or the reason for the failure")
+    is_preempted: bool = False
 
     @property
     def length_ms(self) -> int:
@@ -240,6 +241,7 @@ class Total(Record):
 
     name: str
     tries: int
+    preempted: int = Field(description="Number of attempts that were ended by a preemption")
     machine_ms: Mapping[Category, int] = Field(description="Machine time by category, summed over all nodes")
     waiting_ms: int = Field(description="Waiting time, summed over all attempts")
     usd: float | None = Field(description="Cost (none: the price of a machine is unknown)")
@@ -287,6 +289,7 @@ def _total(name: str, entries: Sequence[AttemptCost]) -> Total:
     return Total(
         name=name,
         tries=len(entries),
+        preempted=sum(entry.is_preempted for entry in entries),
         machine_ms={kind: sum(entry.nodes * entry.spent_ms[kind] for entry in entries) for kind in SPENT},
         waiting_ms=sum(entry.waiting_ms for entry in entries),
         usd=sum_if_known([entry.usd for entry in entries]),
@@ -387,6 +390,7 @@ def _entries(
                     spent_ms=time_by_category(span),
                     usd=None if price is None else price * nodes * paid_ms / MS_PER_HOUR,
                     ending=_ending(attempt),
+                    is_preempted=attempt.is_preempted,
                 )
                 ready_ms = span.stop_ms
 
@@ -396,7 +400,8 @@ def _ending(attempt: AttemptRecord) -> str:
         return "running"
     if attempt.exit_code is None:
         return attempt.status_reason or attempt.reason or "no exit code"
-    failure = ", ".join(text for text in (f"exit {attempt.exit_code}", attempt.reason) if text)
+    code = f"exit {attempt.exit_code}{' (preempted)' if attempt.is_preempted else ''}"
+    failure = ", ".join(text for text in (code, attempt.reason) if text)
     return "succeeded" if attempt.exit_code == EXIT_OK else failure
 
 

@@ -67,6 +67,12 @@ class AttemptRecord(Record):
         """Return the duration, or None if the attempt never ran or has not ended."""
         return None if self.started_at is None or self.stopped_at is None else self.stopped_at - self.started_at
 
+    @property
+    def is_preempted(self) -> bool:
+        """Return whether the attempt lost its machine, or saved its state and stopped because it would lose it."""
+        is_stopped = self.status_reason == EXITED and self.exit_code == Preempted.exit_code
+        return is_stopped or self.status_reason.startswith(HOST_LOST)
+
 
 class JobRecord(Record):
     """One job, or one child of an array."""
@@ -138,7 +144,9 @@ class BlockedJob(Record):
 EXITED = "Essential container in task exited"
 TIMED_OUT = "Job attempt duration exceeded timeout"
 TASK_NOT_STARTED = "Task failed to start"
-HOST_TERMINATED = "Host EC2 (local) terminated."
+HOST_LOST = "Host EC2"
+"""Prefix of the reason of AWS Batch for a machine that was lost."""
+HOST_TERMINATED = f"{HOST_LOST} (local) terminated."
 SERVICE_FAULT = "Internal error of the service that runs the job"
 """Used for SageMaker, which does not distinguish lost machines from internal errors."""
 INTERRUPTED = "Interrupted with the command that ran the jobs"
@@ -322,14 +330,26 @@ def record_after_attempt(
         return _move(record, JobState.SUCCEEDED, reason=end.status_reason, stopped_at=at)
     if end.status_reason == INTERRUPTED:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
-    counted = sum(attempt.status_reason != INTERRUPTED for attempt in record.attempts)
-    if should_retry(retry, counted, end) if will_retry is None else will_retry:
+    if should_retry(retry, counted_attempts(record, retry), end) if will_retry is None else will_retry:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     return failed_record(record, end.status_reason, at)
 
 
+def counted_attempts(record: JobRecord, retry: Retry) -> int:
+    """Return how many attempts count towards `retry.attempts`."""
+    interrupted = sum(attempt.status_reason == INTERRUPTED for attempt in record.attempts)
+    return len(record.attempts) - interrupted - min(preempted_attempts(record), retry.preemptions)
+
+
+def preempted_attempts(record: JobRecord) -> int:
+    return sum(attempt.is_preempted for attempt in record.all_attempts())
+
+
 def should_retry(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
-    """Return whether to retry after attempt number `attempt` (from 1) has failed. Timeouts are never retried."""
+    """Return whether to retry after the attempt that counts as number `attempt` (from 1) has failed.
+
+    Timeouts are never retried.
+    """
     if attempt >= retry.attempts:
         return False
     if end.status_reason in (HOST_TERMINATED, TASK_NOT_STARTED, SERVICE_FAULT):

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jobs.cycle.costs import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
-from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_task, reason_of, shown_state, without_error
+from jobs.cycle.job_states import (
+    JobRecord,
+    JobState,
+    exit_code,
+    failed_task,
+    preempted_attempts,
+    reason_of,
+    shown_state,
+    without_error,
+)
 from jobs.plan.resources import Prices, job_usd
 from jobs.plan.spec import JobPlan, JobSpec
 from pipeline.core.errors import GateRefused
@@ -65,11 +74,17 @@ def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
                 state += f" {done}/{len(record.children)}"
             if record.state.is_failure or (record.state is JobState.RUNNABLE and record.attempts and why):
                 why = reason_of(record)  # the job has failed, or is waiting for a retry
-            attempts, ran = str(len(record.all_attempts())), format_duration(ran_seconds(record))
+            attempts = attempts_text(len(record.all_attempts()), preempted_attempts(record))
+            ran = format_duration(ran_seconds(record))
             has_succeeded = record.state is JobState.SUCCEEDED
             cells = (record.name, state, attempts, ran, "-" if code is None else str(code))
             rows.append((*cells, "" if has_succeeded else why))
     return rows
+
+
+def attempts_text(attempts: int, preempted: int) -> str:
+    """Return the number of attempts as text, and how many of them were preempted, such as `3 (1 preempted)`."""
+    return f"{attempts} ({preempted} preempted)" if preempted else f"{attempts}"
 
 
 NO_LOG = "its log does not exist or cannot be read"
@@ -122,9 +137,10 @@ def summary(ledger: CycleLedger, progress: str = "under way") -> str:
     """Return a one-line summary: `cycle first: succeeded in 12m03s, deadline met | 8 of 8 jobs in 9 attempts | ...`."""
     state: str = progress if ledger.outcome == "open" else ledger.outcome
     state += "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
+    attempts = attempts_text(len(ledger.entries), ledger.total.preempted)
     fields = [
         ", ".join(text for text in (f"cycle {ledger.cycle}: {state}", DEADLINES[ledger.deadline]) if text),
-        f"{ledger.succeeded} of {ledger.jobs} jobs in {len(ledger.entries)} attempts",
+        f"{ledger.succeeded} of {ledger.jobs} jobs in {attempts} attempts",
         f"goodput {format_percent(ledger.total.goodput)}",
         money(ledger.total),
     ]
@@ -166,7 +182,8 @@ def total_row(total: Total) -> tuple[str, ...]:
     """Return the row of a stage or cycle, with cells in the order of HEAD."""
     times = (format_duration(total.machine_ms[kind] / 1000) if total.machine_ms[kind] else "-" for kind in SPENT)
     waited, machine = format_duration(total.waiting_ms / 1000), format_duration(total.all_ms / 1000)
-    return (total.name, str(total.tries), waited, *times, machine, format_percent(total.goodput), usd(total.usd))
+    tries = attempts_text(total.tries, total.preempted)
+    return (total.name, tries, waited, *times, machine, format_percent(total.goodput), usd(total.usd))
 
 
 # Settings.

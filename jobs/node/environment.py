@@ -26,10 +26,10 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError
 
 from jobs.plan.spec import JobPlan, JobSpec
-from pipeline.core.errors import EXIT_OK, EXIT_TABLE, ConfigError, TransientError
+from pipeline.core.errors import EXIT_OK, EXIT_TABLE, AttemptsExhausted, ConfigError, TransientError
 from pipeline.core.format import quotable
 from pipeline.core.record import Record
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, list_names
 from pipeline.parallel.world import (
     ARRAY_INDEX,
     ATTEMPT,
@@ -123,10 +123,11 @@ class Timing(Record):
             raise ConfigError(f"{variable}={env[variable]!r}", expected="a positive number of seconds") from error
 
 
-def job_variables(plan: JobPlan, job: JobSpec, submission: int) -> dict[str, str]:
-    """Return the environment variables to set for a job at submission, which are the same on all platforms."""
+def job_variables(plan: JobPlan, job: JobSpec, submission: int, *, is_batch: bool = False) -> dict[str, str]:
+    """Return the environment variables to set for a job at submission. `is_batch`: AWS Batch retries the job."""
     variables = {"TRNPIPE_CYCLE": plan.cycle, "TRNPIPE_WORKSPACE": plan.workspace, "TRNJOBS_JOB": job.name}
-    return variables | ({SUBMISSION: str(submission)} if submission > 1 else {})
+    variables |= {SUBMISSION: str(submission)} if submission > 1 else {}
+    return variables | ({MAX_FAILURES: str(job.retry.attempts)} if is_batch and job.retry.preemptions else {})
 
 
 def _whole(env: Mapping[str, str], variable: str, default: int) -> int:
@@ -274,3 +275,21 @@ def count_start(storage: Storage, cycle: str, env: Mapping[str, str]) -> Start:
     restarts = earlier.count(job_id)
     attempt = int(env[ATTEMPT]) if ATTEMPT in env else len({*earlier, job_id})
     return Start(f"{job_id}-start{restarts + 1}" if restarts else job_id, attempt)
+
+
+# AWS Batch counts preemptions as attempts, so the jobs that it retries have more attempts than the settings allow for
+# failures. The main node therefore counts the failures, by writing one object for each to the workspace.
+
+MAX_FAILURES = "TRNJOBS_ATTEMPTS"
+"""Set at submission if the platform counts preemptions as attempts. The value is the maximum number of attempts."""
+
+
+def final_exit_code(storage: Storage, identity: NodeIdentity, env: Mapping[str, str]) -> int:
+    """Record an attempt that failed with a TransientError, and return the exit code of the job.
+
+    This is the code of AttemptsExhausted if as many attempts have failed as the settings allow.
+    """
+    folder = f"cycles/{identity.cycle}/jobs/failures/{identity.job}/{identity.submission}"
+    storage.write_if_absent(f"{folder}/{identity.attempt}", b"")
+    is_last = len(list_names(storage, folder)) >= _whole(env, MAX_FAILURES, 1)
+    return AttemptsExhausted.exit_code if is_last else TransientError.exit_code

@@ -19,16 +19,19 @@ import psutil
 
 from jobs.node.environment import (
     LOOPBACK,
+    MAX_FAILURES,
     STARTS,
     NodeIdentity,
     Timing,
     batch_variables,
     count_start,
+    final_exit_code,
     sagemaker_variables,
     write_failure,
 )
 from jobs.node.group import NodeGroup
 from jobs.node.post_mortem import PostMortem, ProcessStatus, as_bytes, shown_environment
+from jobs.node.spot import SPOT_NOTICE, watch_spot_notice
 from pipeline.core.errors import (
     EXIT_BUG,
     EXIT_OK,
@@ -76,17 +79,19 @@ def run(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     stop = StopSignal()
     for signum in (signal.SIGTERM, signal.SIGINT):  # PID 1 ignores signals without a handler
         signal.signal(signum, lambda number, frame: stop.set(signal.Signals(number).name))
+    watch_spot_notice(stop, env)
     with guarded_temp_folder() as folder:
         env = {**env, **variables}  # the guard has also set variables, so do this afterwards
         group, linger_s = NodeGroup(identity, timing, say), 0.0
         try:
             attempt = Attempt(identity, timing, command, env, folder, group, stop, say)
             attempt.run()
+            # Report a single line without secrets, which is the reason or, if there is none, the error in the log.
+            error = error_in_log(attempt.process.log(), attempt.code) if attempt.process else ()
+            attempt.count_failure()
             code = attempt.code
             if attempt.reason:
                 say(f"exit {code}: {attempt.reason}")
-            # Report a single line without secrets, which is the reason or, if there is none, the error in the log.
-            error = error_in_log(attempt.process.log(), code) if attempt.process else ()
             reason = str(without_secrets(attempt.reason or headline(error), secret_values(attempt.env)))
             group.acknowledge(code, reason)
             attempt.write_post_mortem()
@@ -296,8 +301,10 @@ class Attempt:
         self.reason = self.reason or self.group.failure
 
     def _stop_if_requested(self) -> None:
-        received = signal.Signals[self.stop.reason] if self.stopped else None
-        reason = f"received {received.name}" if received else self.group.failure
+        is_notice = self.stop.reason == SPOT_NOTICE
+        received = signal.SIGTERM if is_notice else signal.Signals[self.stop.reason] if self.stopped else None
+        reason = "the Spot instance will be reclaimed" if is_notice else f"received {received.name}" if received else ""
+        reason = reason or self.group.failure
         if not reason:
             return
         if self.stop_requested_at is None:
@@ -325,6 +332,20 @@ class Attempt:
                 self.process.end()
             elif waited_s > self.timing.grace_s + UNKILLABLE_S:  # processes that hang in a driver cannot be killed
                 self._end(self._code_when_killed())
+
+    def count_failure(self) -> None:
+        """Count the attempt if it failed with a TransientError, and change its code if it was the last one allowed."""
+        identity = self.identity
+        counts = MAX_FAILURES in self.env and identity.is_in_cycle and identity.node == 0
+        if self.code != TransientError.exit_code or not counts:
+            return
+        try:
+            self.code = final_exit_code(open_storage(identity.workspace), identity, self.env)
+        except TrnpipeError as error:
+            self.say(f"could not count this failure: {error.seen}")
+            return
+        if self.code != TransientError.exit_code:
+            self.say(f"exit {self.code}: {self.env[MAX_FAILURES]} attempts have failed, which is the limit")
 
     def _code_when_killed(self) -> int:
         return Preempted.exit_code if self.stopped else TransientError.exit_code

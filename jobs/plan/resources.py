@@ -65,7 +65,7 @@ def job_of(
         num_nodes=config.nodes if config.nodes > 1 else 0,
         array_size=config.workers if config.workers > 1 else 0,
         environment=environment,
-        retry=Retry.of(config.attempts),
+        retry=Retry.of(config.attempts, jobs.preemptions),
         timeout_s=timeout_s,
         depends_on=tuple(Dependency(job=job) for job in after),
     )

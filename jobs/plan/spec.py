@@ -13,21 +13,33 @@ from pipeline.core.errors import EXIT_TABLE, ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 
+MAX_BATCH_ATTEMPTS = 10  # RetryStrategy.attempts in the API reference of AWS Batch
+PREEMPTIONS = 20
+"""The default. It is not stored, so that plans keep the ids that they had before there was such a limit."""
+
 
 class Retry(Record):
     """A retry policy.
 
     A job is retried if its machine was lost, if its container did not start, or if it exited with one of `exit_codes`.
-    It is not retried after any other failure. Policies are stored in the form of AWS Batch rules (see `as_rules`).
+    It is not retried after any other failure. The first `preemptions` attempts that are ended by a preemption do not
+    count towards `attempts`. Policies are stored in the form of AWS Batch rules (see `as_rules`).
     """
 
     attempts: int = Field(1, description="Maximum number of attempts, including the first")
+    preemptions: int = Field(PREEMPTIONS, description="Number of preempted attempts that are not counted")
     exit_codes: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, attempts: int) -> Self:
+    def of(cls, attempts: int, preemptions: int = PREEMPTIONS) -> Self:
         """Build a policy that retries all exit codes that are marked as retryable in the table of exit codes."""
-        return cls(attempts=attempts, exit_codes=tuple(sorted(rule.exit_code for rule in EXIT_TABLE if rule.retry)))
+        codes = tuple(sorted(rule.exit_code for rule in EXIT_TABLE if rule.retry))
+        return cls(attempts=attempts, preemptions=preemptions, exit_codes=codes)
+
+    @property
+    def batch_attempts(self) -> int:
+        """Return the number of attempts for AWS Batch, which counts preemptions too and allows at most 10."""
+        return min(MAX_BATCH_ATTEMPTS, self.attempts + self.preemptions)
 
     def as_rules(self) -> tuple[dict[str, str], ...]:
         """Return the policy as rules of AWS Batch (see EvaluateOnExit in its API reference).
@@ -49,12 +61,13 @@ class Retry(Record):
     def _from_rules(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and "rules" in data:
             codes = [int(rule["on_exit_code"]) for rule in data["rules"] if rule["on_exit_code"]]
-            return {"attempts": data["attempts"], "exit_codes": codes}
+            return {key: value for key, value in data.items() if key != "rules"} | {"exit_codes": codes}
         return data
 
     @model_serializer
     def _stored(self) -> dict[str, Any]:
-        return {"attempts": self.attempts, "rules": self.as_rules()}
+        preemptions = {"preemptions": self.preemptions} if self.preemptions != PREEMPTIONS else {}
+        return {"attempts": self.attempts, **preemptions, "rules": self.as_rules()}
 
 
 class Dependency(Record):

@@ -294,6 +294,7 @@ class SageMakerPlacement(Record):
     spot_wait_s: int = Field(0, description="Seconds that a job may wait for Spot capacity (0: on demand)")
     keep_alive_s: int = 0
     queue: str = Field("", description="AWS Batch queue for service jobs (empty: call SageMaker directly)")
+    quota_share: str = Field("", description="Quota share of that queue (empty: it is a fair-share queue)")
 
 
 def with_placements(plan: JobPlan, jobs: JobsConfig) -> JobPlan:

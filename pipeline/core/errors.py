@@ -75,6 +75,16 @@ class TransientError(TrnpipeError):
     retry = True
 
 
+class AttemptsExhausted(TrnpipeError):
+    """The result of an attempt that failed with a TransientError and was the last one allowed by `jobs.*.attempts`.
+
+    AWS Batch counts preemptions as attempts, so it would otherwise retry a job that keeps failing until the attempts
+    for preemptions are used up as well.
+    """
+
+    exit_code = 69
+
+
 class Preempted(TrnpipeError):
     """Raised if the process is stopped by SIGTERM or SIGINT, so that it can save its state and resume later."""
 
@@ -95,7 +105,16 @@ EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_TABLE: tuple[ExitRule, ...] = tuple(
     ExitRule(error.__name__, error.exit_code, error.retry)
-    for error in (ConfigError, DataError, CheckpointError, NumericError, GateRefused, TransientError, Preempted)
+    for error in (
+        ConfigError,
+        DataError,
+        CheckpointError,
+        NumericError,
+        GateRefused,
+        TransientError,
+        AttemptsExhausted,
+        Preempted,
+    )
 )
 
 

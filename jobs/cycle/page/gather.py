@@ -10,7 +10,15 @@ from pydantic import Field
 
 from jobs.cycle.costs import CycleEvent, CycleLedger, read_cycle_events
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_states import Closed, JobRecord, Outcome, exit_code, failed_task, reason_of
+from jobs.cycle.job_states import (
+    Closed,
+    JobRecord,
+    Outcome,
+    exit_code,
+    failed_task,
+    preempted_attempts,
+    reason_of,
+)
 from jobs.cycle.page.charts import Point, thin
 from jobs.cycle.tables import logs_command, ran_seconds
 from jobs.cycle.verdict import SEARCH, measures, reasons
@@ -71,6 +79,7 @@ class Job(Record):
     nodes: int
     children: int = Field(description="Number of array children (0: not an array)")
     tries: int
+    preempted: int
     ran_s: float | None
     exit_code: int | None
     why: str
@@ -318,6 +327,7 @@ def jobs_of(plan: JobPlan, records: Iterable[JobRecord]) -> Iterator[Job]:
             nodes=max(1, spec.num_nodes),
             children=spec.array_size,
             tries=len(record.all_attempts()) if record else 0,
+            preempted=preempted_attempts(record) if record else 0,
             ran_s=ran_seconds(record) if record else None,
             exit_code=exit_code(record) if record else None,
             why=reason_of(record) if record and record.state.is_failure else "",

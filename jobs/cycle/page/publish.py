@@ -23,7 +23,7 @@ from jobs.cycle.job_states import Closed, JobRecord
 from jobs.cycle.page import charts
 from jobs.cycle.page.charts import number
 from jobs.cycle.page.gather import HOLDOUT, LOSS, CycleRow, PageData, gather, row_of
-from jobs.cycle.tables import DEADLINES, GOODPUT, NO_LOG
+from jobs.cycle.tables import DEADLINES, GOODPUT, NO_LOG, attempts_text
 from jobs.cycle.verdict import SEARCH, WITHOUT, cost_text, measures, metric_name, reasons
 from jobs.plan.cycle import RUN_PREFIX
 from jobs.plan.spec import JobPlan
@@ -147,6 +147,7 @@ def _templates() -> Environment:
     environment.filters |= {"number": number, "duration": format_duration, "usd": usd, "share": format_percent}
     environment.filters |= {"stamp": _stamp, "figure_text": _figure_text, "metric": metric_name, "plural": _plural}
     environment.globals |= {"charts": charts, "ramp": _ramp, "search": SEARCH, "shown_table": shown_columns}
+    environment.globals["attempts_text"] = attempts_text
     return environment
 
 

@@ -53,7 +53,7 @@ def definition_request(plan: JobPlan, job: JobSpec) -> Request:
         "jobDefinitionName": f"{plan.pipeline}-{job.stage}",
         "type": "multinode" if job.num_nodes else "container",
         "schedulingPriority": placement.priority,
-        "retryStrategy": {"attempts": job.retry.attempts, "evaluateOnExit": rules},
+        "retryStrategy": {"attempts": job.retry.batch_attempts, "evaluateOnExit": rules},
         "timeout": {"attemptDurationSeconds": job.timeout_s},
         "propagateTags": True,
     }
@@ -87,7 +87,7 @@ def submit_request(
         "propagateTags": True,
     }
     # Values that differ between cycles are passed here, so that cycles can share a job definition.
-    variables = job_variables(plan, job, submission)
+    variables = job_variables(plan, job, submission, is_batch=True)
     environment = [{"name": name, "value": value} for name, value in sorted(variables.items())]
     override: Request = {"command": [*job.command], "environment": environment}
     if job.num_nodes:

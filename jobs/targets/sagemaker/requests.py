@@ -89,7 +89,11 @@ def training_job_request(
     plan, job, placement = cycle.plan, task.spec, sagemaker_placement_of(cycle.plan, task.spec)
     entry = len(ENTRY) if job.command[: len(ENTRY)] == ENTRY else 1
     nodes = max(1, job.num_nodes)
-    variables = {**job.environment, PLAN: plan.plan_id, **job_variables(plan, job, submission)}
+    variables = {
+        **job.environment,
+        PLAN: plan.plan_id,
+        **job_variables(plan, job, submission, is_batch=attempt is None),
+    }
     variables |= {} if attempt is None else {ATTEMPT: str(attempt)}
     variables |= {STARTS: starts} if starts else {}
     variables |= {} if task.index is None else {ARRAY_INDEX: str(task.index)}
@@ -135,17 +139,21 @@ def direct_request(cycle: CycleRun, task: Task, submission: int, attempt: int) -
 def service_job_request(cycle: CycleRun, task: Task, submission: int) -> Request:
     """Return the SubmitServiceJob request, which is idempotent because of its client token."""
     plan, job, name = cycle.plan, task.spec, cycle.task_id(task, submission)
-    batch_placement = placement_of(plan, job)
+    batch_placement, sagemaker_placement = placement_of(plan, job), sagemaker_placement_of(plan, job)
     payload_name = _hashed_name([job.name], [name], MAX_PAYLOAD_NAME)  # Batch adds 40 characters per training job
     payload = training_job_request(cycle, task, name=payload_name, attempt=None, starts=name, submission=submission)
+    share: Request = {"shareIdentifier": batch_placement.share_identifier}
+    if sagemaker_placement.quota_share:  # without a number of retries, Batch would requeue a preempted job forever
+        preemption = {"preemptionRetriesBeforeTermination": job.retry.preemptions}
+        share = {"quotaShareName": sagemaker_placement.quota_share, "preemptionConfiguration": preemption}
     return {
         "jobName": name,
-        "jobQueue": sagemaker_placement_of(plan, job).queue,
+        "jobQueue": sagemaker_placement.queue,
         "serviceJobType": SERVICE_JOB_TYPE,
         "serviceRequestPayload": json.dumps(payload, separators=(",", ":")),
-        "shareIdentifier": batch_placement.share_identifier,
+        **share,
         "schedulingPriority": batch_placement.priority,
-        "retryStrategy": {"attempts": job.retry.attempts, "evaluateOnExit": retry_rules(job.retry)},
+        "retryStrategy": {"attempts": job.retry.batch_attempts, "evaluateOnExit": retry_rules(job.retry)},
         "tags": tags(plan, task),
         "clientToken": name,
     }
@@ -208,10 +216,10 @@ def _request_problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
     if not sagemaker_placement_of(plan, job).queue:
         return
     service_job = service_job_request(cycle, task, 1)
-    share, payload = service_job["shareIdentifier"], service_job["serviceRequestPayload"]
+    share, payload = service_job.get("shareIdentifier"), service_job["serviceRequestPayload"]
     yield from request_problems("batch", "SubmitServiceJob", service_job)
     # These are checked here because Batch does not check the payload, and botocore's model has no upper bounds.
-    if not SHARE.match(share):
+    if share is not None and not SHARE.match(share):
         yield f"share identifier {share!r}, expected 1 to 255 letters and digits (jobs.share_identifier)"
     if (size := len(payload.encode())) > MAX_PAYLOAD_BYTES:
         yield f"payload has {size:,} bytes, expected at most {MAX_PAYLOAD_BYTES:,} (command and environment)"

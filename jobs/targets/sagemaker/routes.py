@@ -9,6 +9,7 @@ reports for the format of failure reasons (`AlgorithmError: <failure file>, exit
 Batch for DescribeServiceJob (timestamps in milliseconds).
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -119,11 +120,17 @@ def _seconds(at: datetime | float | None) -> float | None:
 
 
 def attempts_of(detail: Detail) -> list[Detail]:
-    """Return the attempts of a service job.
+    """Return the attempts of a service job, including those that were preempted in a quota share.
 
-    A training job for which there was no capacity does not count as an attempt, because Batch queues it again.
+    A training job for which there was no capacity does not count as an attempt, because Batch queues it again. Only the
+    most recent preempted attempts are described, so earlier ones are empty.
     """
-    attempts, status = [*detail.get("attempts", ())], str(detail["status"])
+    summary, status = detail.get("preemptionSummary", {}), str(detail["status"])
+    attempts, preempted = [*detail.get("attempts", ())], summary.get("recentPreemptedAttempts", ())
+    known = [*map(training_job_of, attempts)]
+    if others := [attempt for attempt in preempted if training_job_of(attempt) not in known]:
+        attempts = sorted([*attempts, *others], key=lambda attempt: attempt.get("stoppedAt") or math.inf)
+    attempts[:0] = [{}] * max(0, summary.get("preemptedAttemptCount", 0) - len(preempted))
     latest = detail.get("latestAttempt", {})
     own = training_job_of(latest)
     if status in _WITH_SAGEMAKER | _ENDED and own and own not in map(training_job_of, attempts):
@@ -239,17 +246,20 @@ class QueueRoute(BatchClient):
 
     def check(self, plan: JobPlan) -> None:
         """Check the queues that the plan uses. Raises ConfigError that lists all of their problems."""
-        uses = [
-            (sagemaker_placement_of(plan, job).queue, placement_of(plan, job).share_identifier) for job in plan.jobs
-        ]
-        uses = [(queue, share) for queue, share in uses if queue]
-        account, problems = describe_queues(self, [queue for queue, _ in uses]), list[str]()
-        for name in dict(uses):
+        on_queue = [job for job in plan.jobs if sagemaker_placement_of(plan, job).queue]
+        queues = dict.fromkeys(sagemaker_placement_of(plan, job).queue for job in on_queue)
+        account, problems = describe_queues(self, queues), list[str]()
+        for name in queues:
             problems += queue_problems(name, account, is_shared=True)
             kind = account[name].detail.get("jobQueueType") if name in account else SERVICE_JOB_TYPE
             if kind != SERVICE_JOB_TYPE:
                 problems.append(f"queue {name}: has type {kind}, expected {SERVICE_JOB_TYPE}")
         refuse_account(problems, f"an enabled fair-share queue of type {SERVICE_JOB_TYPE} (jobs.sagemaker.queue)")
+        uses = [
+            (sagemaker_placement_of(plan, job).queue, placement_of(plan, job).share_identifier)
+            for job in on_queue
+            if not sagemaker_placement_of(plan, job).quota_share
+        ]
         for line in share_warnings(uses, account):
             self._warn(line)
 

@@ -167,6 +167,35 @@ def test_after_an_attempt(earlier: int, end: AttemptEnd, state: JobState) -> Non
     assert (after.stopped_at == 9.0) is state.is_final
 
 
+FAILURE, RECLAIMED, HOST = (75, EXITED), (143, EXITED), (None, HOST_TERMINATED)
+
+
+@pytest.mark.parametrize(
+    ("ends", "state"),
+    [
+        ((RECLAIMED, HOST, RECLAIMED, HOST), RUNNABLE),
+        ((RECLAIMED, HOST, RECLAIMED, HOST, FAILURE), RUNNABLE),
+        ((FAILURE, RECLAIMED, HOST, RECLAIMED, HOST, FAILURE), FAILED),
+        ((FAILURE, RECLAIMED, HOST, RECLAIMED, HOST, RECLAIMED), FAILED),  # the fifth counts as an attempt
+        ((RECLAIMED, RECLAIMED, (143, TIMED_OUT)), FAILED),
+    ],
+)
+def test_preemptions_have_a_budget_of_their_own(ends: tuple[tuple[int | None, str], ...], state: JobState) -> None:
+    retry, now = Retry.of(2, preemptions=4), record("a", RUNNABLE)
+    for number, (code, reason) in enumerate(ends, 1):
+        now = job_states.running_record(job_states.starting_record(now, ()), 2.0 * number)
+        now = job_states.record_after_attempt(now, retry, AttemptEnd(code, reason), 2.0 * number + 1)
+        assert number == len(ends) or now.state is RUNNABLE
+    assert now.state is state
+
+
+@pytest.mark.parametrize("retry", [RETRY, Retry.of(3, 0), Retry.of(3, 40)])
+def test_a_policy_is_read_as_it_was_stored(retry: Retry) -> None:
+    stored = retry.model_dump()
+    assert Retry.model_validate(stored) == retry
+    assert ("preemptions" in stored) == (retry != RETRY)  # plans of before have none
+
+
 def test_who_is_tried_again_stands_at_the_front() -> None:
     tasks = [Task(job(name)) for name in "abcd"]
     again = {name: AttemptRecord(stopped_at=at) for name, at in (("b", 5.0), ("d", 6.0))}

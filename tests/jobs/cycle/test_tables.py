@@ -82,7 +82,7 @@ def test_what_failed_says_why_and_what_is_tried_again_too() -> None:
         under_way("c", "RUNNABLE", tried(75), why=EXITED),
         under_way("d", "RUNNABLE", why="CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"),
     ) == [
-        ["a", "FAILED", "2", "2m10s", "65", "exit code 65 (DataError)"],
+        ["a", "FAILED", "2 (1 preempted)", "2m10s", "65", "exit code 65 (DataError)"],
         ["b", "NOT RUN", "0", "-", "-", "a failed"],
         ["report", "NOT RUN", "0", "-", "-", PAGE_ANYWAY],
         ["c", "RUNNABLE", "1", "1s", "75", "exit code 75 (TransientError)"],

@@ -21,6 +21,7 @@ PATIENT = {
     "TRNJOBS_GATHER_S": "120",
     "TRNJOBS_GRACE_S": "20",
     "TRNJOBS_BUNDLE_S": "60",
+    "AWS_EC2_METADATA_DISABLED": "true",
 }
 READY = 'import os, signal, sys, time; print("ready", flush=True); '
 WAIT = READY + "time.sleep(100)"

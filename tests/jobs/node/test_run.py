@@ -72,6 +72,30 @@ def test_the_exit_code_passes_and_the_post_mortem_explains(tmp_path: Path) -> No
     assert {"python", "torch", "trnpipe"} <= found["versions"].keys()
 
 
+def test_failures_are_counted_without_preemptions_and_the_last_one_is_final(tmp_path: Path) -> None:
+    """AWS Batch would make ten attempts, of which two may fail; array children and submissions count on their own."""
+    codes = {1: 75, 2: 143, 3: 143, 4: 75}
+    ends = list[int | None]()
+    for attempt, code in codes.items():
+        env = job_env(tmp_path, AWS_BATCH_JOB_ATTEMPT=str(attempt), TRNJOBS_ATTEMPTS="2")
+        process = entry(*python(f"import sys; sys.exit({code})"), env=env)
+        _, err = process.finish()
+        ends.append(process.returncode)
+    assert (ends, "2 attempts have failed, which is the limit" in err) == ([75, 143, 143, 69], True)
+    for more in ({"AWS_BATCH_JOB_ARRAY_INDEX": "3"}, {"TRNJOBS_ROUND": "2"}):
+        again = entry(*python("import sys; sys.exit(75)"), env=job_env(tmp_path, TRNJOBS_ATTEMPTS="2", **more))
+        again.finish()
+        assert again.returncode == 75
+
+
+def test_a_failure_that_cannot_be_counted_is_retried(tmp_path: Path) -> None:
+    (tmp_path / "cycles/2026-11-20/jobs").mkdir(parents=True)
+    (tmp_path / "cycles/2026-11-20/jobs/failures").write_text("no folder")
+    process = entry(*python("import sys; sys.exit(75)"), env=job_env(tmp_path, TRNJOBS_ATTEMPTS="1"))
+    assert "could not count this failure" in process.finish()[1]
+    assert process.returncode == 75
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_once(tmp_path: Path, signum: signal.Signals) -> None:
     code = f"""

@@ -96,7 +96,7 @@ def test_a_gang_on_trainium_gets_the_machine_with_its_network() -> None:
     )
     assert [(one.name, one.hard) for one in needs.ulimits] == [("nofile", 65_536), ("memlock", -1)]
     assert (needs.shared_memory_mib, needs.instance_type) == (490_000 // 8, "trn1.32xlarge")
-    assert (needs.processes_per_node, train.timeout_s, train.retry) == (32, 7200, Retry.of(5))
+    assert (needs.processes_per_node, train.timeout_s, train.retry) == (32, 7200, Retry.of(5, 20))
 
 
 def test_what_one_stage_asks_goes_before_what_all_get() -> None:

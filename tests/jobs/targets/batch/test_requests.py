@@ -79,6 +79,15 @@ def of_batch(end: AttemptEnd) -> str:
     return next((rule["action"] for rule in rules["evaluateOnExit"] if fits(rule)), "")
 
 
+@pytest.mark.parametrize(("preemptions", "expected"), [(0, 3), (4, 7), (20, 10)])
+def test_aws_batch_makes_attempts_for_preemptions_too(preemptions: int, expected: int) -> None:
+    one = job("train", retry=Retry.of(3, preemptions))
+    ((definition, submit),) = requests(plan(one))
+    variables = {each["name"]: each["value"] for each in submit["containerOverrides"]["environment"]}
+    assert definition["retryStrategy"]["attempts"] == expected
+    assert variables.get("TRNJOBS_ATTEMPTS") == ("3" if preemptions else None)
+
+
 @pytest.mark.parametrize(
     ("end", "again"),
     [

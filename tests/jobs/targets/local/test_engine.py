@@ -262,7 +262,7 @@ AGAIN = (NodeEnd(exit_code=75), NodeEnd(lost=True), NodeEnd(error="x: gone"))
 
 
 @st.composite
-def dags(draw: st.DrawFn) -> list[JobSpec]:
+def dags(draw: st.DrawFn, most_preemptions: int = 0) -> list[JobSpec]:
     """Jobs, gangs and arrays; each depends on some of those before it."""
     made: list[JobSpec] = []
     for number in range(draw(st.integers(1, 6))):
@@ -271,7 +271,7 @@ def dags(draw: st.DrawFn) -> list[JobSpec]:
         on = [Dependency(job=one.name) for one in made if draw(st.integers(0, 2)) == 0]
         nodes = draw(st.integers(1, 2)) if kind == "gang" else 0
         attempts = draw(st.integers(1, 3))
-        retry = Retry.of(attempts)
+        retry = Retry.of(attempts, draw(st.integers(0, most_preemptions)))
         made.append(job(f"j{number}", array_size=size, num_nodes=nodes, depends_on=tuple(on), retry=retry))
     return made
 
@@ -292,10 +292,12 @@ def _all_good(made: World, name: str, good: set[str]) -> bool:
 
 
 def _succeeds(spec: JobSpec, name: str, outcome: Mapping[tuple[str, int], NodeEnd]) -> bool:
-    for attempt in range(1, spec.retry.attempts + 1):
-        end = outcome.get((name, attempt), NodeEnd(exit_code=0))
+    failed = preempted = 0
+    while failed + max(0, preempted - spec.retry.preemptions) < spec.retry.attempts:
+        end = outcome.get((name, failed + preempted + 1), NodeEnd(exit_code=0))
         if end not in AGAIN:
             return end.exit_code == 0
+        failed, preempted = failed + (not end.lost), preempted + end.lost
     return False
 
 
@@ -303,7 +305,7 @@ def _succeeds(spec: JobSpec, name: str, outcome: Mapping[tuple[str, int], NodeEn
 @settings(max_examples=150, deadline=None)
 def test_any_dag_with_any_outcomes_ends_as_it_must_though_the_engine_dies_at_any_call(data: st.DataObject) -> None:
     """FakeNodes asserts at every start: dependencies have succeeded, no second attempt, nothing beyond the machine."""
-    jobs = data.draw(dags())
+    jobs = data.draw(dags(most_preemptions=2))
     outcome: dict[tuple[str, int], NodeEnd] = {}
     seconds: dict[tuple[str, int, int], float] = {}
 

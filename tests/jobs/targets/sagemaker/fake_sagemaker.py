@@ -161,6 +161,17 @@ class FakeServiceJobs(FakeService):
         self.ml.end(_name(job["latestAttempt"]), "Stopped")
         job |= {"status": "RUNNABLE", "statusReason": "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"}
 
+    def preempt(self, job: Request) -> None:
+        """For a job of higher priority: back to the queue. The attempt is only listed among the preempted ones."""
+        self.ml.end(_name(job["latestAttempt"]), "Stopped")
+        limit = job["preemptionConfiguration"]["preemptionRetriesBeforeTermination"]
+        summary = job.setdefault("preemptionSummary", {"preemptedAttemptCount": 0, "recentPreemptedAttempts": []})
+        summary["preemptedAttemptCount"] += 1
+        attempt = {**job["latestAttempt"], "startedAt": self._now(), "stoppedAt": self._now()}
+        summary["recentPreemptedAttempts"] = [*summary["recentPreemptedAttempts"], attempt][-2:]
+        is_over = summary["preemptedAttemptCount"] > limit
+        job |= {"status": "FAILED" if is_over else "RUNNABLE", "statusReason": "preempted"}
+
     def settle(self) -> None:
         for job in self.jobs.values():
             if job["status"] not in ("SCHEDULED", "STARTING", "RUNNING"):
@@ -180,12 +191,13 @@ class FakeServiceJobs(FakeService):
                 if self.rejects_twins:
                     raise _refused("The request has a client token that was used before", "SubmitServiceJob")
                 return {"jobName": job["jobName"], "jobId": job["jobId"]}
-        assert (request["jobQueue"], "shareIdentifier" in request) == ("ml", True)
+        assert (request["jobQueue"], "shareIdentifier" in request) == ("ml", "quotaShareName" not in request)
         assert len(request["serviceRequestPayload"]) <= 10 * 1024
         self.on_submit(request)
         self.submitted.append(request)
         job_id = f"{next(self._numbers):08x}-0000-4000-8000-000000000000"
-        kept = {name: request[name] for name in ("jobName", "serviceRequestPayload", "retryStrategy", "tags")}
+        names = ("jobName", "serviceRequestPayload", "retryStrategy", "preemptionConfiguration", "tags")
+        kept = {name: request[name] for name in names if name in request}
         self.jobs[job_id] = kept | {
             "jobId": job_id,
             "jobQueue": self.queue["jobQueueArn"],

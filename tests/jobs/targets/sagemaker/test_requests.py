@@ -92,7 +92,7 @@ def test_the_request_of_a_service_job() -> None:
         "tags": {"pipeline": "relevance", "cycle": "2026-11-20", "job": "train"},
         "clientToken": name,
     }
-    assert strategy["attempts"] == 3
+    assert strategy["attempts"] == 10
     assert [(one["action"], one["onStatusReason"]) for one in strategy["evaluateOnExit"]] == [
         ("RETRY", "Received status from SageMaker: AlgorithmError: exit 75 *"),
         ("RETRY", "Received status from SageMaker: AlgorithmError: exit 143 *"),
@@ -105,6 +105,17 @@ def test_the_request_of_a_service_job() -> None:
     assert payload["Environment"]["TRNJOBS_STARTS"] == name
     assert "TRNJOBS_ATTEMPT" not in payload["Environment"]  # Batch sends the same payload for every try
     assert [*request_problems("sagemaker", "CreateTrainingJob", payload)] == []
+
+
+def test_a_quota_share_takes_the_place_of_the_share_and_bounds_preemptions() -> None:
+    group = GROUP.model_copy(update={"retry": Retry.of(3, 20)})
+    made = ml_plan(group, sagemaker=QUEUE | {"quota_share": "search"})
+    check_plan(made)
+    request = service_job_request(CycleRun(made, 0.0), Task(group), 1)
+    assert (request["quotaShareName"], "shareIdentifier" in request) == ("search", False)
+    assert request["preemptionConfiguration"] == {"preemptionRetriesBeforeTermination": 20}
+    assert request["retryStrategy"]["attempts"] == 10
+    assert json.loads(request["serviceRequestPayload"])["Environment"]["TRNJOBS_ATTEMPTS"] == "3"
 
 
 def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_starts() -> None:

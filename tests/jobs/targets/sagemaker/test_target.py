@@ -25,7 +25,7 @@ from jobs.cycle.job_states import (
     tasks_of,
 )
 from jobs.plan.resources import prices_of
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Retry
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import OpenCycle
 from jobs.targets.sagemaker.routes import QUEUED, ObservedAttempt
@@ -241,6 +241,40 @@ def test_it_waits_in_the_queue_runs_fails_is_tried_again_and_succeeds(queued: Se
     queued.logs = FakeLogs(f"{first}/algo-1-1", f"{second}/algo-1-1")
     assert {*queued.target().logs(record, attempt=2, node=0)} == {f"line of {second}/algo-1-1"}
     assert len(queued.batch.submitted) == 1
+
+
+def test_a_job_of_a_quota_share_that_is_preempted_three_times_goes_on(tmp_path: Path) -> None:
+    train = job("train", retry=Retry.of(1, 3))
+    one = Setting(tmp_path, ml_plan(train, sagemaker=QUEUE | {"quota_share": "search"}))
+    one.target().check(one.plan)
+    one.tick()
+    (train_job,) = one.batch.jobs.values()
+    for number in range(1, 4):
+        preempted = one.batch.dispatch(train_job)
+        one.ml.start(preempted)
+        one.batch.settle()
+        assert one.tick()["train"].state is RUNNING
+        one.clock.now += 60
+        one.batch.preempt(train_job)
+        record = one.tick()["train"]
+        assert (record.state, [a.is_preempted for a in record.attempts]) == (RUNNABLE, [True] * number)
+    assert len(train_job["preemptionSummary"]["recentPreemptedAttempts"]) == 2
+    last = one.batch.dispatch(train_job)
+    one.ml.finish(last, 0)
+    one.batch.settle()
+    record = one.tick()["train"]
+    assert (record.state, [a.exit_code for a in record.attempts]) == (SUCCEEDED, [143, 143, 143, 0])
+
+
+def test_a_job_of_a_quota_share_fails_once_its_preemptions_are_used_up(tmp_path: Path) -> None:
+    one = Setting(tmp_path, ml_plan(job("train", retry=Retry.of(1, 1)), sagemaker=QUEUE | {"quota_share": "search"}))
+    one.tick()
+    (train_job,) = one.batch.jobs.values()
+    for state in (RUNNABLE, FAILED):
+        one.batch.dispatch(train_job)
+        one.tick()
+        one.batch.preempt(train_job)
+        assert one.tick()["train"].state is state
 
 
 def test_taken_back_for_want_of_capacity_costs_no_try(queued: Setting) -> None:
