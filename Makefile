@@ -5,6 +5,8 @@ BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 SCAN    := .venv-scan
 TORCH   := torch==2.9.1
+# Its cuDNN (9.19) has attention with a mask, which that of 2.9 (9.10) lacks.
+CUDA_TORCH := torch==2.11.0
 # Come with PyTorch's CUDA build and stay out of the lock: the CPU build needs none of them.
 CUDA_PACKAGES := $(foreach name,cublas cuda-cupti cuda-nvrtc cuda-runtime cudnn cufft cufile curand cusolver cusparse \
   nccl nvjitlink nvshmem nvtx,nvidia-$(name)-cu12) nvidia-cusparselt-cu12
@@ -229,8 +231,10 @@ lock: $(STAMP)  ## resolve requirements.lock and the other locks anew (needs uv)
 	echo setuptools | $(UV_COMPILE) - --python-version 3.11 -c build/constraints.txt -o docker/build.lock
 	$(UV_COMPILE) pyproject.toml --extra xla --extra baselines --extra notify --python-version 3.11 --python-platform x86_64-manylinux_2_28 -c build/constraints.txt \
 	  --no-emit-package torch --no-emit-package triton $(CUDA_PACKAGES:%=--no-emit-package %) -o docker/cpu.lock
-	echo '$(TORCH)' | $(UV_COMPILE) pyproject.toml - --extra baselines --extra notify --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-	  -c build/constraints.txt -o docker/cuda.lock
+	# torch 2.11 refuses setuptools 82.
+	grep -v '^setuptools==' build/constraints.txt > build/constraints-cuda.txt
+	echo '$(CUDA_TORCH)' | $(UV_COMPILE) pyproject.toml - --extra baselines --extra notify --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	  -c build/constraints-cuda.txt -o docker/cuda.lock
 	# verify.py needs packaging. pyarrow 26 refuses numpy 1.26, which AWS's Neuron image may hold; 24 takes it and numpy 2.
 	printf '%s\n' 'pyarrow<25' packaging | $(UV_COMPILE) pyproject.toml - --extra baselines --extra notify --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
 	  -c build/constraints-neuron.txt --override docker/neuron.overrides -o docker/neuron.lock

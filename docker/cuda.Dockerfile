@@ -24,9 +24,16 @@ RUN pip --python /opt/trnpipe/bin/python install --no-cache-dir --no-deps --requ
 COPY --from=wheel /wheels/ /wheels/
 RUN pip --python /opt/trnpipe/bin/python install --no-cache-dir --no-deps --no-index /wheels/*.whl
 COPY docker/verify.py docker/
-RUN PATH="/opt/trnpipe/bin:${PATH}" python docker/verify.py --expect torch==2.9.1 --without torch-xla
+RUN PATH="/opt/trnpipe/bin:${PATH}" python docker/verify.py --expect torch==2.11.0 --without torch-xla
 
-FROM base AS image
+# torch.compile, which training and embedding use on GPUs, needs a C compiler at run time.
+FROM base AS runtime
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
+
+FROM runtime AS image
 COPY --from=build /opt/trnpipe/ /opt/trnpipe/
 COPY configs/ /srv/trnpipe/configs/
 # Any user id can run it (docker run --user): nothing is written but /tmp, the home and the workspace.
@@ -34,15 +41,13 @@ RUN useradd --uid 10001 --user-group --create-home trnpipe \
  && install --directory --mode=1777 /workspace \
  && chmod 1777 /home/trnpipe
 # NVIDIA's container runtime looks at two of them: all devices that docker run --gpus allows, for computing and nvidia-smi.
-# With TRNPIPE_BACKEND, a container that was given no GPU says so instead of falling back to its CPU. Embedding would be
-# compiled by torch.compile, which needs a C compiler at run time; the image has none.
+# With TRNPIPE_BACKEND, a container that was given no GPU says so instead of falling back to its CPU.
 ENV PATH="/opt/trnpipe/bin:${PATH}" \
     HOME=/home/trnpipe \
     PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
-    TRNPIPE_BACKEND=cuda \
-    TRNPIPE_EMBED__COMPILED=false
+    TRNPIPE_BACKEND=cuda
 ARG VERSION=unknown
 ARG REVISION=unknown
 ARG SOURCE=""

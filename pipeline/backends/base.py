@@ -69,6 +69,8 @@ class Backend(Protocol):
     """Whether the device uses the CPU cores and the memory of the host."""
     can_compile: bool = False
     """Whether `compiled` uses torch.compile. Otherwise, it returns the function unchanged."""
+    compiles_layers: bool = False
+    """Whether training should compile the layers of the encoder with `compiled` by default."""
     compiles_steps: bool = False
     """Whether training and evaluation should be compiled with `compiled` too, which creates a program per shape."""
     parallelism: frozenset[str]

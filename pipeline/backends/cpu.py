@@ -1,15 +1,17 @@
 """Eager PyTorch on the CPU, and base classes for eager backends."""
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGroup, prefetched
+from pipeline.backends.base import Backend, Batch, Function, HostGather, HostMean, RankGroup, prefetched
+from pipeline.core.errors import ConfigError
 
 # torch 2.14 introduced these names and deprecated the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,8 +51,22 @@ class Eager(Backend):
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, dtype=dtype)
 
+    def compiled(self, function: Function) -> Function:
+        if not has_compiler():
+            raise ConfigError(
+                "torch.compile needs a C compiler, but there is none on PATH",
+                expected="cc, gcc or clang on PATH",
+                next_command="install gcc, or use --no-train.compiled or --no-embed.compiled, which is slower",
+            )
+        return cast(Function, torch.compile(function, fullgraph=True, dynamic=False))
+
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)  # this seeds the host and all GPUs
+
+
+def has_compiler() -> bool:
+    """Return whether there is a C compiler, which torch.compile requires."""
+    return any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
 class Accelerator(Eager):

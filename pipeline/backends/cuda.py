@@ -1,16 +1,15 @@
 """NVIDIA GPUs through eager PyTorch and NCCL."""
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends.base import Batch, Function, HostMean
-from pipeline.backends.cpu import Accelerator, replayed
+from pipeline.backends.base import Batch, HostMean
+from pipeline.backends.cpu import Accelerator, has_compiler, replayed
 from pipeline.core.errors import ConfigError
 
 
@@ -40,16 +39,8 @@ class CudaBackend(Accelerator):
             )
         self.device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.device)
+        self.compiles_layers = has_compiler()
         self._copying: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def compiled(self, function: Function) -> Function:
-        if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-            raise ConfigError(
-                "torch.compile needs a C compiler, but there is none on PATH",
-                expected="cc, gcc or clang on PATH",
-                next_command="install gcc, or use --no-embed.compiled, which is slower",
-            )
-        return cast(Function, torch.compile(function, fullgraph=True, dynamic=False))
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         return self.uploaded({name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches)

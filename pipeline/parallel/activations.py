@@ -44,6 +44,20 @@ def _checkpointed_forward(forward: Callable[..., Any], saving: Callable[[], Any]
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
+def compiled_call(backend: Backend) -> Callable[..., Tensor]:
+    """Return a function that calls a layer in training, with one compiled program per shape for all layers.
+
+    Evaluation is not compiled, because it has more shapes than training. Raises ConfigError if there is no compiler.
+    """
+
+    def call(layer: nn.Module, *inputs: Tensor) -> Tensor:
+        output: Tensor = layer(*inputs)
+        return output
+
+    program = backend.compiled(call)
+    return lambda *inputs: (program if torch.is_grad_enabled() else call)(*inputs)
+
+
 def checkpointed_call(backend: Backend, layer: nn.Module, *inputs: Tensor) -> Tensor:
     """Call a layer with its current weights and recompute its activations during backward.
 

@@ -126,6 +126,11 @@ class TrainConfig(Record):
     precision: Literal["fp32", "autocast", "bf16"] = Field(
         "fp32", description="Training precision. bf16 uses bf16 weights and activations with fp32 master weights"
     )
+    compiled: bool | None = Field(
+        None,
+        description="Use torch.compile for the layers of the encoder, which requires a C compiler (default: on cuda, if"
+        " there is one)",
+    )
     step_boundary: Literal["split", "fused"] = Field(
         "fused", description="fused: one graph per step (fastest). split: a separate, smaller graph for the update"
     )

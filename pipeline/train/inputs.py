@@ -206,6 +206,7 @@ def identity_parts(
         "link_queries": False,
         "repeat_positives": False,
         "average": "off",
+        "compiled": None,
         "metric_rows": "all",
     }
     unused = _NOT_IDENTITY | {name for name, value in neutral.items() if getattr(train, name) == value}

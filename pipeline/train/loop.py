@@ -111,7 +111,9 @@ def _announce(run: Run, cadence: Cadence) -> None:
     infos = [token_set.info for token_set in inputs.new_sets]
     imprecise = precision_warning("valid", count_queries(infos))
     slow = run.backend.precision_warning("train.precision", train.precision)
-    for message in (*data_warnings(pools.new, train, infos), *filter(None, (imprecise, slow))):
+    is_eager = run.backend.can_compile and not (run.backend.compiles_layers or run.backend.compiles_steps)
+    uncompiled = "there is no C compiler, so layers are not compiled, which is slower: install gcc" if is_eager else ""
+    for message in (*data_warnings(pools.new, train, infos), *filter(None, (imprecise, slow, uncompiled))):
         ctx.console.warn(message)
     if links and links.unlinked:
         ctx.console.warn(

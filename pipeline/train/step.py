@@ -54,6 +54,12 @@ def open_program(
     model.encoder.longest_text = max(max(bucket.query_tokens, bucket.product_tokens) for bucket in buckets)
     strategy: ParallelStrategy
     is_sharded = layout.tensor_size > 1 or plan.offload or (plan.shard == "all" and layout.shard_size > 1)
+    if config.compiled and is_sharded:
+        raise ConfigError(
+            "train.compiled is set, but sharded models are not compiled",
+            expected="train.compiled false, or plain data parallelism",
+            next_command="--no-train.compiled",
+        )
     if is_sharded or backend.compiles_steps:
         strategy = module_strategy(model, backend, config, process_group)
     elif layout.shard_size > 1:
@@ -65,6 +71,7 @@ def open_program(
             precision=config.precision,
             has_one_rate=config.optimizer.has_one_rate,
             recompute=plan.recompute == "units",
+            compiled=compiles_layers(config, backend),
             shards=mesh.ranks(SHARD),
             replicas=mesh.ranks(REPLICATE),
             host_gather=process_group.gather_rows,
@@ -117,10 +124,24 @@ def flat_strategy(
         chunk_mib=chunk_mib,
         has_one_rate=config.optimizer.has_one_rate,
         recompute=config.parallel.recompute == "units",
+        compiled=compiles_layers(config, backend),
         world_size=world_size,
         host_mean=host_mean,
         host_gather=host_gather,
     )
+
+
+def compiles_layers(config: TrainConfig, backend: Backend) -> bool:
+    """Return whether to compile the layers of the encoder. Raises ConfigError if it is requested but not possible."""
+    recomputes = config.parallel.recompute == "units"
+    if config.compiled and (backend.is_lazy or recomputes):
+        raise ConfigError(
+            f"train.compiled is set, but {'recomputed layers are' if recomputes else f'{backend.name} is'} not compiled"
+            " by torch.compile",
+            expected="backend cuda or cpu, and train.parallel.recompute none",
+            next_command="--no-train.compiled",
+        )
+    return backend.compiles_layers and not recomputes if config.compiled is None else config.compiled
 
 
 def prepare_model(model: RelevanceModel, backend: Backend, config: TrainConfig) -> None:

@@ -21,7 +21,7 @@ COMMANDS = Path(sys.executable).parent
 VERIFY = str(ROOT / "docker" / "verify.py")
 BASE: dict[str, dict[str, str]] = {
     "cpu": {"torch": ""},
-    "cuda": {},
+    "cuda": {"torch": "2.11.0"},
     "neuron": {"torch": "", "torch-xla": "", "scipy": "", "torch-neuronx": "2.9.0.2.13", "neuronx-cc": "2.24.8799.0"},
     "neuron-native": {"torch": "2.14.0", "scipy": "", "torch-neuronx": "2.14.3.0", "neuronx-cc": "2.28.7631"},
 }

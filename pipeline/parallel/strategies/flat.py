@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs, inputs_of
-from pipeline.parallel.activations import checkpointed_call
+from pipeline.parallel.activations import checkpointed_call, compiled_call
 from pipeline.parallel.strategies import FlatVector, ParallelStrategy, Precision, State
 
 _WIDEST = 4  # largest out / in ratio of a feed-forward layer, which is exceeded by embedding tables
@@ -223,6 +223,7 @@ class FlatStrategy(ParallelStrategy):
         chunk_mib: float = CHUNK_MIB,
         has_one_rate: bool = False,
         recompute: bool = False,
+        compiled: bool = False,
         world_size: int = 1,
         host_mean: HostMean,
         host_gather: HostGather = list,
@@ -231,6 +232,7 @@ class FlatStrategy(ParallelStrategy):
 
         `chunk_mib`, `has_one_rate`: see FlatLayout.
         `recompute`: whether to use activation checkpointing for the layers of the encoder.
+        `compiled`: whether to compile them. This is not possible together with `recompute`.
         `host_mean`, `host_gather`: collectives for CPU tensors.
         """
         self.backend, self.world_size = backend, world_size
@@ -250,6 +252,8 @@ class FlatStrategy(ParallelStrategy):
                     next_command="--train.parallel.recompute none, or --train.parallel.shard all",
                 )
             self.model.encoder.run_layer = partial(checkpointed_call, backend)
+        elif compiled:
+            self.model.encoder.run_layer = compiled_call(backend)
 
     def _to_device(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return (weights, masters) on the device."""
