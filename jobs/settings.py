@@ -5,11 +5,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from jobs.plan.spec import PREEMPTIONS
 from jobs.schedule import ScheduleConfig
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.settings import Settings, flatten, leaves, resolve
+
+
+PREEMPTIONS = 20
 
 
 class StageJob(Record):

@@ -9,13 +9,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from jobs.settings import PREEMPTIONS
 from pipeline.core.errors import EXIT_TABLE, ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 
 MAX_BATCH_ATTEMPTS = 10  # RetryStrategy.attempts in the API reference of AWS Batch
-PREEMPTIONS = 20
-"""The default. It is not stored, so that plans keep the ids that they had before there was such a limit."""
 
 
 class Retry(Record):
@@ -66,6 +65,7 @@ class Retry(Record):
 
     @model_serializer
     def _stored(self) -> dict[str, Any]:
+        # The default is not stored, so that plans keep the ids that they had before there was such a limit.
         preemptions = {"preemptions": self.preemptions} if self.preemptions != PREEMPTIONS else {}
         return {"attempts": self.attempts, **preemptions, "rules": self.as_rules()}
 
