@@ -10,7 +10,6 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.settings import Settings, flatten, leaves, resolve
 
-
 PREEMPTIONS = 20
 
 
