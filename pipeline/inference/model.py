@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.backends import Backend, Batch
-from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import check_workspace, load_result, scratch_folder
 from pipeline.core.arrays import Float32s, Float64s, Int64s
 from pipeline.core.errors import ConfigError, DataError, NumericError
@@ -35,6 +35,7 @@ from pipeline.parallel.process_group import open_device
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import CHECKPOINTS, locate
 from pipeline.registry.model import Registry, resolve_model_name
+from pipeline.registry.signing import open_signed
 from pipeline.retrieval.search import fuse_by_rank
 from pipeline.settings import Settings, project_files, resolve
 
@@ -325,7 +326,8 @@ def open_model(settings: Settings, workspace: Storage, named: str, cycle: str, s
                 expected="a promoted model, unless a cycle or a checkpoint is specified",
                 next_command="make cycle, or trnjobs submit",
             )
-    return Model(open_checkpoint(*locate(location, settings, workspace), scratch), settings, workspace, vectors, stop)
+    checkpoint = open_signed(*locate(location, settings, workspace), scratch, settings)
+    return Model(checkpoint, settings, workspace, vectors, stop)
 
 
 def load_model(model: str = "", *, workspace: str = "", cycle: str = "", backend: str = "cpu") -> Model:
