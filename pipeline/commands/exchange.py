@@ -34,7 +34,7 @@ from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.registry.checkpoints import lineage, locate
 from pipeline.registry.model import read_pair, resolve_model_name
 from pipeline.registry.records import one_line, read_pointer
-from pipeline.registry.signing import open_keys, open_signed
+from pipeline.registry.signing import open_keys, open_signed, sign_folder
 from pipeline.settings import Settings
 from pipeline.stages.inputs import expected_shapes, find_prepared, shapes_of
 
@@ -122,6 +122,7 @@ def _model_flags(current: ModelConfig, imported: ModelConfig) -> Iterator[str]:
 # Export.
 
 OUT, FORMAT, TOKENS, BUCKET, BATCH_SIZE = "--out", "--format", "--max-tokens", "--bucket", "--batch-size"
+SIGN = "--sign"
 _SAMPLE_ROWS = 64
 MOST = 65_536
 """Maximum number of tokens per text and of texts per batch."""
@@ -137,12 +138,15 @@ def run_export(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
         problem = f"{FORMAT} {format_}"
     elif format_ != "torchscript" and (idle := sorted({BUCKET, BATCH_SIZE} & call.options.keys())):
         problem = f"{idle[0]} does not apply to format {format_}"
+    elif SIGN in call.switches and not settings.registry.sign_key:
+        problem = f"{SIGN} has no key, because registry.sign_key is empty"
     if problem:
         raise ConfigError(
             problem,
             expected=f"{OUT} DIR and {FORMAT} {', '.join(formats)}. {BUCKET} and {BATCH_SIZE} require torchscript",
             next_command="trnpipe export --help",
         )
+    keys = open_keys(settings, stop, to_sign=SIGN in call.switches)
     with open_context(settings, stop) as ctx, atomic.staging_dir(ctx.scratch) as scratch:
         checkpoint, prefix = _checkpoint(settings, ctx, call)
         plan = _plan(settings, ctx, checkpoint, prefix, call)
@@ -150,6 +154,7 @@ def run_export(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
         retry, out = settings.storage, call.options[OUT]
         with destination(out, retry=retry, stop=stop, scratch=scratch, fields=dict(fields)) as new:
             record = write_export(checkpoint, plan, new, stop)
+            sign_folder(new, keys)
             size_bytes = sum(path.stat().st_size for path in new.rglob("*") if path.is_file())
         say(f"export: {checkpoint.uri} as {format_}, texts of up to {record.max_tokens} tokens")
         say(f"committed: {out}, {format_bytes(size_bytes)} (see its README.md for how to load it)")

@@ -194,6 +194,17 @@ def sign_checkpoint(workspace: Storage, prefix: str, files: Digests, keys: Model
         workspace.write_bytes(join_key(prefix, SIGNATURE), make_signature(keys.signing, prefix, files))
 
 
+def sign_folder(folder: Path, keys: ModelKeys) -> None:
+    """Sign all files in a local folder, if there is a signing key."""
+    if keys.signing is not None:
+        files = {}
+        for path in folder.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    files[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+        (folder / SIGNATURE).write_bytes(make_signature(keys.signing, folder.name, files))
+
+
 def open_signed(storage: Storage, prefix: str, cache_dir: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint, and verify the signature of its local files if `registry.verify_key` is set.
 
