@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, TypeVar
 
 import tokenizers
 from pydantic import BaseModel, Field, JsonValue, RootModel
@@ -24,7 +24,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_bytes
 from pipeline.core.manifest import FileRecord, Manifest
-from pipeline.core.progress import progress
+from pipeline.core.progress import Advance, progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
@@ -108,8 +108,8 @@ class ImportSource:
 
     def read(self, name: str, limit_bytes: int = _JSON_BYTES) -> bytes:
         """Read a small file. Raises CheckpointError if it is missing, too large or does not match the manifest."""
-        data, hasher = self.storage.read_bytes(self._checked_key(name, limit_bytes)), hashlib.sha256()
-        self._check(name, stream_record(BytesIO(data), also=hasher.update), hasher.hexdigest())
+        data = self.storage.read_bytes(self._checked_key(name, limit_bytes))
+        self._check(name, BytesIO(data))
         return data
 
     def json(self, name: str, model: type[Json]) -> Json:
@@ -118,7 +118,7 @@ class ImportSource:
 
     def local(self, name: str, scratch: Path) -> Path:
         """Return the local path of a weights file, after downloading it if necessary. Raises the errors of `read`."""
-        key, hasher = self._checked_key(name, _WEIGHT_BYTES), hashlib.sha256()
+        key = self._checked_key(name, _WEIGHT_BYTES)
         path = self.storage.local_path(key)
         if path is None:
             path = scratch / name.replace("/", "-")
@@ -128,8 +128,7 @@ class ImportSource:
             path.open("rb") as file,
             progress(f"reading {name}", path.stat().st_size, "bytes") as advance,
         ):
-            record = stream_record(file, self.storage.stop, advance, also=hasher.update)
-            self._check(name, record, hasher.hexdigest())
+            self._check(name, file, advance)
         return path
 
     def _checked_key(self, name: str, limit_bytes: int) -> str:
@@ -143,11 +142,13 @@ class ImportSource:
             )
         return key
 
-    def _check(self, name: str, record: FileRecord, sha256: str) -> None:
-        self.records[name] = record
+    def _check(self, name: str, file: BinaryIO, advance: Advance = lambda count: None) -> None:
+        hasher = hashlib.sha256()
+        also = (lambda block: None) if self.signed is None else hasher.update
+        self.records[name] = record = stream_record(file, self.storage.stop, advance, also)
         if self.signed is not None:
             only = {name: self.signed[name]} if name in self.signed else {}
-            check_files(self.storage, self.folder, only, {name: sha256})
+            check_files(self.storage, self.folder, only, {name: hasher.hexdigest()})
         if self.manifest is not None and name in self.manifest.files:
             try:
                 check_record(self.where(name), self.manifest.files[name], record)

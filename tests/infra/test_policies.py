@@ -207,6 +207,17 @@ def test_what_the_guard_denies_holds_whatever_else_is_attached(role: str) -> Non
     assert covers(unseen[0], "s3:PutObject", pointer)
 
 
+def test_who_signs() -> None:
+    signing = Fleet(signing_key_arn=f"arn:aws:kms:{PLACE}:key/sign")
+    more = {role: signing.actions(role) - OURS.actions(role) for role in ROLES}
+    assert more == {role: set() for role in ROLES} | {
+        "promote": {"kms:GetPublicKey", "kms:Sign"},
+        "embed": {"kms:GetPublicKey"},
+    }
+    assert signing.who("kms:Sign", signing.signing_key_arn) == ["promote"]
+    assert signing.who("kms:Sign", f"arn:aws:kms:{PLACE}:key/workspace") == []
+
+
 def test_who_reads_what() -> None:
     for key in ("checkpoints/c/step-1/model.safetensors", "registry/relevance/production.json", "tokens/esci/a"):
         assert OURS.who("s3:GetObject", OURS.object_arn(key)) == [*READERS]
@@ -305,4 +316,14 @@ def test_the_longest_policies_fit_a_role(role: str) -> None:
 
 def test_every_policy_is_used() -> None:
     names = {file.name.removesuffix(".json.tftpl") for file in FOLDER.iterdir()}
-    assert names == {*ROLES, "guard", "data", "data-key", "trust-tasks", "trust-training", "trust-scheduler"}
+    assert names == {
+        *ROLES,
+        "guard",
+        "data",
+        "data-key",
+        "sign",
+        "verify",
+        "trust-tasks",
+        "trust-training",
+        "trust-scheduler",
+    }
