@@ -29,7 +29,10 @@ module "network" {
   cidr               = var.vpc_cidr
   key_arn            = module.storage.key_arn
   log_retention_days = var.log_retention_days
-  more_services      = var.sagemaker ? ["sagemaker.api"] : [] # the watch asks for training jobs from inside
+  more_services = concat(
+    var.sagemaker ? ["sagemaker.api"] : [],    # the watch asks for training jobs from inside
+    var.signing_key_arn == null ? [] : ["kms"] # evaluate signs the model that it promotes
+  )
 }
 
 module "compute" {
@@ -78,6 +81,7 @@ module "roles" {
   share_identifier   = var.share_identifier
   definition_prefix  = var.name
   sagemaker          = var.sagemaker
+  signing_key_arn    = var.signing_key_arn
 }
 
 module "schedule" {

@@ -180,6 +180,17 @@ variable "queue_wait_limit_s" {
   }
 }
 
+variable "signing_key_arn" {
+  type        = string
+  description = "Asymmetric KMS key (SIGN_VERIFY) that evaluate signs promoted models with, and that embed verifies them with: rights, endpoint. registry.sign_key and registry.verify_key name it too. docs/runbook.md."
+  default     = null
+
+  validation {
+    condition     = var.signing_key_arn == null || can(regex("^arn:aws:kms:[^:]+:[0-9]{12}:key/[^*?$]+$", var.signing_key_arn))
+    error_message = "signing_key_arn is \"${coalesce(var.signing_key_arn, "null")}\"; expected the ARN of one key, arn:aws:kms:<region>:<account>:key/<id>."
+  }
+}
+
 variable "sagemaker" {
   type        = bool
   description = "Jobs may also run as training jobs of Amazon SageMaker (trnjobs submit --target sagemaker): rights, endpoint, log group, alarms. docs/sagemaker.md."

@@ -35,6 +35,7 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.mine.config import MineConfig
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.config import PLAN_VARIABLE
+from pipeline.registry.config import RegistryConfig
 from pipeline.teach.config import TeachConfig
 from pipeline.train.config import CheckpointConfig, TrainConfig
 
@@ -113,6 +114,7 @@ class Settings(BaseSettings):
     embed: EmbedConfig = EmbedConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     gate: GateConfig = GateConfig()
+    registry: RegistryConfig = RegistryConfig()
     parity: ParityConfig = ParityConfig()
     compile: CompileConfig = CompileConfig()
     estimate: EstimateConfig = EstimateConfig()
@@ -144,6 +146,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "cycle": True,
     "scratch": True,
     "launch": True,
+    "registry": True,
     "compile": True,
     "estimate": True,
     "health": True,
@@ -329,6 +332,8 @@ _PATHS = (
     "embed.catalogue.path",
     "evaluate.retrieval.catalogue",
     "evaluate.golden",
+    "registry.sign_key",
+    "registry.verify_key",
 )
 """Settings that are paths. In a project file, these are relative to the folder of that file."""
 
@@ -358,9 +363,17 @@ def _project_settings(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     for name in _PATHS:
         *sections, last = name.split(".")
         table: Any = reduce(lambda table, section: table.get(section, {}), sections, settings)
-        if isinstance(value := table.get(last), str) and value and "://" not in value and value[0] != "~":
-            table[last] = str(folder / value)
+        value = table.get(last)
+        if isinstance(value, list):
+            table[last] = [_in_folder(item, folder) for item in value]
+        elif value is not None:
+            table[last] = _in_folder(value, folder)
     return settings
+
+
+def _in_folder(value: Any, folder: Path) -> Any:
+    is_relative = isinstance(value, str) and value and "://" not in value and value[0] != "~"
+    return str(folder / value) if is_relative else value
 
 
 class SourcedValue(NamedTuple):

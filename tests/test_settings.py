@@ -346,7 +346,7 @@ NOT_HASHED = frozenset(
         ),
         *("report", "data.num_workers", "data.workers", "train.deadline", "train.collective_timeout_s"),
         *("train.parallel", "evaluate.candidate", "evaluate.promote", "evaluate.force_reason"),
-        *("evaluate.golden", "gate.golden"),
+        *("evaluate.golden", "gate.golden", "registry"),
         *(
             "mine.workers",
             "mine.queries_per_part",

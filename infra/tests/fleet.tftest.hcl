@@ -79,7 +79,7 @@ run "settings_and_fleet_are_known_before_anything_is_made" {
   }
 
   assert {
-    condition     = !contains(keys(module.network.endpoints), "sagemaker.api")
+    condition     = !contains(keys(module.network.endpoints), "sagemaker.api") && !contains(keys(module.network.endpoints), "kms")
     error_message = "an endpoint that nobody needs is paid for"
   }
 }
@@ -90,6 +90,7 @@ run "embedding_on_trainium_and_training_jobs_of_sagemaker" {
   variables {
     embed_on_trainium = true
     sagemaker         = true
+    signing_key_arn   = "arn:aws:kms:us-west-2:123456789012:key/22222222-2222-2222-2222-222222222222"
     settings_files    = ["configs/base.toml", "configs/jobs/trn1.toml", "configs/jobs/embed-trn1.toml"]
   }
 
@@ -99,8 +100,8 @@ run "embedding_on_trainium_and_training_jobs_of_sagemaker" {
   }
 
   assert {
-    condition     = contains(keys(module.network.endpoints), "sagemaker.api") && contains(keys(module.network.endpoints), "batch")
-    error_message = "the watch asks SageMaker from a subnet without a way to the internet"
+    condition     = length(setsubtract(["sagemaker.api", "kms", "batch"], keys(module.network.endpoints))) == 0
+    error_message = "the watch asks SageMaker, and evaluate KMS, from a subnet without a way to the internet"
   }
 
   assert {

@@ -122,7 +122,8 @@ run "inputs_and_training_jobs" {
   command = plan
 
   variables {
-    sagemaker = true
+    sagemaker       = true
+    signing_key_arn = "arn:aws:kms:us-west-2:123456789012:key/22222222-2222-2222-2222-222222222222"
     data = [
       { bucket = "shop", prefix = "esci/2026", kms_key_arn = "arn:aws:kms:us-west-2:123456789012:key/11111111-1111-1111-1111-111111111111" },
       { bucket = "catalogue", prefix = "" },
@@ -139,6 +140,10 @@ run "inputs_and_training_jobs" {
   assert {
     condition     = toset(keys(aws_iam_role_policy.data_key)) == toset(["train-0", "promote-0", "embed-0"])
     error_message = "a key is allowed where none was given, or the other way round"
+  }
+  assert {
+    condition     = { for role, policy in aws_iam_role_policy.signing_key : role => strcontains(policy.policy, "kms:Sign") } == { promote = true, embed = false }
+    error_message = "other roles than that of evaluate may sign models"
   }
   assert {
     condition     = jsondecode(aws_iam_role_policy.data["train-0"].policy).Statement[0].Resource == ["arn:aws:s3:::shop/esci/2026", "arn:aws:s3:::shop/esci/2026/*"] && jsondecode(aws_iam_role_policy.data["train-0"].policy).Statement[1].Condition.StringLike["s3:prefix"] == ["esci/2026", "esci/2026/*"]

@@ -168,6 +168,7 @@ TOOLS: dict[str, Tool] = {
             "--bucket": "16x32  query and product tokens for torchscript (default: the longest bucket of the data)",
             "--batch-size": "N  pairs per call for torchscript (default: 1)",
         },
+        switches={"--sign": "sign the folder with --registry.sign-key, for imports with --registry.verify-key"},
         actions={
             "vectors": Tool(
                 "Export the served vectors, or those of a given cycle, with their ids as a memory-mappable matrix.",
@@ -263,13 +264,13 @@ USAGE: dict[str, Usage] = {
         ("--cycle first", "--cycle first --evaluate.candidate checkpoints/first/step-500 --no-evaluate.promote"),
         common="gate.drops gate.floors gate.min_queries gate.first_without_comparison evaluate.split "
         "evaluate.candidate evaluate.promote evaluate.retrieval.catalogue launch.processes",
-        reads="evaluate gate data model train.precision train.parallel embed report launch compile",
+        reads="evaluate gate registry data model train.precision train.parallel embed report launch compile",
     ),
     "embed": Usage(
         ("--cycle first", "--cycle first --embed.catalogue.path products.parquet", "verify --cycle first"),
         common="embed.catalogue.path embed.catalogue.id embed.catalogue.title embed.output.dtype "
         "embed.output.dimensions embed.precision embed.checkpoint launch.processes",
-        reads="embed data launch compile",
+        reads="embed registry data launch compile",
     ),
     "init": Usage(
         ("judgements.csv", "s3://bucket/judgements/", "judgements.csv --data.columns.label grade"),
@@ -290,16 +291,18 @@ USAGE: dict[str, Usage] = {
             '"red running shoes" --beside previous',
             '"red running shoes" --cycle first --by hybrid',
         ),
-        reads="embed",
+        reads="embed registry",
         cycle=_SERVED,
     ),
     "encode": Usage(
-        ("queries.txt > vectors.jsonl", "titles.txt --kind product --out titles.npy"), reads="embed", cycle=_SERVED
+        ("queries.txt > vectors.jsonl", "titles.txt --kind product --out titles.npy"),
+        reads="embed registry",
+        cycle=_SERVED,
     ),
     "score": Usage(
         ("pairs.csv > scores.jsonl", "--checkpoint checkpoints/first/step-500 < pairs.jsonl"),
         common="data.columns.query data.columns.title data.max_bad_fraction",
-        reads="data train.precision",
+        reads="data train.precision registry",
         cycle=_SERVED,
     ),
     "doctor": Usage(
@@ -318,19 +321,22 @@ USAGE: dict[str, Usage] = {
             'rollback --reason "worse clicks"',
         ),
         common="model_name",
-        reads="model_name",
+        reads="model_name registry",
         scope="workspace",
     ),
     "serving": Usage(
-        ("show", 'rollback --reason "wrong catalogue"'), common="model_name", reads="model_name", scope="workspace"
+        ("show", 'rollback --reason "wrong catalogue"'),
+        common="model_name",
+        reads="model_name registry",
+        scope="workspace",
     ),
     "parity": Usage(
         ("cpu xla --cycle first", "neuron:bf16 --to s3://bucket/side --cycle first"),
         common="parity.steps parity.checkpoint",
         reads="parity evaluate data train model launch compile",
     ),
-    "import": Usage(("all-MiniLM-L6-v2/",), common="model.preset model.architecture", reads="model data"),
-    "export": Usage(("--out exported/", "vectors --out vectors/"), reads="data.buckets", scope="workspace"),
+    "import": Usage(("all-MiniLM-L6-v2/",), common="model.preset model.architecture", reads="model data registry"),
+    "export": Usage(("--out exported/", "vectors --out vectors/"), reads="data.buckets registry", scope="workspace"),
     "launch": Usage(
         ("--launch.processes 2 -- train.py --lr 1e-3",), common="launch.processes", reads="launch", scope=""
     ),

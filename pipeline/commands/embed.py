@@ -32,6 +32,7 @@ from pipeline.embed.verify import (
 )
 from pipeline.registry.model import DeployedPair, Vectors, serve_verified_pair
 from pipeline.registry.records import Author, current_user
+from pipeline.registry.signing import open_keys
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 
@@ -94,7 +95,7 @@ def _serve(ctx: StageContext, vectors: VectorSet) -> str:
             by=current_user(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version
         ),
     )
-    return f"verify: {serve_verified_pair(ctx.workspace, pair)}"
+    return f"verify: {serve_verified_pair(ctx.workspace, pair, open_keys(ctx.settings, ctx.stop))}"
 
 
 def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[VerifyCheck]:

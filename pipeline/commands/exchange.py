@@ -13,7 +13,7 @@ from typing import cast, get_args
 
 import numpy as np
 
-from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.checkpoint.store import Checkpoint
 from pipeline.commands import ToolCall
 from pipeline.context import StageContext, open_context
 from pipeline.convert.exporting import ExportPlan, destination, write_export
@@ -34,6 +34,7 @@ from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.registry.checkpoints import lineage, locate
 from pipeline.registry.model import read_pair, resolve_model_name
 from pipeline.registry.records import one_line, read_pointer
+from pipeline.registry.signing import open_keys, open_signed, sign_folder
 from pipeline.settings import Settings
 from pipeline.stages.inputs import expected_shapes, find_prepared, shapes_of
 
@@ -41,7 +42,8 @@ from pipeline.stages.inputs import expected_shapes, find_prepared, shapes_of
 def run_import(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Import a model. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
     with open_context(settings, stop) as ctx, atomic.staging_dir(ctx.scratch) as scratch:
-        source = open_source(call.arguments[0], retry=settings.storage, stop=stop)
+        keys = open_keys(settings, stop).public
+        source = open_source(call.arguments[0], retry=settings.storage, stop=stop, keys=keys)
         defaults, are_known = _import_defaults(settings, ctx, for_file=bool(source.file))
         model = read_model(source, defaults, scratch)
         with atomic.exclusive(ctx.scratch / "import.lock", stop):  # concurrent imports would commit the same folder
@@ -120,6 +122,7 @@ def _model_flags(current: ModelConfig, imported: ModelConfig) -> Iterator[str]:
 # Export.
 
 OUT, FORMAT, TOKENS, BUCKET, BATCH_SIZE = "--out", "--format", "--max-tokens", "--bucket", "--batch-size"
+SIGN = "--sign"
 _SAMPLE_ROWS = 64
 MOST = 65_536
 """Maximum number of tokens per text and of texts per batch."""
@@ -135,12 +138,15 @@ def run_export(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
         problem = f"{FORMAT} {format_}"
     elif format_ != "torchscript" and (idle := sorted({BUCKET, BATCH_SIZE} & call.options.keys())):
         problem = f"{idle[0]} does not apply to format {format_}"
+    elif SIGN in call.switches and not settings.registry.sign_key:
+        problem = f"{SIGN} has no key, because registry.sign_key is empty"
     if problem:
         raise ConfigError(
             problem,
             expected=f"{OUT} DIR and {FORMAT} {', '.join(formats)}. {BUCKET} and {BATCH_SIZE} require torchscript",
             next_command="trnpipe export --help",
         )
+    keys = open_keys(settings, stop, to_sign=SIGN in call.switches)
     with open_context(settings, stop) as ctx, atomic.staging_dir(ctx.scratch) as scratch:
         checkpoint, prefix = _checkpoint(settings, ctx, call)
         plan = _plan(settings, ctx, checkpoint, prefix, call)
@@ -148,6 +154,7 @@ def run_export(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
         retry, out = settings.storage, call.options[OUT]
         with destination(out, retry=retry, stop=stop, scratch=scratch, fields=dict(fields)) as new:
             record = write_export(checkpoint, plan, new, stop)
+            sign_folder(new, keys)
             size_bytes = sum(path.stat().st_size for path in new.rglob("*") if path.is_file())
         say(f"export: {checkpoint.uri} as {format_}, texts of up to {record.max_tokens} tokens")
         say(f"committed: {out}, {format_bytes(size_bytes)} (see its README.md for how to load it)")
@@ -163,7 +170,7 @@ def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall) -> tuple[
     cache_dir = ctx.scratch / "exported"
     if call.arguments:
         storage, prefix = locate(call.arguments[0], settings, ctx.workspace)
-        return open_checkpoint(storage, prefix, cache_dir), prefix if storage is ctx.workspace else ""
+        return open_signed(storage, prefix, cache_dir, settings), prefix if storage is ctx.workspace else ""
     model = resolve_model_name(settings, ctx.workspace)
     stored = read_pointer(ctx.workspace, model)
     if stored is None:
@@ -172,7 +179,7 @@ def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall) -> tuple[
             expected="a model in production, unless a checkpoint is specified",
             next_command="trnpipe export checkpoints/<cycle>/step-<n> --out DIR",
         )
-    checkpoint = open_checkpoint(ctx.workspace, stored[0].checkpoint, cache_dir)
+    checkpoint = open_signed(ctx.workspace, stored[0].checkpoint, cache_dir, settings)
     _check_digest(checkpoint.uri, checkpoint.digest, stored[0].digest, "registry")
     return checkpoint, stored[0].checkpoint
 

@@ -15,6 +15,7 @@ from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, prefix_in
 from pipeline.registry.model import DeployedPair, Registry, resolve_model_name
 from pipeline.registry.records import Author, HistoryEntry, Pointer, current_user, list_models, one_line
+from pipeline.registry.signing import NO_KEYS, ModelKeys, open_keys
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.events import code_version
 
@@ -32,7 +33,10 @@ VERBS: Mapping[str, str] = {
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Run an action on the registry of the workspace, and return the exit code. Raises TrnpipeError."""
     as_json = JSON in call.switches
-    registry = _open_registry(settings, stop, exists=call.action in ("show", "rollback"))
+    keys = NO_KEYS
+    if call.action in ("promote", "rollback"):
+        keys = open_keys(settings, stop, to_sign=call.action == "promote")
+    registry = _open_registry(settings, stop, exists=call.action in ("show", "rollback"), keys=keys)
     if call.action == "list":
         return _list(registry.workspace, say, as_json=as_json)
     named = prefix_in(registry.workspace, call.arguments[0]) if call.arguments else ""
@@ -57,7 +61,8 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 def run_serving(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Show or roll back the served vectors of the model. Raises ConfigError, CheckpointError, TransientError."""
-    registry = _open_registry(settings, stop)
+    keys = open_keys(settings, stop) if call.action == "rollback" else NO_KEYS
+    registry = _open_registry(settings, stop, keys=keys)
     model = registry.model
     if call.action == "rollback":
         pair = registry.rollback_vectors("".join(call.arguments), reason=call.options.get(REASON, ""))
@@ -77,7 +82,7 @@ def run_serving(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) 
     return EXIT_OK
 
 
-def _open_registry(settings: Settings, stop: StopSignal, *, exists: bool = True) -> Registry:
+def _open_registry(settings: Settings, stop: StopSignal, *, exists: bool = True, keys: ModelKeys = NO_KEYS) -> Registry:
     """Open the registry of the configured model.
 
     If no model is configured, this is the only model in the workspace. `exists` can be set to False for actions that
@@ -86,9 +91,8 @@ def _open_registry(settings: Settings, stop: StopSignal, *, exists: bool = True)
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     check_workspace(workspace)
     author = Author(by=current_user(), settings_hash=settings_hash(settings), code_version=code_version())
-    return Registry(
-        workspace, resolve_model_name(settings, workspace) if exists else settings.model_name, author=author
-    )
+    model = resolve_model_name(settings, workspace) if exists else settings.model_name
+    return Registry(workspace, model, author=author, keys=keys)
 
 
 def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:

@@ -7,12 +7,13 @@ tokenizer_config.json and ignores tokenizer.json (see tokenization_bert.py). In 
 configured to lower-case texts.
 """
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, TypeVar
 
 import tokenizers
 from pydantic import BaseModel, Field, JsonValue, RootModel
@@ -23,7 +24,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_bytes
 from pipeline.core.manifest import FileRecord, Manifest
-from pipeline.core.progress import progress
+from pipeline.core.progress import Advance, progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
@@ -32,6 +33,10 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, folder_key, join_key, open_parent, os_errors
 from pipeline.model.config import InputSpec, ModelConfig, Pooling
 from pipeline.model.hf import Foreign, parse_json
+from pipeline.registry.signing import Digests, check_files, read_signature
+
+if TYPE_CHECKING:
+    from pipeline.registry.keys import PublicKey
 
 _JSON_BYTES = 4 * 2**20
 TOKENIZER_BYTES = 128 * 2**20
@@ -82,6 +87,8 @@ class ImportSource:
     manifest: Manifest | None = None
     records: dict[str, FileRecord] = field(default_factory=dict)
     """Sizes and checksums of all files that have been read."""
+    signed: Digests | None = None
+    """SHA-256 of the files by name if they must be signed. Files that are not listed are refused."""
 
     @property
     def uri(self) -> str:
@@ -102,7 +109,7 @@ class ImportSource:
     def read(self, name: str, limit_bytes: int = _JSON_BYTES) -> bytes:
         """Read a small file. Raises CheckpointError if it is missing, too large or does not match the manifest."""
         data = self.storage.read_bytes(self._checked_key(name, limit_bytes))
-        self._check(name, stream_record(BytesIO(data)))
+        self._check(name, BytesIO(data))
         return data
 
     def json(self, name: str, model: type[Json]) -> Json:
@@ -121,7 +128,7 @@ class ImportSource:
             path.open("rb") as file,
             progress(f"reading {name}", path.stat().st_size, "bytes") as advance,
         ):
-            self._check(name, stream_record(file, self.storage.stop, advance))
+            self._check(name, file, advance)
         return path
 
     def _checked_key(self, name: str, limit_bytes: int) -> str:
@@ -135,8 +142,13 @@ class ImportSource:
             )
         return key
 
-    def _check(self, name: str, record: FileRecord) -> None:
-        self.records[name] = record
+    def _check(self, name: str, file: BinaryIO, advance: Advance = lambda count: None) -> None:
+        hasher = hashlib.sha256()
+        also = (lambda block: None) if self.signed is None else hasher.update
+        self.records[name] = record = stream_record(file, self.storage.stop, advance, also)
+        if self.signed is not None:
+            only = {name: self.signed[name]} if name in self.signed else {}
+            check_files(self.storage, self.folder, only, {name: hasher.hexdigest()})
         if self.manifest is not None and name in self.manifest.files:
             try:
                 check_record(self.where(name), self.manifest.files[name], record)
@@ -144,11 +156,16 @@ class ImportSource:
                 raise CheckpointError(error.seen, expected=error.expected, next_command="export it again") from error
 
 
-def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> ImportSource:
-    """Open the folder or file at a path or URI. Raises ConfigError if it does not exist or is a trnpipe checkpoint."""
+def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal, keys: "Sequence[PublicKey]" = ()) -> ImportSource:
+    """Open the folder or file at a path or URI.
+
+    If there are keys, one of them must have signed all files that are read. The signature of a single file is that of
+    its folder. Raises ConfigError if the source does not exist or is a trnpipe checkpoint, and CheckpointError if it
+    has no valid signature or a signed file is missing.
+    """
     storage, name = open_parent(text, retry=retry, stop=stop)
     if storage.stat(name) is not None:
-        return ImportSource(storage, "", file=name)
+        return ImportSource(storage, "", file=name, signed=read_signature(storage, "", keys)[1] if keys else None)
     if next(iter(storage.list(name)), None) is None:
         raise ConfigError(
             f"{storage.uri(name)} does not exist",
@@ -165,7 +182,11 @@ def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> ImportSou
             expected="a model of a different tool, or a folder written by trnpipe export",
             next_command=f"--train.start {storage.uri(name)}",
         )
-    return ImportSource(storage, name, manifest=manifest if manifest is not None and manifest.kind == EXPORT else None)
+    signed = read_signature(storage, name, keys)[1] if keys else None
+    missing = {file: digest for file, digest in (signed or {}).items() if storage.stat(join_key(name, file)) is None}
+    check_files(storage, name, missing, {})
+    is_export = manifest is not None and manifest.kind == EXPORT
+    return ImportSource(storage, name, manifest=manifest if is_export else None, signed=signed)
 
 
 # Read the files that sentence-transformers adds to a Hugging Face folder.

@@ -12,6 +12,7 @@ from pipeline.core.errors import ConfigError, first_line
 
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "apprise": ("apprise>=1.9",),
+    "cryptography": ("cryptography>=44",),
     "lightning": ("lightning>=2.6.6",),
     "mlflow": ("mlflow-skinny>=3",),
     "onnxruntime": ("onnx>=1.19", "onnxscript>=0.5", "onnxruntime>=1.22"),

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, JsonValue
 
-from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint, hash63
@@ -38,6 +38,8 @@ from pipeline.io import atomic
 from pipeline.io.commit import commit_files, hash_bytes, read_manifest
 from pipeline.io.storage import Storage, join_key, open_storage, os_errors, read_record
 from pipeline.registry.checkpoints import key_in, locate, production_prefix
+from pipeline.registry.records import read_pointer
+from pipeline.registry.signing import open_signed
 from pipeline.settings import Settings
 
 # Find the catalogue. If it is not in Parquet format, it is converted once and stored in the workspace.
@@ -325,7 +327,11 @@ def cycle_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkp
 
 def make_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint]:
     config, location = settings.embed, model_location(settings, ctx)
-    checkpoint = open_model(location, settings, ctx)
+    digest = ""  # of the content that was promoted
+    if settings.registry.verify_key and not settings.embed.checkpoint:
+        pointer = read_pointer(ctx.workspace, settings.model_name)
+        digest = pointer[0].digest if pointer and pointer[0].checkpoint == location else ""
+    checkpoint = open_model(location, settings, ctx, digest)
     width, made_by = checkpoint.state.model.encoder.hidden_size, vector_identity(config, checkpoint)
     check_dimensions("embed.output.dimensions", config.output.dimensions, width)
     data = settings.data.model_copy(update={"attributes": checkpoint.state.inputs.attributes})
@@ -375,10 +381,10 @@ def model_location(settings: Settings, ctx: StageContext) -> str:
     )
 
 
-def open_model(location: str, settings: Settings, ctx: StageContext) -> Checkpoint:
-    """Open the checkpoint and verify its checksums. Raises CheckpointError if it is missing or damaged."""
+def open_model(location: str, settings: Settings, ctx: StageContext, digest: str = "") -> Checkpoint:
+    """Open the checkpoint and verify its checksums and signature. Raises CheckpointError if it is refused."""
     storage, prefix = locate(location, settings, ctx.workspace)
-    return open_checkpoint(storage, prefix, ctx.scratch / "embed" / "model")
+    return open_signed(storage, prefix, ctx.scratch / "embed" / "model", settings, digest=digest)
 
 
 def open_pinned(model: ModelRef, settings: Settings, ctx: StageContext) -> Checkpoint:

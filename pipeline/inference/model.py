@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.backends import Backend, Batch
-from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import check_workspace, load_result, scratch_folder
 from pipeline.core.arrays import Float32s, Float64s, Int64s
 from pipeline.core.errors import ConfigError, DataError, NumericError
@@ -35,6 +35,7 @@ from pipeline.parallel.process_group import open_device
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import CHECKPOINTS, locate
 from pipeline.registry.model import Registry, resolve_model_name
+from pipeline.registry.signing import open_signed
 from pipeline.retrieval.search import fuse_by_rank
 from pipeline.settings import Settings, project_files, resolve
 
@@ -304,28 +305,31 @@ def open_model(settings: Settings, workspace: Storage, named: str, cycle: str, s
     ConfigError if there is no model to open, CheckpointError, and DataError.
     """
     check_workspace(workspace)
-    scratch, vectors, location = scratch_folder(settings, workspace, os.environ) / "asked", None, named
+    scratch, vectors = scratch_folder(settings, workspace, os.environ) / "asked", None
+    location, digest = named, ""
     if cycle and not named:
         trained = load_result(workspace, cycle, "train")
         if trained and read_manifest(workspace, vectors_prefix(cycle)) is None:  # refused, or not yet embedded
             location = trained.outputs["checkpoint"]
         else:
             vectors = find_vectors(workspace, cycle)
-            location = vectors.info.model.place
+            location, digest = vectors.info.model.place, vectors.info.model.digest
     elif not named:
         registry = Registry(workspace, resolve_model_name(settings, workspace))
         pair, production = registry.serving(), registry.production()
         if pair is not None:
-            vectors, location = find_vectors(workspace, pair.vectors.cycle), pair.checkpoint
+            vectors = find_vectors(workspace, pair.vectors.cycle)
+            location, digest = pair.checkpoint, pair.digest
         elif production is not None:
-            location = production.checkpoint
+            location, digest = production.checkpoint, production.digest
         else:
             raise ConfigError(
                 f"{registry.model} has no model in production in {workspace.root}",
                 expected="a promoted model, unless a cycle or a checkpoint is specified",
                 next_command="make cycle, or trnjobs submit",
             )
-    return Model(open_checkpoint(*locate(location, settings, workspace), scratch), settings, workspace, vectors, stop)
+    checkpoint = open_signed(*locate(location, settings, workspace), scratch, settings, digest=digest)
+    return Model(checkpoint, settings, workspace, vectors, stop)
 
 
 def load_model(model: str = "", *, workspace: str = "", cycle: str = "", backend: str = "cpu") -> Model:

@@ -5,7 +5,8 @@ final location, and finally write the manifest. Readers ignore folders without a
 be killed at any time, because it only leaves behind an uncommitted folder and can simply run again.
 """
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,16 +32,22 @@ def hash_bytes(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def stream_record(file: BinaryIO, stop: StopSignal | None = None, advance: Advance = lambda count: None) -> FileRecord:
+def stream_record(
+    file: BinaryIO,
+    stop: StopSignal | None = None,
+    advance: Advance = lambda count: None,
+    also: Callable[[bytes], object] = lambda block: None,
+) -> FileRecord:
     """Read a stream to its end and return its size and checksum.
 
-    `stop` is polled and `advance` is called every 8 MiB.
+    `stop` is polled every 8 MiB, and `advance` and `also` are called with the size and the content of each such block.
     """
     hasher, size_bytes = xxhash.xxh3_128(), 0
     while block := file.read(BLOCK_BYTES):
         if stop is not None:
             stop.raise_if_set("checking a file")
         hasher.update(block)
+        also(block)
         size_bytes += len(block)
         advance(len(block))
     return FileRecord(size_bytes=size_bytes, xxh3_128=hasher.hexdigest())
@@ -78,12 +85,12 @@ def require_manifest(storage: Storage, prefix: str) -> Manifest:
     return manifest
 
 
-def verify_dir(storage: Storage, prefix: str, *, deep: bool) -> Manifest:
+def verify_dir(storage: Storage, prefix: str, *, deep: bool, sha256: dict[str, str] | None = None) -> Manifest:
     """Verify the files of a committed folder and return its manifest.
 
     The sizes of all files are verified with a single listing. If `deep` is set, all files are read to verify their
-    checksums as well. Raises DataError with the name of the first bad file, or KeyNotFound if the folder is not
-    committed.
+    checksums as well, and their SHA-256 are added to `sha256` by name. Raises DataError with the name of the first bad
+    file, or KeyNotFound if the folder is not committed.
     """
     manifest = require_manifest(storage, prefix)
     check_sizes(storage, prefix, manifest)
@@ -91,9 +98,12 @@ def verify_dir(storage: Storage, prefix: str, *, deep: bool) -> Manifest:
         names = sorted(manifest.files)
 
         def check(name: str) -> None:
-            key = join_key(prefix, name)
+            key, hasher = join_key(prefix, name), hashlib.sha256()
             with os_errors("reading", storage.uri(key)), storage.open_read(key) as file:
-                check_record(storage.uri(key), manifest.files[name], stream_record(file, storage.stop))
+                also = (lambda block: None) if sha256 is None else hasher.update
+                check_record(storage.uri(key), manifest.files[name], stream_record(file, storage.stop, also=also))
+            if sha256 is not None:
+                sha256[name] = hasher.hexdigest()
 
         run_parallel(
             check,

@@ -1,5 +1,6 @@
 """Locate checkpoints by name, and read their state and lineage. This module does not import torch."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from pipeline.checkpoint.store import (
     parse_state,
 )
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, first_line
+from pipeline.core.manifest import MANIFEST_NAME, Manifest
 from pipeline.data.token_sets import load_digest
 from pipeline.io.commit import check_record, stream_record, verify_dir
 from pipeline.io.storage import KeyNotFound, Storage, join_key, open_parent
@@ -158,6 +160,8 @@ class CommittedCheckpoint:
     prefix: str
     digest: str
     state: TrainState
+    sha256: Mapping[str, str]
+    """SHA-256 of all files including the manifest, if every byte was read."""
 
     @property
     def ref(self) -> CheckpointRef:
@@ -175,14 +179,19 @@ def read_checkpoint(workspace: Storage, prefix: str, *, every_byte: bool = False
         manifest = checkpoint_manifest(workspace, prefix, next_command=next_command)
         if missing := sorted({WEIGHTS, STATE, TOKENIZER} - manifest.files.keys()):
             raise DataError(f"its manifest has no {missing[0]}")
-        if every_byte and verify_dir(workspace, prefix, deep=True) != manifest:
-            raise DataError("the checkpoint is being replaced")
+        sha256 = dict[str, str]()
+        if every_byte:
+            content = workspace.read_bytes(join_key(prefix, MANIFEST_NAME))
+            sha256[MANIFEST_NAME] = hashlib.sha256(content).hexdigest()
+            read = Manifest.from_json(content), verify_dir(workspace, prefix, deep=True, sha256=sha256)
+            if read != (manifest, manifest):
+                raise DataError("the checkpoint is being replaced")
         data = workspace.read_bytes(join_key(prefix, STATE))
         check_record(workspace.uri(join_key(prefix, STATE)), manifest.files[STATE], stream_record(BytesIO(data)))
         state = parse_state(data)
     except (DataError, ValidationError) as error:
         raise _bad(uri, error) from error
-    return CommittedCheckpoint(prefix, manifest.digest, state)
+    return CommittedCheckpoint(prefix, manifest.digest, state, sha256)
 
 
 def check_present(workspace: Storage, prefix: str) -> None:

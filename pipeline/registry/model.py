@@ -21,12 +21,14 @@ from pipeline.core.format import natural_key
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import verify_dir
-from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.checkpoints import Ancestor, lineage, prefix_in, read_checkpoint
+from pipeline.io.requests import RetryPolicy
+from pipeline.io.storage import Storage, open_parent, open_storage
+from pipeline.registry.checkpoints import Ancestor, key_in, lineage, prefix_in, read_checkpoint
 from pipeline.registry.promote import promote, restore_production, rollback_target, verify_target
 from pipeline.registry.records import (
     FOLDER,
     Author,
+    CheckpointRef,
     Digest,
     HistoryEntry,
     ModelRecord,
@@ -41,6 +43,7 @@ from pipeline.registry.records import (
     read_pointer,
     stored_decision,
 )
+from pipeline.registry.signing import NO_KEYS, ModelKeys
 from pipeline.settings import Settings
 from pipeline.telemetry.events import code_version
 
@@ -128,12 +131,12 @@ def _past_keys(workspace: Storage, model: str) -> list[str]:
     return [stat.key for stat in workspace.list(f"{FOLDER}/{check_model(model)}/pairs")]
 
 
-def serve_verified_pair(workspace: Storage, pair: DeployedPair) -> str:
+def serve_verified_pair(workspace: Storage, pair: DeployedPair, keys: ModelKeys = NO_KEYS) -> str:
     """Deploy verified vectors if their model is in production. Returns a status message.
 
     The deployed pair is not changed if it already has newer vectors of the same model, or if it was rolled back from
     these vectors. Raises TransientError if another process changes serving.json concurrently, and CheckpointError if
-    the vectors have been deleted.
+    the vectors have been deleted or the model has no valid signature.
     """
     stored, pointer = read_pair(workspace, pair.model), read_pointer(workspace, pair.model)
     current = stored[0] if stored else None
@@ -149,14 +152,21 @@ def serve_verified_pair(workspace: Storage, pair: DeployedPair) -> str:
     if pair.vectors.digest in _rolled_back_vectors(past_pairs(workspace, pair.model)):
         command = f"trnpipe serving rollback {pair.vectors.cycle} --reason TEXT"
         return f"serving.json unchanged: it was rolled back from these vectors (to serve them anyway: {command})"
-    _check_vectors(workspace, pair)
+    _check_pair(workspace, pair, keys)
     written = _replace_pair(workspace, pair, stored)
     cycle, generation = written.vectors.cycle, written.generation
     return f"serving.json: {written.checkpoint} with the vectors of cycle {cycle} (generation {generation})"
 
 
 def roll_back_model(
-    workspace: Storage, model: str, to: str, *, reason: str, author: Author, without_vectors: bool = False
+    workspace: Storage,
+    model: str,
+    to: str,
+    *,
+    reason: str,
+    author: Author,
+    without_vectors: bool = False,
+    keys: ModelKeys = NO_KEYS,
 ) -> Pointer:
     """Put an earlier checkpoint back into production and deploy it together with its vectors.
 
@@ -166,7 +176,8 @@ def roll_back_model(
     serving.json is written first. If the rollback is interrupted before production is changed as well, running the same
     command again completes it, whereas a rollback to the checkpoint that is still in production undoes it.
 
-    Raises ConfigError if no vectors of the checkpoint have ever been deployed, and CheckpointError if it is damaged.
+    Raises ConfigError if no vectors of the checkpoint have ever been deployed, and CheckpointError if it is damaged or
+    has no valid signature.
     """
     reason = _check_reason(reason, "trnpipe registry rollback --reason TEXT")
     served, stored = read_pair(workspace, model), read_pointer(workspace, model)
@@ -176,7 +187,7 @@ def roll_back_model(
     past = append(workspace, model, current)  # in case the process that wrote the pointer died before appending it
     target = rollback_target(current, past, to)
     if served is None or without_vectors:
-        return restore_production(workspace, stored, past, target, reason, author)
+        return restore_production(workspace, stored, past, target, reason, author, keys)
     if target is None and served[0].production_follows != current.generation:
         return current
     restored, pairs = target or current.production, past_pairs(workspace, model)
@@ -189,24 +200,25 @@ def roll_back_model(
         )
     rolled_back = _rolled_back_vectors(pairs)
     pair = max(usable, key=lambda pair: (pair.vectors.digest not in rolled_back, pair.generation))
-    follows = None
-    if target is not None:
-        verify_target(workspace, target)
-        follows = current.generation
+    follows = None if target is None else current.generation
+    if target is not None or keys.public:
+        verify_target(workspace, restored, keys)
     # Write the pair even if it is already deployed. This ensures that a concurrent verify fails if it has read the
     # production checkpoint before this rollback.
     if target is None or served[0].digests != pair.digests or served[0].production_follows != follows:
         changes = {"reason": reason, "author": author, "production_follows": follows}
         _replace_pair(workspace, pair, served, action="rolled_back", **changes)
-    return restore_production(workspace, stored, past, target, reason, author)
+    return restore_production(workspace, stored, past, target, reason, author, keys)
 
 
-def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> DeployedPair:
+def roll_back_vectors(
+    workspace: Storage, model: str, cycle: str, *, reason: str, author: Author, keys: ModelKeys = NO_KEYS
+) -> DeployedPair:
     """Deploy earlier vectors of the deployed model.
 
     These are the vectors of `cycle`, or the most recent earlier ones if `cycle` is empty. The production checkpoint is
-    not changed. Raises ConfigError if no such vectors have been deployed, CheckpointError if they have been deleted,
-    and TransientError if another process changes serving.json concurrently.
+    not changed. Raises ConfigError if no such vectors have been deployed, CheckpointError if they have been deleted or
+    the model has no valid signature, and TransientError if another process changes serving.json concurrently.
     """
     reason = _check_reason(reason, "trnpipe serving rollback [CYCLE] --reason TEXT")
     served = read_pair(workspace, model)
@@ -233,7 +245,7 @@ def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str
         )
     # If a cycle has been embedded several times, prefer vectors that still exist.
     pair = max(candidates, key=lambda pair: (_has_vectors(workspace, pair), pair.generation))
-    _check_vectors(workspace, pair)
+    _check_pair(workspace, pair, keys)
     follows = {"production_follows": current.production_follows}
     return _replace_pair(workspace, pair, served, action="rolled_back", reason=reason, author=author, **follows)
 
@@ -302,13 +314,19 @@ def _has_vectors(workspace: Storage, pair: DeployedPair) -> bool:
         return False
 
 
-def _check_vectors(workspace: Storage, pair: DeployedPair) -> None:
+def _check_pair(workspace: Storage, pair: DeployedPair, keys: ModelKeys) -> None:
+    """Raise CheckpointError if the vectors are gone, or if there are keys and the model has no valid signature."""
     if not _has_vectors(workspace, pair):
         raise CheckpointError(
             f"{workspace.uri(pair.vectors.prefix)} does not contain the verified vectors",
             expected=f"vectors with the digest {pair.vectors.digest}, and no missing or truncated files",
             next_command="trnpipe serving show, to choose a different cycle",
         )
+    if keys.public:
+        storage, prefix = workspace, key_in(workspace, pair.checkpoint)
+        if prefix is None:
+            storage, prefix = open_parent(pair.checkpoint, retry=RetryPolicy(), stop=workspace.stop)
+        verify_target(storage, CheckpointRef(checkpoint=prefix, digest=pair.digest), keys)
 
 
 class Registry:
@@ -318,14 +336,17 @@ class Registry:
         workspace: The workspace, as a folder, URI or open storage.
         model: Name of the model. It can be omitted if the workspace has only one model.
         author: Author to record for changes (default: the current user).
+        keys: Keys to sign and verify checkpoints with, from `pipeline.registry.signing.open_keys` (default: none).
 
     Raises ConfigError if the workspace cannot be opened, or if the model is not unique and no name is given.
     """
 
-    def __init__(self, workspace: str | Storage, model: str = "", *, author: Author | None = None) -> None:
+    def __init__(
+        self, workspace: str | Storage, model: str = "", *, author: Author | None = None, keys: ModelKeys = NO_KEYS
+    ) -> None:
         self.workspace = open_storage(workspace, stop=StopSignal()) if isinstance(workspace, str) else workspace
         self.model = check_model(model) if model else self._only_model()
-        self._author = author
+        self._author, self._keys = author, keys
 
     def production(self) -> Pointer | None:
         """Return the history entry of the production checkpoint, or None if no checkpoint is in production.
@@ -389,7 +410,15 @@ class Registry:
         incumbent = production.ref if production else None
         verdict = stored_decision(self.workspace, self.model, candidate.ref, incumbent, cycles)
         decision = verdict.model_copy(update={"forced": one_line(force)})
-        return promote(self.workspace, self.model, prefix, expected=production, decision=decision, author=self.author())
+        return promote(
+            self.workspace,
+            self.model,
+            prefix,
+            expected=production,
+            decision=decision,
+            author=self.author(),
+            keys=self._keys,
+        )
 
     def rollback(self, checkpoint: str = "", *, reason: str, without_vectors: bool = False) -> Pointer:
         """Put an earlier checkpoint (default: the previous one) back into production, together with its vectors.
@@ -398,12 +427,19 @@ class Registry:
         """
         to = prefix_in(self.workspace, checkpoint) if checkpoint else ""
         return roll_back_model(
-            self.workspace, self.model, to, reason=reason, author=self.author(), without_vectors=without_vectors
+            self.workspace,
+            self.model,
+            to,
+            reason=reason,
+            author=self.author(),
+            without_vectors=without_vectors,
+            keys=self._keys,
         )
 
     def rollback_vectors(self, cycle: str = "", *, reason: str) -> DeployedPair:
         """Deploy earlier vectors of the deployed model (default: the most recent ones). See `roll_back_vectors`."""
-        return roll_back_vectors(self.workspace, self.model, cycle, reason=reason, author=self.author())
+        author, keys = self.author(), self._keys
+        return roll_back_vectors(self.workspace, self.model, cycle, reason=reason, author=author, keys=keys)
 
     def author(self) -> Author:
         """Return the author that is recorded for changes."""

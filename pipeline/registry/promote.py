@@ -14,6 +14,7 @@ from pipeline.io.storage import Storage
 from pipeline.registry.checkpoints import CommittedCheckpoint, check_present, read_checkpoint
 from pipeline.registry.records import (
     Author,
+    CheckpointRef,
     Decision,
     HistoryEntry,
     Pointer,
@@ -25,26 +26,36 @@ from pipeline.registry.records import (
     production_changes,
     read_pointer,
 )
+from pipeline.registry.signing import NO_KEYS, ModelKeys, check_signature, sign_checkpoint
 
 
 def promote(
-    workspace: Storage, model: str, prefix: str, *, expected: Pointer | None, decision: Decision, author: Author
+    workspace: Storage,
+    model: str,
+    prefix: str,
+    *,
+    expected: Pointer | None,
+    decision: Decision,
+    author: Author,
+    keys: ModelKeys = NO_KEYS,
 ) -> Pointer:
     """Put the checkpoint at `prefix` into production, after verifying every byte of it.
 
     `expected` is the pointer at the time of the decision (None if nothing was in production), which must still be the
-    current pointer. If the checkpoint is already in production, nothing is changed.
+    current pointer. If the checkpoint is already in production, the pointer is not changed. The checkpoint is signed
+    with `keys` before the pointer changes.
 
     Raises GateRefused if the gate did not pass and the promotion is not forced, if the decision is about a checkpoint
     with different content, or if production was rolled back from this checkpoint. In each of these cases, the refusal
-    is recorded in the history. Raises CheckpointError if the checkpoint is damaged, and TransientError if the current
-    pointer is not the expected one.
+    is recorded in the history. Raises CheckpointError if the checkpoint is damaged or its signature is refused, and
+    TransientError if the current pointer is not the expected one.
     """
     stored = read_pointer(workspace, model)
     current, etag = stored or (None, "")
     candidate = read_checkpoint(workspace, prefix, every_byte=True)
     past = append(workspace, model, current)  # in case the process that wrote the pointer died before appending it
     if current is not None and candidate.ref == current.ref:
+        sign_checkpoint(workspace, prefix, candidate.sha256, keys)
         return current
     if current != expected:
         raise _stale(workspace, model)
@@ -72,6 +83,7 @@ def promote(
         figures=decision.figures,
         verdict=decision.verdict,
     )
+    sign_checkpoint(workspace, prefix, candidate.sha256, keys)
     return _replace_pointer(workspace, current, etag, entry)
 
 
@@ -110,17 +122,18 @@ def restore_production(
     target: Production | None,
     reason: str,
     author: Author,
+    keys: ModelKeys = NO_KEYS,
 ) -> Pointer:
     """Put the target of a rollback back into production. If the target is None, nothing is changed.
 
     `stored` is the current pointer with its etag. After the rollback, the checkpoint that was rolled back from can only
-    be promoted by force. Raises CheckpointError if the target is damaged or has changed since it was in production, and
-    TransientError if another process changes the production checkpoint concurrently.
+    be promoted by force. Raises CheckpointError if the target is damaged, has changed since it was in production or has
+    no valid signature, and TransientError if another process changes the production checkpoint concurrently.
     """
     current, etag = stored
     if target is None:
         return current
-    restored = verify_target(workspace, target)
+    restored = verify_target(workspace, target, keys)
     original = next((entry for entry in production_changes(past) if entry.generation == target.generation), None)
     entry = Pointer(
         **_checkpoint_fields(current.model, restored, current, author),
@@ -134,10 +147,10 @@ def restore_production(
     return _replace_pointer(workspace, current, etag, entry)
 
 
-def verify_target(workspace: Storage, target: Production) -> CommittedCheckpoint:
-    """Verify every byte of an earlier production checkpoint.
+def verify_target(workspace: Storage, target: CheckpointRef, keys: ModelKeys) -> CommittedCheckpoint:
+    """Verify every byte of an earlier production checkpoint, and its signature if there are keys to verify it with.
 
-    Raises CheckpointError if it is damaged, or if it has changed since it was in production.
+    Raises CheckpointError if it is damaged, if it has changed since it was in production, or if it is not signed.
     """
     checkpoint = read_checkpoint(workspace, target.checkpoint, every_byte=True)
     if checkpoint.digest != target.digest:
@@ -146,6 +159,7 @@ def verify_target(workspace: Storage, target: Production) -> CommittedCheckpoint
             expected=f"{target.digest}, the digest that it had when it was in production",
             next_command="trnpipe registry rollback TO --reason TEXT, with a different TO (see trnpipe registry show)",
         )
+    check_signature(workspace, target.checkpoint, checkpoint.sha256, keys)
     return checkpoint
 
 

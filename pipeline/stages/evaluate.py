@@ -19,6 +19,7 @@ from pipeline.registry.records import (
     store_verdict,
     verdict_key,
 )
+from pipeline.registry.signing import ModelKeys, open_keys
 from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared
 from pipeline.telemetry.events import EventName
@@ -34,6 +35,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     GateRefused and leaves the production model unchanged. Raises TrnpipeError.
     """
     started = datetime.now(UTC)
+    keys = open_keys(settings, ctx.stop, to_sign=settings.evaluate.promote)  # before hours of evaluation
     sets = read_token_sets(ctx.workspace, load_prepared(ctx).token_sets)
     models = find_models(settings, ctx, sets)
     inputs = models.inputs(settings, ctx, sets)
@@ -78,7 +80,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         store_report(ctx.workspace, report)
     for line in table_lines(report):
         ctx.console.info(line)
-    return _conclude(settings, ctx, models, report, started)
+    return _conclude(settings, ctx, models, report, started, keys)
 
 
 def _report_uri(ctx: StageContext) -> str:
@@ -86,7 +88,12 @@ def _report_uri(ctx: StageContext) -> str:
 
 
 def _conclude(
-    settings: Settings, ctx: StageContext, models: Models, report: EvaluationReport, started: datetime
+    settings: Settings,
+    ctx: StageContext,
+    models: Models,
+    report: EvaluationReport,
+    started: datetime,
+    keys: ModelKeys,
 ) -> StageResult:
     """Store the verdict, promote the candidate or record its refusal, and store the result."""
     stored = models.verdict(settings, ctx, report)
@@ -108,8 +115,15 @@ def _conclude(
         )
     pointer = None
     if settings.evaluate.promote and (models.against_production or forced):
-        name, expected = settings.model_name, models.pointer
-        pointer = promote(ctx.workspace, name, candidate, expected=expected, decision=decision, author=author)
+        pointer = promote(
+            ctx.workspace,
+            settings.model_name,
+            candidate,
+            expected=models.pointer,
+            decision=decision,
+            author=author,
+            keys=keys,
+        )
     return _finish(settings, ctx, models, report, pointer, started)
 
 

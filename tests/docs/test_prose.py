@@ -28,7 +28,7 @@ MADE_BY_USERS = {
 """Files of ours that are not in a fresh checkout."""
 SETTINGS = leaves(CycleSettings)
 _CODE = re.compile(r"`([^`]+)`")
-_FILE = re.compile(r"^[\w./*-]+\.(py|json|jsonl|toml|html|log|done|neff|pb|safetensors|lock|md|tf|sh|parquet)$")
+_FILE = re.compile(r"^[\w./*-]+\.(py|json|jsonl|toml|html|log|done|neff|pb|safetensors|sig|lock|md|tf|sh|parquet)$")
 _SETTING = re.compile(
     rf"^\[*({'|'.join(sorted({name.split('.')[0] for name in SETTINGS if '.' in name}))})\.[a-z_.]+\]*$"
 )

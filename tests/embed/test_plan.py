@@ -54,7 +54,7 @@ def _found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(str(write_catalogue(tmp_path / "in", [products(range(4))])))
     catalogue = read_footers(storage, list(storage.list("")), COLUMNS)
     monkeypatch.setattr(plan_module, "find_catalogue", lambda *given: catalogue)
-    monkeypatch.setattr(plan_module, "open_checkpoint", lambda *given: CHECKPOINT)
+    monkeypatch.setattr(plan_module, "open_signed", lambda *given, **options: CHECKPOINT)
 
 
 def test_vectors_are_as_wide_as_the_model_unless_told_otherwise(settings: Settings, ctx: StageContext) -> None:

@@ -43,6 +43,7 @@ class Fleet:
     queues: tuple[str, ...] = ("relevance-trainium", "relevance-cpu")
     share_identifier: str = "production"
     data: tuple[Input, ...] = ()
+    signing_key_arn: str = ""
     sagemaker: bool = False
     instances: int = 0
     """Of the queue of service jobs; 0: none."""
@@ -124,6 +125,8 @@ class Fleet:
             if one.kms_key_arn:
                 values = {"key_arn": one.kms_key_arn, "region": self.region}
                 found.append(render(FOLDER / "data-key.json.tftpl", values))
+        if self.signing_key_arn and (name := {"promote": "sign", "embed": "verify"}.get(role)):
+            found.append(render(FOLDER / f"{name}.json.tftpl", {"signing_key_arn": self.signing_key_arn}))
         return found
 
     def sagemaker_texts(self, role: str) -> list[str]:

@@ -113,6 +113,7 @@ KEYS: dict[str, tuple[str, str]] = {
     f"{C}/parity/cpu.fp32-xla.fp32/parity.json": ("train", "train"),
     "checkpoints/2026-11-20/step-200/model.safetensors": ("train", "train"),
     "checkpoints/2026-11-20/step-200/MANIFEST.json": ("train", "train"),
+    "checkpoints/2026-11-20/step-200/model.sig": ("train promote", "train"),
     "compile-cache/graphs/abc.json": ("train", ""),
     f"{CACHED}/model.neff": ("train promote embed", "train"),
     f"{CACHED}/model.hlo_module.pb.lock": ("train promote embed", "train promote embed"),
@@ -187,7 +188,9 @@ def test_each_key_is_written_and_deleted_by_those_whose_jobs_do(key: str) -> Non
     folders = ("tokens/", "negatives/", "checkpoints/", "compile-cache/neuronxcc-")
     in_parts = key.startswith((*folders, f"{E}/", f"{C}/parity/", f"{C}/mine/abc-"))
     found = OURS.who("s3:AbortMultipartUpload", OURS.object_arn(key))
-    assert found == [role for role in ROLES if in_parts and role in writers.split()]
+    assert found == [
+        role for role in ROLES if in_parts and role in writers.split() and (key[-4:], role) != (".sig", "promote")
+    ]
 
 
 @pytest.mark.parametrize("role", JOB_ROLES)
@@ -202,6 +205,17 @@ def test_what_the_guard_denies_holds_whatever_else_is_attached(role: str) -> Non
     unseen = [one for one in OURS.statements(role, "Deny") if "Null" in one.get("Condition", {})]
     assert [one["Condition"]["Null"] for one in unseen] == [{"s3:if-match": "true", "s3:if-none-match": "true"}]
     assert covers(unseen[0], "s3:PutObject", pointer)
+
+
+def test_who_signs() -> None:
+    signing = Fleet(signing_key_arn=f"arn:aws:kms:{PLACE}:key/sign")
+    more = {role: signing.actions(role) - OURS.actions(role) for role in ROLES}
+    assert more == {role: set() for role in ROLES} | {
+        "promote": {"kms:GetPublicKey", "kms:Sign"},
+        "embed": {"kms:GetPublicKey"},
+    }
+    assert signing.who("kms:Sign", signing.signing_key_arn) == ["promote"]
+    assert signing.who("kms:Sign", f"arn:aws:kms:{PLACE}:key/workspace") == []
 
 
 def test_who_reads_what() -> None:
@@ -302,4 +316,14 @@ def test_the_longest_policies_fit_a_role(role: str) -> None:
 
 def test_every_policy_is_used() -> None:
     names = {file.name.removesuffix(".json.tftpl") for file in FOLDER.iterdir()}
-    assert names == {*ROLES, "guard", "data", "data-key", "trust-tasks", "trust-training", "trust-scheduler"}
+    assert names == {
+        *ROLES,
+        "guard",
+        "data",
+        "data-key",
+        "sign",
+        "verify",
+        "trust-tasks",
+        "trust-training",
+        "trust-scheduler",
+    }

@@ -72,6 +72,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("capacity_block_id", "block", "expected cr-"),
     ("cpu", {"instance_types": []}, "expected at least one instance type"),
     ("sagemaker_instances", 4, "sagemaker_instances is 4 and sagemaker is false; expected sagemaker = true"),
+    ("signing_key_arn", "alias/sign", "expected the ARN of one key"),
     ("data", [{"bucket": "s3://logs", "prefix": ""}], "expected names without s3://"),
     ("data", [{"bucket": "logs", "prefix": "a/b/"}], "expected no / at either end"),
     ("notify_emails", [], "an alarm that nobody hears"),

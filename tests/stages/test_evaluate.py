@@ -20,7 +20,7 @@ from pipeline.evaluate import originals
 from pipeline.evaluate import trained as trained_on
 from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.models import ModelScorer
-from pipeline.evaluate.report import GoldenReport, load_digest
+from pipeline.evaluate.report import GoldenReport, load_digest, load_report
 from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.score import load_scores
 from pipeline.evaluate.trained import Leak, mark_trained
@@ -69,6 +69,22 @@ def promoted(in_production: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     shutil.copytree(in_production, tmp_path / "workspace")
     capsys.readouterr()
     return Case(tmp_path, capsys)
+
+
+@pytest.mark.fault
+def test_the_promoted_model_is_signed(case: Case) -> None:
+    """Without its key nothing is evaluated, and production stays as it is."""
+    pytest.importorskip("cryptography")
+    from tests.kit.keys import key_pair
+
+    key_pair(case.folder, "a")
+    lost, keys = f"--registry.sign-key={case.folder}/b.pem", f"--registry.sign-key={case.folder}/a.pem"
+    told = case.run(lost, code=78)
+    assert "b.pem does not exist" in told and case.pointer is None
+    assert load_report(case.storage, "c1") is None and case.storage.stat(f"{case.trained()}/model.sig") is None
+    case.run(keys, f"--registry.verify-key={case.folder}/a.pub")
+    assert case.history == [("promoted", case.trained())]
+    assert case.storage.stat(f"{case.trained()}/model.sig") is not None
 
 
 def test_the_first_model_is_promoted_and_asked_again_it_is_done(case: Case) -> None:

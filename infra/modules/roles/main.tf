@@ -89,6 +89,14 @@ resource "aws_iam_role_policy" "data_key" {
   })
 }
 
+resource "aws_iam_role_policy" "signing_key" {
+  for_each = var.signing_key_arn == null ? {} : { promote = "sign", embed = "verify" }
+
+  name   = "signing-key"
+  role   = aws_iam_role.job[each.key].id
+  policy = templatefile("${path.module}/policies/${each.value}.json.tftpl", { signing_key_arn = var.signing_key_arn })
+}
+
 resource "aws_iam_role" "scheduler" {
   name               = "${var.name}-scheduler"
   description        = "Lets the schedules of pipeline ${var.name} start its driver."

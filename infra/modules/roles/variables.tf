@@ -53,6 +53,12 @@ variable "key_arn" {
   type        = string
 }
 
+variable "signing_key_arn" {
+  description = "ARN of the KMS key that signs promoted models; null if none does."
+  type        = string
+  default     = null
+}
+
 variable "log_group_arn" {
   description = "ARN of the log group of all jobs."
   type        = string
