@@ -58,7 +58,7 @@ TAG          = $(REPOSITORY):$(IMAGE)-$(REVISION)
 REGISTRY     = $(firstword $(subst /, ,$(REPOSITORY)))
 REGION       = $(word 4,$(subst ., ,$(REGISTRY)))
 # All extras but neuron, whose packages come from AWS's own index.
-EXTRAS      := xla hf tensorboard ann baselines lightning onnx dev
+EXTRAS      := xla hf tensorboard ann baselines lightning onnx signing dev
 UV_COMPILE  := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header
 
 .DEFAULT_GOAL := help
@@ -229,17 +229,17 @@ lock: $(STAMP)  ## resolve requirements.lock and the other locks anew (needs uv)
 	grep -oE '^[^ #]+==[^ ]+' requirements.lock > build/constraints.txt
 	grep -v '^pyarrow==' build/constraints.txt > build/constraints-neuron.txt
 	echo setuptools | $(UV_COMPILE) - --python-version 3.11 -c build/constraints.txt -o docker/build.lock
-	$(UV_COMPILE) pyproject.toml --extra xla --extra baselines --extra notify --python-version 3.11 --python-platform x86_64-manylinux_2_28 -c build/constraints.txt \
+	$(UV_COMPILE) pyproject.toml --extra xla --extra baselines --extra notify --extra signing --python-version 3.11 --python-platform x86_64-manylinux_2_28 -c build/constraints.txt \
 	  --no-emit-package torch --no-emit-package triton $(CUDA_PACKAGES:%=--no-emit-package %) -o docker/cpu.lock
 	# torch 2.11 refuses setuptools 82.
 	grep -v '^setuptools==' build/constraints.txt > build/constraints-cuda.txt
-	echo '$(CUDA_TORCH)' | $(UV_COMPILE) pyproject.toml - --extra baselines --extra notify --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	echo '$(CUDA_TORCH)' | $(UV_COMPILE) pyproject.toml - --extra baselines --extra notify --extra signing --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	  -c build/constraints-cuda.txt -o docker/cuda.lock
 	# verify.py needs packaging. pyarrow 26 refuses numpy 1.26, which AWS's Neuron image may hold; 24 takes it and numpy 2.
-	printf '%s\n' 'pyarrow<25' packaging | $(UV_COMPILE) pyproject.toml - --extra baselines --extra notify --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
+	printf '%s\n' 'pyarrow<25' packaging | $(UV_COMPILE) pyproject.toml - --extra baselines --extra notify --extra signing --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
 	  -c build/constraints-neuron.txt --override docker/neuron.overrides -o docker/neuron.lock
 	# AWS's images from SDK 2.33 on hold Python 3.14. Only wheels: nothing is compiled while the image is built.
-	echo packaging | $(UV_COMPILE) pyproject.toml - --extra baselines --extra notify --python-version 3.14 --python-platform x86_64-manylinux_2_28 --no-build \
+	echo packaging | $(UV_COMPILE) pyproject.toml - --extra baselines --extra notify --extra signing --python-version 3.14 --python-platform x86_64-manylinux_2_28 --no-build \
 	  -c build/constraints.txt --override docker/neuron.overrides -o docker/neuron-native.lock
 	# The same versions beside a later torch, see test-native.
 	printf '%s\n' '$(NATIVE_TORCH)' ninja | $(UV_COMPILE) pyproject.toml - $(patsubst %,--extra %,$(filter-out xla,$(EXTRAS))) --python-version 3.13 \
