@@ -36,6 +36,10 @@ CLAIMS = (
     Claim(f"{_WDC} computers", "quality_computers_32000", "ahead_of_boosting", "pairs"),
     Claim(f"{_WDC} shoes", "quality_shoes_32000", "ahead_of_boosting", "pairs"),
     Claim(f"{_WDC} watches", "quality_watches_32000_cuda", "ahead_of_boosting", "pairs"),
+    *(
+        Claim(f"{_WDC} {name}, pairs with a new offer", f"quality_{name}_items_32000", "ahead_of_boosting", "pairs")
+        for name in ("cameras", "computers", "shoes", "watches")
+    ),
     Claim(
         "nDCG@10 lost by five daily cycles compared with a single training run",
         "quality_incremental_pricerunner_32000_cuda",
