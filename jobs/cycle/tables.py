@@ -137,10 +137,10 @@ def summary(ledger: CycleLedger, progress: str = "under way") -> str:
     """Return a one-line summary: `cycle first: succeeded in 12m03s, deadline met | 8 of 8 jobs in 9 attempts | ...`."""
     state: str = progress if ledger.outcome == "open" else ledger.outcome
     state += "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
-    attempts = attempts_text(len(ledger.entries), ledger.total.preempted)
+    preempted = f" ({ledger.total.preempted} preempted)" if ledger.total.preempted else ""
     fields = [
         ", ".join(text for text in (f"cycle {ledger.cycle}: {state}", DEADLINES[ledger.deadline]) if text),
-        f"{ledger.succeeded} of {ledger.jobs} jobs in {attempts} attempts",
+        f"{ledger.succeeded} of {ledger.jobs} jobs in {len(ledger.entries)} attempts{preempted}",
         f"goodput {format_percent(ledger.total.goodput)}",
         money(ledger.total),
     ]
