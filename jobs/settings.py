@@ -121,6 +121,14 @@ class SageMakerConfig(Record):
     )
     spot: bool = Field(False, description="Use managed Spot training, which restarts an interrupted job in place")
 
+    @model_validator(mode="after")
+    def _share_of_queue(self) -> Self:
+        if self.quota_share and not self.queue:
+            raise ValueError(
+                f"quota_share is {self.quota_share!r}, but queue is empty, expected the queue of the share"
+            )
+        return self
+
 
 class JobsConfig(Record):
     """Settings of the jobs of a cycle, including their target, prices and schedule."""

@@ -289,7 +289,7 @@ def final_exit_code(storage: Storage, identity: NodeIdentity, env: Mapping[str, 
 
     This is the code of AttemptsExhausted if as many attempts have failed as the settings allow.
     """
-    folder = f"cycles/{identity.cycle}/jobs/failures/{identity.job}/{identity.submission}"
+    folder = f"cycles/{identity.cycle}/jobs/post-mortem-failures/{identity.job}/{identity.submission}"
     storage.write_if_absent(f"{folder}/{identity.attempt}", b"")
     is_last = len(list_names(storage, folder)) >= _whole(env, MAX_FAILURES, 1)
     return AttemptsExhausted.exit_code if is_last else TransientError.exit_code

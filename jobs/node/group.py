@@ -187,7 +187,9 @@ class NodeGroup:
             stopped: Whether this node has received a signal to stop.
         """
         if self._is_main and self._identity.num_nodes > 1:
-            return ranks_exit_code([state.code for state in self._nodes.values()], stopped=stopped)
+            codes = {state.code for state in self._nodes.values()}
+            is_preempted = stopped or codes in ({Preempted.exit_code}, {EXIT_OK, Preempted.exit_code})
+            return ranks_exit_code([state.code for state in self._nodes.values()], stopped=is_preempted)
         is_unknown = self._nodes[0].lost and own in (EXIT_OK, Preempted.exit_code) and not stopped
         return TransientError.exit_code if is_unknown else own
 

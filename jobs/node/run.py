@@ -339,11 +339,20 @@ class Attempt:
         counts = MAX_FAILURES in self.env and identity.is_in_cycle and identity.node == 0
         if self.code != TransientError.exit_code or not counts:
             return
-        try:
-            self.code = final_exit_code(open_storage(identity.workspace), identity, self.env)
-        except TrnpipeError as error:
-            self.say(f"could not count this failure: {error.seen}")
-            return
+        problems = [f"the workspace did not answer within {self.timing.bundle_s:g} s"]
+
+        def count() -> None:
+            try:
+                self.code = final_exit_code(open_storage(identity.workspace), identity, self.env)
+                problems.clear()
+            except TrnpipeError as error:
+                problems[:] = [error.seen]
+
+        counter = threading.Thread(target=count, name="failures", daemon=True)
+        counter.start()
+        counter.join(self.timing.bundle_s)
+        if problems:
+            self.say(f"could not count this failure: {problems[0]}")
         if self.code != TransientError.exit_code:
             self.say(f"exit {self.code}: {self.env[MAX_FAILURES]} attempts have failed, which is the limit")
 

@@ -16,7 +16,7 @@ ENDPOINT = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 DISABLED = "AWS_EC2_METADATA_DISABLED"
 _DEFAULT_ENDPOINT = "http://169.254.169.254"
 _TOKEN_S = 21_600
-POLL_S, TIMEOUT_S = 5.0, 1.0
+POLL_S, TIMEOUT_S, MAX_FAILURES = 5.0, 1.0, 3
 SPOT_NOTICE = "SPOT_NOTICE"
 """Reason of a stop signal."""
 
@@ -24,7 +24,7 @@ SPOT_NOTICE = "SPOT_NOTICE"
 def watch_spot_notice(stop: StopSignal, env: Mapping[str, str] = os.environ) -> None:
     """Start a thread that sets `stop` when the Spot instance of this AWS Batch job is about to be reclaimed.
 
-    The thread ends if the instance metadata cannot be reached, which is the case for jobs with a network of their own.
+    The thread ends if the instance metadata does not answer three times, as in jobs with a network of their own.
     """
     if "AWS_BATCH_JOB_ID" in env and env.get(DISABLED, "").lower() != "true":
         endpoint = (env.get(ENDPOINT) or _DEFAULT_ENDPOINT).rstrip("/")
@@ -33,8 +33,9 @@ def watch_spot_notice(stop: StopSignal, env: Mapping[str, str] = os.environ) -> 
 
 def _poll(stop: StopSignal, endpoint: str) -> None:
     http = urllib3.PoolManager(timeout=TIMEOUT_S, retries=False)
-    token, has_answered = "", False
-    while not stop.wait(POLL_S if has_answered else 0):
+    token, failures, pause_s = "", 0, 0.0
+    while not stop.wait(pause_s):
+        pause_s = POLL_S
         try:
             if not token:
                 headers = {"x-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
@@ -43,10 +44,10 @@ def _poll(stop: StopSignal, endpoint: str) -> None:
             url = f"{endpoint}/latest/meta-data/spot/instance-action"
             answer = http.request("GET", url, headers={"x-aws-ec2-metadata-token": token})
         except urllib3.exceptions.HTTPError:
-            if not has_answered:
+            failures += 1
+            if failures >= MAX_FAILURES and not token:
                 return
             continue
-        has_answered = True
         if answer.status == 401:  # the token has expired
             token = ""
         elif answer.status == 200:

@@ -18,6 +18,9 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_MAX_PROGRAMS = 256
+
+
 def supports_bf16() -> bool:
     """Return whether this build of PyTorch includes oneDNN and the CPU has instructions for bf16 products."""
     operators: Any = torch.ops.mkldnn
@@ -58,6 +61,8 @@ class Eager(Backend):
                 expected="cc, gcc or clang on PATH",
                 next_command="install gcc, or use --no-train.compiled or --no-embed.compiled, which is slower",
             )
+        # By default, the ninth program of a function is an error. Layers have one or two for each row length.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = _MAX_PROGRAMS
         return cast(Function, torch.compile(function, fullgraph=True, dynamic=False))
 
     def seed(self, seed: int) -> None:

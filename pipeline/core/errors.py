@@ -141,6 +141,8 @@ def error_in_log(lines: Iterable[str], exit_code: int | None = None) -> tuple[st
     traceback, and then to the last lines of the log. The result is only empty if the log is empty.
     """
     printed = [text for line in lines if (text := _printable(line)).strip()]
+    if exit_code == AttemptsExhausted.exit_code:
+        exit_code = TransientError.exit_code
     errors = [(index, match) for index, line in enumerate(printed) if (match := _ERROR.match(_RANK.sub("", line, 1)))]
     with_code = [error for error in errors if _CODES[error[1]["name"]] == exit_code]
     trace = max((i for i, line in enumerate(printed) if _RANK.sub("", line, 1) == _TRACEBACK), default=-1)

@@ -141,7 +141,7 @@ def read_signature(storage: Storage, prefix: str, keys: "Sequence[PublicKey]") -
             next_command="set registry.sign_key and run trnpipe registry promote CHECKPOINT, or sign a folder to import"
             " with model_signing sign key",
         ) from error
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise _refused(f"{uri} is not a signature of files", next_command="restore it, or sign the model again") from (
             error
         )

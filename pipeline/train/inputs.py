@@ -206,10 +206,10 @@ def identity_parts(
         "link_queries": False,
         "repeat_positives": False,
         "average": "off",
-        "compiled": None,
         "metric_rows": "all",
     }
     unused = _NOT_IDENTITY | {name for name, value in neutral.items() if getattr(train, name) == value}
+    unused |= set() if train.compiled else {"compiled"}
     fields = with_retired(train) | {"loss": train.loss.used_fields()}
     parts = {f"train.{name}": value for name, value in fields.items() if name not in unused}
     parts |= {f"model.{name}": value for name, value in model.used_fields().items()}

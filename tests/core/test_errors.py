@@ -13,6 +13,7 @@ TABLE = {
     "NumericError": (70, False),
     "GateRefused": (80, False),
     "TransientError": (75, True),
+    "AttemptsExhausted": (69, False),
     "Preempted": (143, True),
 }
 

@@ -132,6 +132,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "reports/2026-11-20.html": ("report driver", ""),
     f"{C}/events/20261120T020000.000000Z-train-1-0a1b2c3d-00000.jsonl": ("train promote embed", ""),
     f"{C}/jobs/post-mortem/job-1-node0.json": ("train promote embed report driver", ""),
+    f"{C}/jobs/post-mortem-failures/embed-3/1/1": ("train promote embed report driver", ""),
     f"{C}/jobs/claim.json": ("driver", "driver"),
     f"{C}/jobs/plan.json": ("driver", "driver"),
     f"{C}/jobs/settings.json": ("driver", "driver"),

@@ -47,6 +47,12 @@ def test_compiled_layers_learn_the_same_with_one_program_per_row_length(tmp_path
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.skipif(not cpu.has_compiler(), reason="needs a C compiler")
+def test_more_programs_than_the_default_limit_are_allowed() -> None:
+    double = CpuBackend().compiled(lambda tensor: 2 * tensor)
+    assert all(double(torch.ones(length)).sum() == 2 * length for length in range(1, 11))
+
+
 def test_the_default_is_that_of_the_device() -> None:
     config = TrainConfig()
     assert (compiles_layers(config, Compiles()), compiles_layers(config, CpuBackend())) == (True, False)

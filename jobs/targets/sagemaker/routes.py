@@ -119,6 +119,10 @@ def _seconds(at: datetime | float | None) -> float | None:
     return at.timestamp() if isinstance(at, datetime) else at
 
 
+PREEMPTED = "preempted"
+"""Marks attempts that were preempted in a quota share."""
+
+
 def attempts_of(detail: Detail) -> list[Detail]:
     """Return the attempts of a service job, including those that were preempted in a quota share.
 
@@ -128,9 +132,13 @@ def attempts_of(detail: Detail) -> list[Detail]:
     summary, status = detail.get("preemptionSummary", {}), str(detail["status"])
     attempts, preempted = [*detail.get("attempts", ())], summary.get("recentPreemptedAttempts", ())
     known = [*map(training_job_of, attempts)]
-    if others := [attempt for attempt in preempted if training_job_of(attempt) not in known]:
+    marks = [{**attempt, PREEMPTED: True} for attempt in preempted]
+    if others := [attempt for attempt in marks if training_job_of(attempt) not in known]:
         attempts = sorted([*attempts, *others], key=lambda attempt: attempt.get("stoppedAt") or math.inf)
-    attempts[:0] = [{}] * max(0, summary.get("preemptedAttemptCount", 0) - len(preempted))
+        attempts[:0] = [{PREEMPTED: True}] * (summary["preemptedAttemptCount"] - len(preempted))
+    elif marks:  # it is not documented whether the other list contains them as well
+        names = {*map(training_job_of, marks)}
+        attempts = [{**attempt, PREEMPTED: training_job_of(attempt) in names} for attempt in attempts]
     latest = detail.get("latestAttempt", {})
     own = training_job_of(latest)
     if status in _WITH_SAGEMAKER | _ENDED and own and own not in map(training_job_of, attempts):
@@ -176,6 +184,8 @@ def observe_attempt(service_job: Detail, number: int, training: Detail | None, *
         end = AttemptEnd(end.exit_code, reason, end.reason)
     elif end is None:
         end = AttemptEnd(None, text) if is_from_batch else failure_end(text)
+    if attempt.get(PREEMPTED):
+        end = AttemptEnd(Preempted.exit_code, EXITED, text or "preempted")
     ended_at = observed.ended_at if observed.end else seconds_of(attempt.get("stoppedAt"))
     return replace(observed, end=end, ended_at=ended_at, note="", will_retry=not (is_last and status in _ENDED))
 

@@ -68,6 +68,18 @@ def test_a_bug_counts_when_it_came_first_and_after_trouble_latecomers_are_not_wa
     assert (late.settled, late.code()) == (True, 78)
 
 
+@pytest.mark.parametrize(
+    ("codes", "expected"), [((143, 143), 143), ((0, 143), 143), ((143, 75), RETRY), ((143,), RETRY)]
+)
+def test_a_node_that_is_preempted_makes_it_a_preemption(codes: tuple[int, ...], expected: int) -> None:
+    one = Group(2)
+    for node, code in enumerate(codes):
+        one.report(code, node)
+    if len(codes) == 1:
+        one.mark_lost(1, "gone")
+    assert one.code() == expected
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.sampled_from([0, 1, 65, 75, 143]))))
 def test_zero_means_that_every_node_reported_zero(history: list[tuple[bool, int, int]]) -> None:
     one, last = Group(4), dict[int, int]()

@@ -90,7 +90,7 @@ def test_failures_are_counted_without_preemptions_and_the_last_one_is_final(tmp_
 
 def test_a_failure_that_cannot_be_counted_is_retried(tmp_path: Path) -> None:
     (tmp_path / "cycles/2026-11-20/jobs").mkdir(parents=True)
-    (tmp_path / "cycles/2026-11-20/jobs/failures").write_text("no folder")
+    (tmp_path / "cycles/2026-11-20/jobs/post-mortem-failures").write_text("no folder")
     process = entry(*python("import sys; sys.exit(75)"), env=job_env(tmp_path, TRNJOBS_ATTEMPTS="1"))
     assert "could not count this failure" in process.finish()[1]
     assert process.returncode == 75

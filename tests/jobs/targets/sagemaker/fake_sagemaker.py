@@ -168,6 +168,7 @@ class FakeServiceJobs(FakeService):
         summary = job.setdefault("preemptionSummary", {"preemptedAttemptCount": 0, "recentPreemptedAttempts": []})
         summary["preemptedAttemptCount"] += 1
         attempt = {**job["latestAttempt"], "startedAt": self._now(), "stoppedAt": self._now()}
+        attempt["statusReason"] = "Preempted by a job with a higher priority"
         summary["recentPreemptedAttempts"] = [*summary["recentPreemptedAttempts"], attempt][-2:]
         is_over = summary["preemptedAttemptCount"] > limit
         job |= {"status": "FAILED" if is_over else "RUNNABLE", "statusReason": "preempted"}
