@@ -35,14 +35,14 @@ CLAIMS = (
     Claim(f"{_WDC} cameras", "quality_cameras_32000", "ahead_of_boosting", "pairs"),
     Claim(f"{_WDC} computers", "quality_computers_32000", "ahead_of_boosting", "pairs"),
     Claim(f"{_WDC} shoes", "quality_shoes_32000", "ahead_of_boosting", "pairs"),
-    Claim(f"{_WDC} watches", "quality_watches_32000_cuda", "ahead_of_boosting", "pairs"),
+    Claim(f"{_WDC} watches", "quality_watches_32000", "ahead_of_boosting", "pairs"),
     *(
         Claim(f"{_WDC} {name}, pairs with a new offer", f"quality_{name}_items_32000", "ahead_of_boosting", "pairs")
         for name in ("cameras", "computers", "shoes", "watches")
     ),
     Claim(
         "nDCG@10 lost by five daily cycles compared with a single training run",
-        "quality_incremental_pricerunner_32000_cuda",
+        "quality_incremental_pricerunner_32000",
         "behind",
         "daily-cycles",
     ),
@@ -81,8 +81,8 @@ HistGradientBoostingClassifier on lexical features. Thresholds are chosen on the
 bi-encoder scores 0.055 to 0.06 lower than trnpipe, with one seed each on cameras, computers and shoes.
 `python -m bench.quality`.""",
         "daily-cycles": """\
-PriceRunner is divided into five days. Five cycles, each of which starts from the previous model and replays a tenth
-of the earlier days, are compared with a single training run on all days with the same number of steps.
+PriceRunner is divided into five days. Five cycles, each of which starts from the previous model and has half of
+its samples from earlier days, are compared with a single training run on all days with the same number of steps.
 `python -m bench.quality incremental`.""",
         "gate": """\
 1,000 simulated test splits of 500 queries are judged in the same way as in `trnpipe evaluate`, for a candidate
