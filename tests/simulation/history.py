@@ -1,5 +1,6 @@
 """One history per seed: a few days, each with a cycle, its faults, and the people who look after it."""
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from random import Random
 from typing import Any
 
 from tests.simulation.batch import SimulatedBatch
-from tests.simulation.faults import SERVER_ERROR, SLOW_DOWN, THROTTLED, Service, Weather
+from tests.simulation.faults import Service, Weather, server_error, slow_down, throttled
 from tests.simulation.invariants import HISTORY, PAIR, POINTER, Invariants
 from tests.simulation.nodes import container
 from tests.simulation.people import Account, plan_of, using
@@ -35,6 +36,7 @@ class Result:
 def run_history(seed: int, *, max_faults: int | None = None, keeps_history: bool = False) -> Result:
     """Run the history of a seed. The product must be in the world (see product_in_world)."""
     world = World(seed, max_faults=max_faults, keeps_history=keeps_history)
+    gc.collect()
     _, num_cycles = _run(world, Weather.of(Random(seed)), range(NUM_DAYS), _earlier_cycles())
     return Result(seed, world.violation, world.num_faults, num_cycles, tuple(world.history or ()))
 
@@ -49,8 +51,8 @@ def _earlier_cycles() -> dict[str, bytes]:
 def _run(world: World, weather: Weather, numbers: range, earlier: dict[str, bytes]) -> tuple[FakeS3, int]:
     """Run some days and return the bucket and the number of cycles. Numbers of days are relative to EPOCH."""
     world.now = EPOCH + numbers[0] * DAY_S
-    s3 = FakeS3(Service(world, weather, "s3", (SLOW_DOWN,)))
-    batch = SimulatedBatch(Service(world, weather, "batch", (THROTTLED, SERVER_ERROR)), container(world, s3))
+    s3 = FakeS3(Service(world, weather, "s3", (slow_down,)))
+    batch = SimulatedBatch(Service(world, weather, "batch", (throttled, server_error)), container(world, s3))
     s3.restore(earlier)
     account, invariants = Account(world, s3, batch), Invariants(world, s3, batch)
     invariants.adopt(earlier)

@@ -1,5 +1,6 @@
 """The commands that people and the scheduler start: the product's own functions, over the services of the world."""
 
+import gc
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -138,6 +139,8 @@ def _lean_retry(call: Callable[[], Any], policy: Any, *, stop: Any, doing: str, 
     try:
         return call()
     except Exception as error:
+        if not more["retryable"](error):
+            raise
         first = [error]
 
     def again() -> Any:
@@ -215,6 +218,12 @@ def product_in_world() -> Iterator[None]:
     with ExitStack() as stack:
         for where, name, what in replaced:
             stack.enter_context(patch.object(where, name, what))
+        # Collect garbage between histories only. The imported modules take longer to search than a cycle takes to run.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        stack.callback(gc.enable)
+        stack.callback(gc.unfreeze)
         yield
 
 

@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +26,8 @@ from tests.simulation.faults import Service
 BUCKET, PREFIX = "bucket", "relevance"
 ROOT = f"s3://{BUCKET}/{PREFIX}"
 _MODIFIED = datetime(2026, 11, 20, tzinfo=UTC)
-_MISSING = client_error("NoSuchKey", status=404)
-_CHANGED = client_error("PreconditionFailed", status=412)
+_missing = partial(client_error, "NoSuchKey", status=404)
+_changed = partial(client_error, "PreconditionFailed", status=412)
 
 
 @dataclass
@@ -68,7 +69,7 @@ class FakeS3:
         def get() -> dict[str, Any]:
             stored = self._get(Key)
             if IfMatch and IfMatch != stored.etag:
-                raise _CHANGED
+                raise _changed()
             data, more = stored.data, {}
             if Range:
                 first, _, last = Range.removeprefix("bytes=").partition("-")
@@ -91,11 +92,11 @@ class FakeS3:
         def put() -> None:
             before = self.objects.get(Key)
             if IfNoneMatch and before is not None:
-                raise _CHANGED
+                raise _changed()
             if IfMatch and before is None:
-                raise _MISSING
+                raise _missing()
             if IfMatch and before is not None and before.etag != IfMatch:
-                raise _CHANGED
+                raise _changed()
             self.on_write(Key.removeprefix(f"{PREFIX}/"), Body, before.data if before else None)
             if before is None:
                 insort(self._keys, Key)
@@ -167,7 +168,7 @@ class FakeS3:
 
     def _get(self, key: str) -> Stored:
         if (stored := self.objects.get(key)) is None:
-            raise _MISSING
+            raise _missing()
         return stored
 
 
