@@ -32,6 +32,7 @@ class SimulatedBatch(FakeBatch):
         super().__init__(lambda: world.now, page=service.weather.page_size)
         self.world, self.calls_to, self._container = world, service, container
         self.rng: Random = world.faults_rng
+        self._named = dict[str, list[str]]()
         self._visible_at, self._strategies = dict[str, float](), dict[str, Request]()
         self.processes = dict[str, Process]()
         self.on_submit: Callable[[Request], object] = lambda job: None
@@ -55,7 +56,14 @@ class SimulatedBatch(FakeBatch):
 
     def add(self, job: Request) -> None:
         self.jobs[job["jobId"]] = job
+        self._named.setdefault(job["jobName"], []).append(job["jobId"])
         self._visible_at[job["jobId"]] = self.world.now + self.calls_to.weather.lag_s * self.world.rng.random()
+
+    def _list_jobs(self, request: Request) -> Request:
+        (name,) = request["filters"][0]["values"]
+        found = [*self._described(self._named.get(name, []))][::-1]
+        fields = ("jobId", "jobName", "status", "createdAt")
+        return self._page("jobSummaryList", [{field: job[field] for field in fields} for job in found], request)
 
     def _described(self, ids: list[str]) -> Any:
         now = self.world.now

@@ -16,7 +16,6 @@ Refusal = Callable[[], Exception]
 slow_down: Refusal = partial(client_error, "SlowDown", status=503)
 throttled: Refusal = partial(client_error, "TooManyRequestsException", status=429)
 server_error: Refusal = partial(client_error, "ServerException", status=500)
-READS = ("get", "head", "list", "describe")
 
 CRITICAL = ("production.json", "serving.json", "history.jsonl", "verdict.json", "closed.json", "MANIFEST.json")
 """Names of objects whose writes fail more often, as does SubmitJob, because they decide what a cycle leaves behind."""
@@ -82,7 +81,7 @@ class Service:
 
     def __init__(self, world: World, weather: Weather, name: str, refused: tuple[Refusal, ...]) -> None:
         self.world, self.weather, self.name, self._refused = world, weather, name, refused
-        self._down_until = 0.0
+        self._total, self._down_until = sum(rate for _, rate in weather.requests), 0.0
         self.on_put: Callable[[str], bool] = lambda key: False
         """Called before each write. Returns whether something competes with it."""
 
@@ -118,6 +117,8 @@ class Service:
         world, drawn = self.world, self.world.faults_rng.random()
         if doing == "submit_job" or (doing == "put" and what.endswith(CRITICAL)):
             drawn /= 10
+        if drawn > self._total:
+            return ""
         for kind, rate in self.weather.requests:
             drawn -= rate
             if drawn < 0:

@@ -13,7 +13,7 @@ from tests.simulation.batch import SimulatedBatch
 from tests.simulation.faults import Service, Weather, server_error, slow_down, throttled
 from tests.simulation.invariants import HISTORY, PAIR, POINTER, Invariants
 from tests.simulation.nodes import container
-from tests.simulation.people import Account, plan_of, using
+from tests.simulation.people import Account, using
 from tests.simulation.s3 import PREFIX, FakeS3
 from tests.simulation.world import DAY_S, EPOCH, Process, World
 
@@ -167,7 +167,7 @@ class _Day:
 
     def _is_incomplete(self, recorded: dict[str, str], number: int) -> bool:
         jobs = self.account.batch.jobs
-        if len(recorded) < len(plan_of(self.cycle).jobs):
+        if len(recorded) < len(self.account.plan_of(self.cycle).jobs):
             return True
         states = {name: jobs[job_id] for name, job_id in recorded.items()}
         return any(job["status"] == "FAILED" and int(job["tags"]["round"]) < number for name, job in states.items())

@@ -19,7 +19,6 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from pipeline.core.manifest import MANIFEST_NAME
 from tests.jobs.targets.batch.fake_batch import ENDED
@@ -46,6 +45,8 @@ class Invariants:
         self.in_production = set[str]()
         self.used_verdicts = set[str]()
         self.recorded_ids = set[str]()
+        self.recorded = dict[str, dict[int, dict[str, str]]]()
+        """Ids of the recorded jobs by cycle, number of the submission and name. Their records are never deleted."""
         self.num_roll_backs = 0
         """Number of roll-backs that people have requested."""
         calm = not {"freeze", "outage"} & {kind for kind, _ in s3.service.weather.requests}
@@ -76,12 +77,18 @@ class Invariants:
         elif key.endswith(MANIFEST_NAME):
             self._committed(key.removesuffix(f"/{MANIFEST_NAME}"), data)
         elif before is None and "/jobs/submitted/" in key:
-            self.recorded_ids.add(json.loads(data)["id"])
+            self._recorded(key, json.loads(data))
         elif before is not None and before != data:
             if _FIXED.fullmatch(key):
                 self.world.violate(3, f"{key} was replaced")
             elif folder := self._folder_of(key):
                 self.world.violate(3, f"{key} was replaced, which is a file of the committed folder {folder}")
+
+    def _recorded(self, key: str, stored: Request) -> None:
+        _, cycle, _, _, folder, _ = key.split("/")
+        self.recorded_ids.add(stored["id"])
+        by_number = self.recorded.setdefault(cycle, {})
+        by_number.setdefault(int(folder.removeprefix("round-")), {})[stored["job"]] = stored["id"]
 
     def _deleted(self, key: str) -> None:
         if key.endswith(MANIFEST_NAME):
@@ -201,12 +208,10 @@ class Invariants:
 
     def newest_submission(self, cycle: str) -> tuple[dict[str, str], int]:
         """Return the ids of the recorded jobs by name, and the number of the newest submission."""
-        folder, recorded, newest = f"cycles/{cycle}/jobs/submitted/", dict[str, str](), 0
-        numbered = [(int(key.split("/")[4].removeprefix("round-")), key) for key in self.s3.keys(folder)]
-        for number, key in sorted(numbered):
-            stored: Any = json.loads(self.s3.read(key) or b"")
-            recorded[stored["job"]], newest = stored["id"], number
-        return recorded, newest
+        recorded, by_number = dict[str, str](), self.recorded.get(cycle, {})
+        for number in sorted(by_number):
+            recorded |= by_number[number]
+        return recorded, max(by_number, default=0)
 
 
 def _submission_of(job: Request) -> tuple[str, str, int]:
