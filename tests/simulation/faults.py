@@ -14,11 +14,14 @@ from tests.simulation.world import DAY_S, EPOCH, Died, World
 Refusal = Callable[[], Exception]
 """Makes an error. An error that is raised again and again would keep all of its tracebacks."""
 slow_down: Refusal = partial(client_error, "SlowDown", status=503)
+throttled_ml: Refusal = partial(client_error, "ThrottlingException", status=400)
 throttled: Refusal = partial(client_error, "TooManyRequestsException", status=429)
 server_error: Refusal = partial(client_error, "ServerException", status=500)
 
 CRITICAL = ("production.json", "serving.json", "history.jsonl", "verdict.json", "closed.json", "MANIFEST.json")
-"""Names of objects whose writes fail more often, as does SubmitJob, because they decide what a cycle leaves behind."""
+"""Names of objects whose writes fail more often, because they decide what a cycle leaves behind.
+
+So do SubmitJob and CreateTrainingJob."""
 
 REQUEST_FAULTS = ("refused", "lost", "die_before", "die_after", "slow", "freeze", "outage")
 """refused: not executed (503, 429 or 500). lost: executed, but the response is lost. die: SIGKILL before or after the
@@ -115,7 +118,7 @@ class Service:
 
     def _fault(self, doing: str, what: str) -> str:
         world, drawn = self.world, self.world.faults_rng.random()
-        if doing == "submit_job" or (doing == "put" and what.endswith(CRITICAL)):
+        if doing in ("submit_job", "create_training_job") or (doing == "put" and what.endswith(CRITICAL)):
             drawn /= 10
         if drawn > self._total:
             return ""

@@ -9,12 +9,13 @@ from functools import lru_cache, partial
 from random import Random
 from typing import Any
 
-from tests.simulation.batch import SimulatedBatch
-from tests.simulation.faults import Service, Weather, server_error, slow_down, throttled
+from tests.simulation.batch import Platform, SimulatedBatch
+from tests.simulation.faults import Service, Weather, server_error, slow_down, throttled, throttled_ml
 from tests.simulation.invariants import HISTORY, PAIR, POINTER, Invariants
 from tests.simulation.nodes import container
 from tests.simulation.people import Account, using
 from tests.simulation.s3 import PREFIX, FakeS3
+from tests.simulation.sagemaker import SimulatedSageMaker
 from tests.simulation.world import DAY_S, EPOCH, Process, World
 
 NUM_DAYS = 2
@@ -36,7 +37,8 @@ class Result:
 def run_history(seed: int, *, max_faults: int | None = None, keeps_history: bool = False) -> Result:
     """Run the history of a seed. The product must be in the world (see product_in_world)."""
     world = World(seed, max_faults=max_faults, keeps_history=keeps_history)
-    gc.collect()
+    gc.collect()  # of the earlier history
+    gc.freeze()
     _, num_cycles = _run(world, Weather.of(Random(seed)), range(NUM_DAYS), _earlier_cycles())
     return Result(seed, world.violation, world.num_faults, num_cycles, tuple(world.history or ()))
 
@@ -52,9 +54,11 @@ def _run(world: World, weather: Weather, numbers: range, earlier: dict[str, byte
     """Run some days and return the bucket and the number of cycles. Numbers of days are relative to EPOCH."""
     world.now = EPOCH + numbers[0] * DAY_S
     s3 = FakeS3(Service(world, weather, "s3", (slow_down,)))
-    batch = SimulatedBatch(Service(world, weather, "batch", (throttled, server_error)), container(world, s3))
+    kind, refusal = (SimulatedSageMaker, throttled_ml) if world.seed % 3 == 2 else (SimulatedBatch, throttled)
+    service = Service(world, weather, kind.target, (refusal, server_error))
+    platform: Platform = kind(service, container(world, s3))
     s3.restore(earlier)
-    account, invariants = Account(world, s3, batch), Invariants(world, s3, batch)
+    account, invariants = Account(world, s3, platform), Invariants(world, s3, platform)
     invariants.adopt(earlier)
     days = [_Day(account, invariants, weather, number) for number in numbers]
     for place, day in enumerate(days):
@@ -149,24 +153,28 @@ class _Day:
         return self.account.roll_back()
 
     def _look(self) -> None:
-        """Decide what to do, following the runbook, and look again later."""
+        """Decide what to do, following the runbook, and look again later.
+
+        On SageMaker, a command that follows the jobs must run until the cycle has ended.
+        """
         closed, (recorded, number) = self._closed(), self.invariants.newest_submission(self.cycle)
         if (closed and closed["outcome"] in ("succeeded", "refused")) or self.world.now > self.ends_at - 3600:
             return
         self.world.at(1200 + 2400 * self.rng.random(), self._look)
         if any(not process.name.startswith("watch") for process in self.people):
             return
-        if closed or (number > 1 and self._is_incomplete(recorded, number)):
+        follows = self.account.platform.target == "sagemaker"
+        if closed or (number > 1 and not follows and self._is_incomplete(recorded, number)):
             self._start("retry", lambda: self.account.retry(self.cycle))
             if self.weather.happens(self.world, "second_retry", self.weather.people.get("second_retry", 0.0)):
                 self.world.at(
                     5 * self.rng.random(), lambda: self._start("retry", lambda: self.account.retry(self.cycle))
                 )
-        elif self._is_incomplete(recorded, number):
+        elif follows or self._is_incomplete(recorded, number):
             self._start("submit", lambda: self.account.submit(self.cycle))
 
     def _is_incomplete(self, recorded: dict[str, str], number: int) -> bool:
-        jobs = self.account.batch.jobs
+        jobs = self.account.platform.jobs
         if len(recorded) < len(self.account.plan_of(self.cycle).jobs):
             return True
         states = {name: jobs[job_id] for name, job_id in recorded.items()}

@@ -27,6 +27,10 @@ from jobs.targets.batch import account, client, target
 from jobs.targets.batch import requests as batch_requests
 from jobs.targets.batch.client import BatchClient, LogsClient
 from jobs.targets.batch.target import BatchTarget
+from jobs.targets.sagemaker import requests as training_requests
+from jobs.targets.sagemaker import target as training_target
+from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
+from jobs.targets.sagemaker.target import SageMakerTarget
 from pipeline.checkpoint.store import TrainState
 from pipeline.core.errors import TransientError
 from pipeline.core.manifest import Manifest
@@ -35,7 +39,7 @@ from pipeline.registry import records
 from pipeline.registry.model import Registry
 from pipeline.registry.records import Author, Pointer, StoredVerdict
 from pipeline.settings import resolve
-from tests.simulation.batch import SimulatedBatch
+from tests.simulation.batch import Platform
 from tests.simulation.nodes import AT, MODEL, WORKERS
 from tests.simulation.s3 import ROOT, FakeS3, SimulatedStorage
 from tests.simulation.world import Process, World
@@ -45,6 +49,7 @@ FLAGS = {
     "--jobs.queue": "relevance",
     "--jobs.share-identifier": "production",
     "--jobs.image": "trnpipe@sha256:0",
+    "--jobs.role": "arn:aws:iam::123456789012:role/relevance",
     "--jobs.train.nodes": "2",
     "--jobs.train.instance": "trn1.32xlarge",
     "--jobs.train.timeout-s": "7200",
@@ -56,20 +61,22 @@ FLAGS = {
 
 
 @lru_cache
-def settings_of(cycle: str) -> CycleSettings:
+def settings_of(cycle: str, *, is_spot: bool = False) -> CycleSettings:
     """Return the settings of a cycle, with one job group of several nodes and one array."""
-    flags = FLAGS | ({"--cycle": cycle} if cycle else {})
+    flags = FLAGS | ({"--cycle": cycle} if cycle else {}) | ({"--jobs.sagemaker.spot": "true"} if is_spot else {})
     return resolve((), {}, [*flags.items()], model=CycleSettings).settings
 
 
+POLL_S = 600.0
+"""Seconds between two looks of a process that follows training jobs. In production, it looks more often."""
 STAGES = ("train", "evaluate", "embed", "verify")
 """The jobs of a short plan, which are those that write what the invariants protect."""
 
 
 @lru_cache
-def plan_of(cycle: str, *, is_whole: bool) -> JobPlan:
+def plan_of(cycle: str, *, is_whole: bool, is_spot: bool) -> JobPlan:
     """Return the plan of a cycle, either with all of its jobs or a short one."""
-    plan = make_plan(settings_of(cycle))
+    plan = make_plan(settings_of(cycle, is_spot=is_spot))
     if is_whole:
         return plan
     jobs = [job for job in plan.jobs if job.name in STAGES]
@@ -85,11 +92,12 @@ class Account:
 
     world: World
     s3: FakeS3
-    batch: SimulatedBatch
+    platform: Platform
 
     def plan_of(self, cycle: str) -> JobPlan:
         """Return the plan of a cycle, which is a short one in three of four histories."""
-        return plan_of(cycle, is_whole=self.world.seed % 4 == 0)
+        seed = self.world.seed
+        return plan_of(cycle, is_whole=seed % 4 == 0, is_spot=self.platform.target == "sagemaker" and seed % 2 == 1)
 
     def open_cycle(self, cycle: str) -> OpenCycle:
         """Return a cycle for the current process."""
@@ -98,8 +106,12 @@ class Account:
         return OpenCycle(settings_of(cycle), store, self._say, process.stop)
 
     def open_target(self, cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda: None) -> Target:
-        batch, logs = BatchClient(self.batch, stop=cycle.stop), LogsClient(None, stop=cycle.stop)
-        return BatchTarget(batch, logs, cycle.store, renew, cycle.say)
+        logs, store, say, stop = LogsClient(None, stop=cycle.stop), cycle.store, cycle.say, cycle.stop
+        if name == "sagemaker":
+            direct = DirectRoute(self.platform, stop=stop)
+            queue = QueueRoute(None, direct, say, stop=stop)
+            return SageMakerTarget(direct, queue, logs, store, say, stop, poll_s=POLL_S)
+        return BatchTarget(BatchClient(self.platform, stop=stop), logs, store, renew, say)
 
     @property
     def process(self) -> Process:
@@ -114,10 +126,10 @@ class Account:
     def drive(self, scheduled: datetime) -> int:
         """Run `trnjobs driver`, as the scheduler does."""
         base, now = self.open_cycle(""), datetime.fromtimestamp(self.world.now, UTC)
-        return submit.drive(base.settings.jobs.schedule, scheduled, now, base, "batch")
+        return submit.drive(base.settings.jobs.schedule, scheduled, now, base, self.platform.target)
 
     def submit(self, cycle: str) -> int:
-        return submit.submit_plan(self.open_cycle(cycle), self.plan_of(cycle), "batch")
+        return submit.submit_plan(self.open_cycle(cycle), self.plan_of(cycle), self.platform.target)
 
     def retry(self, cycle: str) -> int:
         return submit.run_retry(Namespace(settings=settings_of(cycle)), self._say)
@@ -229,6 +241,8 @@ def product_in_world() -> Iterator[None]:
         (submit, "unused_settings", lambda *_: []),
         (submit, "of_all_jobs", lambda settings: {"settings": settings.cycle}),
         (submit, "check_plan", _by_plan(batch_requests.check_plan)),
+        (submit, "check_training_jobs", _by_plan(training_requests.check_plan)),
+        (training_target, "check_plan", _by_plan(training_requests.check_plan)),
         (account, "check_plan", _by_plan(batch_requests.check_plan)),
         (target, "definition_request", _by_plan(batch_requests.definition_request)),
         (target, "placement_of", _by_plan(placement_of)),
@@ -250,9 +264,8 @@ def product_in_world() -> Iterator[None]:
     with ExitStack() as stack:
         for where, name, what in replaced:
             stack.enter_context(patch.object(where, name, what))
-        # Collect garbage between histories only. The imported modules take longer to search than a cycle takes to run.
-        gc.collect()
-        gc.freeze()
+        # Garbage is only collected between histories (see run_history), and never searched for in what was imported,
+        # which would take longer than a cycle.
         gc.disable()
         stack.callback(gc.enable)
         stack.callback(gc.unfreeze)
