@@ -21,6 +21,8 @@ from tests.simulation.world import DAY_S, EPOCH, Process, World
 NUM_DAYS = 2
 SCHEDULED_S = 2 * 3600.0
 MAX_SUBMISSIONS = 12
+RACES = ("production.json", "serving.json", "history.jsonl", "verdict.json", "claim.json", "closed.json")
+"""Names of objects whose writes a second command may compete with."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ class _Day:
     def _compete(self, key: str) -> bool:
         """Let a person start a command that competes with a write. Returns whether this happens."""
         key = key.removeprefix(f"{PREFIX}/")
+        if not key.endswith(RACES):
+            return False
         if key in (POINTER, HISTORY, PAIR, f"cycles/{self.cycle}/evaluate/verdict.json"):
             rivals = [("roll_back", self._roll_back)]
         elif key in (f"cycles/{self.cycle}/jobs/{file}.json" for file in ("claim", "closed")):
@@ -158,9 +162,11 @@ class _Day:
         On SageMaker, a command that follows the jobs must run until the cycle has ended.
         """
         closed, (recorded, number) = self._closed(), self.invariants.newest_submission(self.cycle)
-        if (closed and closed["outcome"] in ("succeeded", "refused")) or self.world.now > self.ends_at - 3600:
+        if self.world.now > self.ends_at - 3600:
             return
         self.world.at(1200 + 2400 * self.rng.random(), self._look)
+        if closed and closed["outcome"] in ("succeeded", "refused"):
+            return
         if any(not process.name.startswith("watch") for process in self.people):
             return
         follows = self.account.platform.target == "sagemaker"
