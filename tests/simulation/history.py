@@ -56,7 +56,7 @@ def _run(world: World, weather: Weather, numbers: range, earlier: dict[str, byte
     """Run some days and return the bucket and the number of cycles. Numbers of days are relative to EPOCH."""
     world.now = EPOCH + numbers[0] * DAY_S
     s3 = FakeS3(Service(world, weather, "s3", (slow_down,)))
-    kind, refusal = (SimulatedSageMaker, throttled_ml) if world.seed % 3 == 2 else (SimulatedBatch, throttled)
+    kind, refusal = (SimulatedSageMaker, throttled_ml) if world.seed % 4 == 3 else (SimulatedBatch, throttled)
     service = Service(world, weather, kind.target, (refusal, server_error))
     platform: Platform = kind(service, container(world, s3))
     s3.restore(earlier)
