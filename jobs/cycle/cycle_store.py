@@ -13,7 +13,7 @@ closed.json              the outcome of the newest submission (the next cycle ma
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, TypeVar
 
@@ -56,6 +56,8 @@ class CycleStore:
     storage: Storage
     cycle: str
     clock: Callable[[], float]
+    _submitted: dict[str, SubmittedJob] = field(default_factory=dict, repr=False, compare=False)
+    """The submitted jobs that were read, by storage key. Their files are never overwritten."""
 
     def key(self, name: str) -> str:
         return f"cycles/{self.cycle}/jobs/{name}"
@@ -118,9 +120,14 @@ class CycleStore:
         return sorted(int(name.removeprefix("round-")) for name in folders)
 
     def submitted(self, submission: int) -> dict[str, SubmittedJob]:
-        names = self._names(f"submitted/round-{submission}")
-        jobs = [self._read(name, SubmittedJob.model_validate_json) for name in names]
-        return {job.job: job for job in jobs if job}
+        """Return the jobs of a submission by name. A job that was read before is not read again."""
+        jobs = dict[str, SubmittedJob]()
+        for name in self._names(f"submitted/round-{submission}"):
+            key = self.key(name)
+            job = self._submitted.get(key) or self._read(name, SubmittedJob.model_validate_json)
+            if job is not None:
+                jobs[job.job] = self._submitted[key] = job
+        return jobs
 
     def current(self) -> dict[str, SubmittedJob]:
         """Return the most recent submission of each job, by job name."""

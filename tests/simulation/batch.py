@@ -1,5 +1,7 @@
 """AWS Batch in memory, which also runs the jobs: queues, machines, dependencies, retries and time limits.
 
+`Platform` is what it shares with the simulation of SageMaker.
+
 The requests and their answers are those of the fake that the tests of the target use. What is added here is time: a new
 job is listed and described only after a while, waits for a machine, and its container is a simulated process.
 """
@@ -24,16 +26,20 @@ Container = Callable[[Request, int], Callable[[Process], int | None]]
 """Returns the work of the container for the description of a task and the number of its attempt."""
 
 
-class SimulatedBatch(FakeBatch):
-    """One account with a fair-share queue, whose jobs run in the world."""
+class Platform:
+    """A service that runs jobs in the world, behind boto3's client.
+
+    `jobs` contains all tasks in the form of AWS Batch, `processes` the containers that run, and `target` is the name of
+    the product's target for this service.
+    """
+
+    target: str
+    jobs: dict[str, Request]
 
     def __init__(self, service: Service, container: Container) -> None:
-        world = service.world
-        super().__init__(lambda: world.now, page=service.weather.page_size)
-        self.world, self.calls_to, self._container = world, service, container
-        self.rng: Random = world.faults_rng
-        self._visible_at, self._strategies = dict[str, float](), dict[str, Request]()
-        self.processes = dict[str, Process]()
+        self.world, self.calls_to, self._container = service.world, service, container
+        self.rng: Random = self.world.faults_rng
+        self._shown_at, self.processes = dict[str, float](), dict[str, Process]()
         self.on_submit: Callable[[Request], object] = lambda job: None
         self.on_start: Callable[[Request], object] = lambda job: None
         self.on_end: Callable[[Request], object] = lambda job: None
@@ -44,22 +50,72 @@ class SimulatedBatch(FakeBatch):
         work = getattr(self, f"_{name}")
 
         def call(**request: Any) -> Request:
-            what = request.get("jobName") or request.get("jobId") or ""
+            what = next((request[key] for key in ("jobName", "jobId", "TrainingJobName") if key in request), "")
             answer: Request = self.calls_to.request(name, what, lambda: work(request))
             return answer
 
         setattr(self, name, call)
         return call
 
+    def show_later(self, job_id: str) -> None:
+        """Let a new job be listed and described only after a while."""
+        self._shown_at[job_id] = self.world.now + self.calls_to.weather.lag_s * self.world.rng.random()
+
+    def is_shown(self, job_id: str) -> bool:
+        return self.world.now >= self._shown_at[job_id]
+
+    def has_fault(self, kind: str, job: Request) -> bool:
+        weather = self.calls_to.weather
+        return weather.happens(self.world, f"{kind} of {job['tags']['job']}", weather.jobs.get(kind, 0.0))
+
+    def run(self, job: Request, attempt: int, on_exit: Callable[[Process, int | None], object]) -> Process:
+        """Start the container of a task."""
+        job_id, index = job["jobId"], job.get("arrayProperties", {}).get("index")
+
+        def exited(code: int | None) -> None:
+            del self.processes[job_id]
+            on_exit(process, code)
+
+        process = self.processes[job_id] = Process(
+            f"{job['tags']['job']}{'' if index is None else f':{index}'}-{attempt}",
+            self._container(job, attempt),
+            on_exit=exited,
+            skew_s=self.rng.uniform(-2, 2),
+            is_node=True,
+        )
+        self.world.start(process)
+        return process
+
+    def stop(self, process: Process, grace_s: float) -> None:
+        process.stop.set("SIGTERM")
+        self.world.at(grace_s, lambda: self.world.kill(process))
+
+
+class SimulatedBatch(Platform, FakeBatch):
+    """One account with a fair-share queue, whose jobs run in the world."""
+
+    target = "batch"
+
+    def __init__(self, service: Service, container: Container) -> None:
+        Platform.__init__(self, service, container)
+        FakeBatch.__init__(self, lambda: service.world.now, page=service.weather.page_size)
+        self._named, self._strategies = dict[str, list[str]](), dict[str, Request]()
+
     # Requests.
 
     def add(self, job: Request) -> None:
         self.jobs[job["jobId"]] = job
-        self._visible_at[job["jobId"]] = self.world.now + self.calls_to.weather.lag_s * self.world.rng.random()
+        self._named.setdefault(job["jobName"], []).append(job["jobId"])
+        self.show_later(job["jobId"])
+
+    def _list_jobs(self, request: Request) -> Request:
+        (name,) = request["filters"][0]["values"]
+        found = [*self._described(self._named.get(name, []))][::-1]
+        fields = ("jobId", "jobName", "status", "createdAt")
+        return self._page("jobSummaryList", [{field: job[field] for field in fields} for job in found], request)
 
     def _described(self, ids: list[str]) -> Any:
-        now = self.world.now
-        yield from (self.jobs[one] for one in ids if one in self.jobs and now >= self._visible_at[one])
+        yield from (self.jobs[one] for one in ids if one in self.jobs and self.is_shown(one))
 
     def _submit_job(self, request: Request) -> Request:
         answer = super()._submit_job(request)
@@ -79,7 +135,7 @@ class SimulatedBatch(FakeBatch):
             if job["status"] not in ENDED:
                 job |= {"isTerminated": True, "_reason": request["reason"]}
                 if process := self.processes.get(job["jobId"]):
-                    self._stop(process)
+                    self.stop(process, GRACE_S)
                 else:
                     self._fail(job, request["reason"])
         self.settle()
@@ -123,9 +179,9 @@ class SimulatedBatch(FakeBatch):
         job |= {"status": "RUNNABLE", "_queued": True}
         low, high = MACHINE_S
         wait_s = low * (high / low) ** self.rng.random()
-        if self._has_fault("no_capacity", job):
+        if self.has_fault("no_capacity", job):
             job["statusReason"], wait_s = CAPACITY, wait_s + 3600 * self.rng.random()
-        elif self._has_fault("misconfigured", job):
+        elif self.has_fault("misconfigured", job):
             job["statusReason"], wait_s = MISCONFIGURED, wait_s + 7200 * self.rng.random()
         self.world.at(wait_s, lambda: self._start(job))
 
@@ -134,23 +190,16 @@ class SimulatedBatch(FakeBatch):
             return
         job_id, number = job["jobId"], len(job["attempts"]) + 1
         job.pop("statusReason", None)
-        if self._has_fault("no_start", job):
+        if self.has_fault("no_start", job):
             self._attempt_ended(job, None, f"{TASK_NOT_STARTED}: CannotPullContainerError")
             return
         self.on_start(job)
         self.start(job_id)
-        process = self.processes[job_id] = Process(
-            f"{job['tags']['job']}{job_id[8 + 28 :]}-{number}",
-            self._container(job, number),
-            on_exit=lambda code: self._exited(job, process, code),
-            skew_s=self.rng.uniform(-2, 2),
-            is_node=True,
-        )
-        self.world.start(process)
+        process = self.run(job, number, lambda _, code: self._exited(job, code))
         self.world.at(self._strategies[_parent(job_id)]["attemptDurationSeconds"], lambda: self._time_out(job, process))
-        if self._has_fault("host_lost", job):
+        if self.has_fault("host_lost", job):
             self.world.at(200 * self.rng.random(), lambda: self._lose_host(job, process))
-        if self._has_fault("sigterm", job):  # of a Spot machine, two minutes before it is lost
+        if self.has_fault("sigterm", job):  # of a Spot machine, two minutes before it is lost
             self.world.at(200 * self.rng.random(), lambda: self._interrupt(job, process))
 
     def _interrupt(self, job: Request, process: Process) -> None:
@@ -166,14 +215,9 @@ class SimulatedBatch(FakeBatch):
     def _time_out(self, job: Request, process: Process) -> None:
         if not process.has_ended:
             job["_status_reason"] = TIMED_OUT
-            self._stop(process)
+            self.stop(process, GRACE_S)
 
-    def _stop(self, process: Process) -> None:
-        process.stop.set("SIGTERM")
-        self.world.at(GRACE_S, lambda: self.world.kill(process))
-
-    def _exited(self, job: Request, process: Process, code: int | None) -> None:
-        del self.processes[job["jobId"]]
+    def _exited(self, job: Request, code: int | None) -> None:
         self._attempt_ended(job, 137 if code is None else code, job.pop("_status_reason", EXITED))
 
     def _attempt_ended(self, job: Request, code: int | None, status_reason: str) -> None:
@@ -226,10 +270,6 @@ class SimulatedBatch(FakeBatch):
         job = self.jobs[job_id]
         size = job.get("arrayProperties", {}).get("size", 0)
         return [self.jobs[f"{job_id}:{index}"] for index in range(size)] or [job]
-
-    def _has_fault(self, kind: str, job: Request) -> bool:
-        weather = self.calls_to.weather
-        return weather.happens(self.world, f"{kind} of {job['tags']['job']}", weather.jobs.get(kind, 0.0))
 
 
 def _parent(job_id: str) -> str:

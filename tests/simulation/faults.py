@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -10,14 +11,17 @@ from botocore.exceptions import ReadTimeoutError
 from tests.jobs.targets.faults import client_error
 from tests.simulation.world import DAY_S, EPOCH, Died, World
 
-LOST = ReadTimeoutError(endpoint_url="http://service")
-SLOW_DOWN = client_error("SlowDown", status=503)
-THROTTLED = client_error("TooManyRequestsException", status=429)
-SERVER_ERROR = client_error("ServerException", status=500)
-READS = ("get", "head", "list", "describe")
+Refusal = Callable[[], Exception]
+"""Makes an error. An error that is raised again and again would keep all of its tracebacks."""
+slow_down: Refusal = partial(client_error, "SlowDown", status=503)
+throttled_ml: Refusal = partial(client_error, "ThrottlingException", status=400)
+throttled: Refusal = partial(client_error, "TooManyRequestsException", status=429)
+server_error: Refusal = partial(client_error, "ServerException", status=500)
 
 CRITICAL = ("production.json", "serving.json", "history.jsonl", "verdict.json", "closed.json", "MANIFEST.json")
-"""Names of objects whose writes fail more often, as does SubmitJob, because they decide what a cycle leaves behind."""
+"""Names of objects whose writes fail more often, because they decide what a cycle leaves behind.
+
+So do SubmitJob and CreateTrainingJob."""
 
 REQUEST_FAULTS = ("refused", "lost", "die_before", "die_after", "slow", "freeze", "outage")
 """refused: not executed (503, 429 or 500). lost: executed, but the response is lost. die: SIGKILL before or after the
@@ -78,9 +82,9 @@ class Weather:
 class Service:
     """Requests to one service, which take time, fail and are lost."""
 
-    def __init__(self, world: World, weather: Weather, name: str, refused: tuple[Exception, ...]) -> None:
+    def __init__(self, world: World, weather: Weather, name: str, refused: tuple[Refusal, ...]) -> None:
         self.world, self.weather, self.name, self._refused = world, weather, name, refused
-        self._down_until = 0.0
+        self._total, self._down_until = sum(rate for _, rate in weather.requests), 0.0
         self.on_put: Callable[[str], bool] = lambda key: False
         """Called before each write. Returns whether something competes with it."""
 
@@ -102,20 +106,22 @@ class Service:
         elif fault == "outage":
             self._down_until = world.now + 300 * world.faults_rng.random()
         if world.now < self._down_until or fault == "refused":
-            raise world.faults_rng.choice(self._refused)
+            raise world.faults_rng.choice(self._refused)()
         answer = work()
         if world.history is not None:
             world.log(self.name, doing, what)
         if fault == "die_after":
             self._die(world)
         if fault == "lost":
-            raise LOST
+            raise ReadTimeoutError(endpoint_url="http://service")
         return answer
 
     def _fault(self, doing: str, what: str) -> str:
         world, drawn = self.world, self.world.faults_rng.random()
-        if doing == "submit_job" or (doing == "put" and what.endswith(CRITICAL)):
+        if doing in ("submit_job", "create_training_job") or (doing == "put" and what.endswith(CRITICAL)):
             drawn /= 10
+        if drawn > self._total:
+            return ""
         for kind, rate in self.weather.requests:
             drawn -= rate
             if drawn < 0:

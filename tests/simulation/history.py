@@ -1,5 +1,6 @@
 """One history per seed: a few days, each with a cycle, its faults, and the people who look after it."""
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,17 +9,20 @@ from functools import lru_cache, partial
 from random import Random
 from typing import Any
 
-from tests.simulation.batch import SimulatedBatch
-from tests.simulation.faults import SERVER_ERROR, SLOW_DOWN, THROTTLED, Service, Weather
+from tests.simulation.batch import Platform, SimulatedBatch
+from tests.simulation.faults import Service, Weather, server_error, slow_down, throttled, throttled_ml
 from tests.simulation.invariants import HISTORY, PAIR, POINTER, Invariants
 from tests.simulation.nodes import container
-from tests.simulation.people import Account, plan_of, using
+from tests.simulation.people import Account, using
 from tests.simulation.s3 import PREFIX, FakeS3
+from tests.simulation.sagemaker import SimulatedSageMaker
 from tests.simulation.world import DAY_S, EPOCH, Process, World
 
 NUM_DAYS = 2
 SCHEDULED_S = 2 * 3600.0
 MAX_SUBMISSIONS = 12
+RACES = ("production.json", "serving.json", "history.jsonl", "verdict.json", "claim.json", "closed.json")
+"""Names of objects whose writes a second command may compete with."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Result:
 def run_history(seed: int, *, max_faults: int | None = None, keeps_history: bool = False) -> Result:
     """Run the history of a seed. The product must be in the world (see product_in_world)."""
     world = World(seed, max_faults=max_faults, keeps_history=keeps_history)
+    gc.collect()  # of the earlier history
+    gc.freeze()
     _, num_cycles = _run(world, Weather.of(Random(seed)), range(NUM_DAYS), _earlier_cycles())
     return Result(seed, world.violation, world.num_faults, num_cycles, tuple(world.history or ()))
 
@@ -49,10 +55,12 @@ def _earlier_cycles() -> dict[str, bytes]:
 def _run(world: World, weather: Weather, numbers: range, earlier: dict[str, bytes]) -> tuple[FakeS3, int]:
     """Run some days and return the bucket and the number of cycles. Numbers of days are relative to EPOCH."""
     world.now = EPOCH + numbers[0] * DAY_S
-    s3 = FakeS3(Service(world, weather, "s3", (SLOW_DOWN,)))
-    batch = SimulatedBatch(Service(world, weather, "batch", (THROTTLED, SERVER_ERROR)), container(world, s3))
+    s3 = FakeS3(Service(world, weather, "s3", (slow_down,)))
+    kind, refusal = (SimulatedSageMaker, throttled_ml) if world.seed % 4 == 3 else (SimulatedBatch, throttled)
+    service = Service(world, weather, kind.target, (refusal, server_error))
+    platform: Platform = kind(service, container(world, s3))
     s3.restore(earlier)
-    account, invariants = Account(world, s3, batch), Invariants(world, s3, batch)
+    account, invariants = Account(world, s3, platform), Invariants(world, s3, platform)
     invariants.adopt(earlier)
     days = [_Day(account, invariants, weather, number) for number in numbers]
     for place, day in enumerate(days):
@@ -112,6 +120,8 @@ class _Day:
     def _compete(self, key: str) -> bool:
         """Let a person start a command that competes with a write. Returns whether this happens."""
         key = key.removeprefix(f"{PREFIX}/")
+        if not key.endswith(RACES):
+            return False
         if key in (POINTER, HISTORY, PAIR, f"cycles/{self.cycle}/evaluate/verdict.json"):
             rivals = [("roll_back", self._roll_back)]
         elif key in (f"cycles/{self.cycle}/jobs/{file}.json" for file in ("claim", "closed")):
@@ -147,25 +157,31 @@ class _Day:
         return self.account.roll_back()
 
     def _look(self) -> None:
-        """Decide what to do, following the runbook, and look again later."""
+        """Decide what to do, following the runbook, and look again later.
+
+        On SageMaker, a command that follows the jobs must run until the cycle has ended.
+        """
         closed, (recorded, number) = self._closed(), self.invariants.newest_submission(self.cycle)
-        if (closed and closed["outcome"] in ("succeeded", "refused")) or self.world.now > self.ends_at - 3600:
+        if self.world.now > self.ends_at - 3600:
             return
         self.world.at(1200 + 2400 * self.rng.random(), self._look)
+        if closed and closed["outcome"] in ("succeeded", "refused"):
+            return
         if any(not process.name.startswith("watch") for process in self.people):
             return
-        if closed or (number > 1 and self._is_incomplete(recorded, number)):
+        follows = self.account.platform.target == "sagemaker"
+        if closed or (number > 1 and not follows and self._is_incomplete(recorded, number)):
             self._start("retry", lambda: self.account.retry(self.cycle))
             if self.weather.happens(self.world, "second_retry", self.weather.people.get("second_retry", 0.0)):
                 self.world.at(
                     5 * self.rng.random(), lambda: self._start("retry", lambda: self.account.retry(self.cycle))
                 )
-        elif self._is_incomplete(recorded, number):
+        elif follows or self._is_incomplete(recorded, number):
             self._start("submit", lambda: self.account.submit(self.cycle))
 
     def _is_incomplete(self, recorded: dict[str, str], number: int) -> bool:
-        jobs = self.account.batch.jobs
-        if len(recorded) < len(plan_of(self.cycle).jobs):
+        jobs = self.account.platform.jobs
+        if len(recorded) < len(self.account.plan_of(self.cycle).jobs):
             return True
         states = {name: jobs[job_id] for name, job_id in recorded.items()}
         return any(job["status"] == "FAILED" and int(job["tags"]["round"]) < number for name, job in states.items())

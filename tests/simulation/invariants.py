@@ -11,7 +11,8 @@
     has a recorded job in the same submission or has succeeded in an earlier one, and when a driver ends well, each job
     of its submission exists once. There are two exceptions. A driver that stood still for longer than its lease may
     submit a job, which it ends at once. A job that its driver did not live to record may run again, which its stage
-    notices.
+    notices. On SageMaker, any process may create a training job, because all of them give it the same name, but each
+    attempt of a task is created after all earlier ones have failed.
 5.  Every cycle ends by retry alone: people only repeat commands, and by the end of the day the cycle has succeeded or
     was refused, after a bounded number of submissions.
 """
@@ -19,12 +20,11 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from pipeline.core.manifest import MANIFEST_NAME
 from tests.jobs.targets.batch.fake_batch import ENDED
 from tests.jobs.targets.faults import Request
-from tests.simulation.batch import SimulatedBatch
+from tests.simulation.batch import Platform
 from tests.simulation.nodes import MODEL
 from tests.simulation.s3 import FakeS3
 from tests.simulation.world import World
@@ -39,20 +39,23 @@ _KEPT = re.compile(r"cycles/[^/]+/([^/]+/(result|verdict)\.json|jobs/(claim|reco
 class Invariants:
     """Watches every change of the bucket and every job. Reports to the world."""
 
-    def __init__(self, world: World, s3: FakeS3, batch: SimulatedBatch) -> None:
-        self.world, self.s3, self.batch = world, s3, batch
+    def __init__(self, world: World, s3: FakeS3, platform: Platform) -> None:
+        self.world, self.s3, self.platform = world, s3, platform
         self.manifests = dict[str, dict[str, int]]()
         """Names and sizes of the files of every committed folder."""
         self.in_production = set[str]()
         self.used_verdicts = set[str]()
         self.recorded_ids = set[str]()
+        self.recorded = dict[str, dict[int, dict[str, str]]]()
+        """Ids of the recorded jobs by cycle, number of the submission and name. Their records are never deleted."""
         self.num_roll_backs = 0
         """Number of roll-backs that people have requested."""
         calm = not {"freeze", "outage"} & {kind for kind, _ in s3.service.weather.requests}
         self.leases_hold = calm and "clock_jump" not in s3.service.weather.people
         """Whether no process can outlive its lease in this history."""
         s3.on_write, s3.on_delete = self._written, self._deleted
-        batch.on_submit, batch.on_start, batch.on_end = self._submitted, self._started, self._ended
+        platform.on_submit = self._submitted if platform.target == "batch" else self._created
+        platform.on_start, platform.on_end = self._started, self._ended
 
     def adopt(self, objects: Mapping[str, bytes]) -> None:
         """Take over what earlier cycles have committed."""
@@ -76,12 +79,18 @@ class Invariants:
         elif key.endswith(MANIFEST_NAME):
             self._committed(key.removesuffix(f"/{MANIFEST_NAME}"), data)
         elif before is None and "/jobs/submitted/" in key:
-            self.recorded_ids.add(json.loads(data)["id"])
+            self._recorded(key, json.loads(data))
         elif before is not None and before != data:
             if _FIXED.fullmatch(key):
                 self.world.violate(3, f"{key} was replaced")
             elif folder := self._folder_of(key):
                 self.world.violate(3, f"{key} was replaced, which is a file of the committed folder {folder}")
+
+    def _recorded(self, key: str, stored: Request) -> None:
+        _, cycle, _, _, folder, _ = key.split("/")
+        self.recorded_ids.add(stored["id"])
+        by_number = self.recorded.setdefault(cycle, {})
+        by_number.setdefault(int(folder.removeprefix("round-")), {})[stored["job"]] = stored["id"]
 
     def _deleted(self, key: str) -> None:
         if key.endswith(MANIFEST_NAME):
@@ -170,23 +179,37 @@ class Invariants:
             if other is not job and other["status"] == "SUCCEEDED" and is_recorded:
                 self.world.violate(4, f"{name} of {cycle} is submitted again, although it has succeeded")
 
+    def _created(self, job: Request) -> None:
+        """Check a training job. Any process may create it, but each attempt must follow one that has failed."""
+        cycle, name, number = _submission_of(job)
+        index = job["arrayProperties"].get("index")
+        others = [other for other in self._jobs_of(cycle, name) if other is not job]
+        for other in (other for other in others if other["arrayProperties"].get("index") == index):
+            # A retry of an array repeats all of its children, even if only some have failed.
+            failed = {sibling["tags"]["round"] for sibling in others if sibling["status"] == "FAILED"}
+            is_repeated = other["tags"]["round"] in failed and int(other["tags"]["round"]) < number
+            if other["status"] != "FAILED" and not (other["status"] == "SUCCEEDED" and is_repeated):
+                self.world.violate(4, f"{job['jobId']} is created, while {other['jobId']} is {other['status']}")
+            if (number, job["attempt"]) <= (int(other["tags"]["round"]), other["attempt"]):
+                self.world.violate(4, f"{job['jobId']} is created after {other['jobId']}")
+
     def _started(self, job: Request) -> None:
         cycle, name, _ = _submission_of(job)
         index = job.get("arrayProperties", {}).get("index")
-        for job_id in self.batch.processes:
-            other = self.batch.jobs[job_id]
+        for job_id in self.platform.processes:
+            other = self.platform.jobs[job_id]
             is_same = _submission_of(other)[:2] == (cycle, name)
             if is_same and other.get("arrayProperties", {}).get("index") == index:
                 self.world.violate(1, f"{name} of {cycle} starts as {job['jobId']}, while {job_id} runs")
 
     def _ended(self, job: Request) -> None:
         cycle, name, _ = _submission_of(job)
-        is_whole = ":" not in job["jobId"]
+        is_whole = not job.get("arrayProperties", {}).keys() >= {"index"}
         if job["status"] == "SUCCEEDED" and is_whole and self.s3.read(f"cycles/{cycle}/{name}/result.json") is None:
             self.world.violate(3, f"{name} of {cycle} has succeeded, but has no result")
 
     def _jobs_of(self, cycle: str, name: str) -> Iterator[Request]:
-        for job in self.batch.jobs.values():
+        for job in self.platform.jobs.values():
             if not {":", "#"} & {*job["jobId"]} and _submission_of(job)[:2] == (cycle, name):
                 yield job
 
@@ -194,19 +217,17 @@ class Invariants:
         """Check that each job of the newest submission exists once, after a driver has ended well."""
         recorded, _ = self.newest_submission(cycle)
         for name, job_id in recorded.items():
-            for job in self._jobs_of(cycle, name):
+            for job in self._jobs_of(cycle, name) if self.platform.target == "batch" else ():
                 is_live = job["status"] not in ENDED and not job.get("isTerminated")
                 if is_live and job["jobId"] != job_id:
                     self.world.violate(4, f"{name} of {cycle} was submitted twice: {job['jobId']} beside {job_id}")
 
     def newest_submission(self, cycle: str) -> tuple[dict[str, str], int]:
         """Return the ids of the recorded jobs by name, and the number of the newest submission."""
-        folder, recorded, newest = f"cycles/{cycle}/jobs/submitted/", dict[str, str](), 0
-        numbered = [(int(key.split("/")[4].removeprefix("round-")), key) for key in self.s3.keys(folder)]
-        for number, key in sorted(numbered):
-            stored: Any = json.loads(self.s3.read(key) or b"")
-            recorded[stored["job"]], newest = stored["id"], number
-        return recorded, newest
+        recorded, by_number = dict[str, str](), self.recorded.get(cycle, {})
+        for number in sorted(by_number):
+            recorded |= by_number[number]
+        return recorded, max(by_number, default=0)
 
 
 def _submission_of(job: Request) -> tuple[str, str, int]:

@@ -36,7 +36,7 @@ from tests.simulation.s3 import FakeS3, MemoryFolder, SimulatedStorage
 from tests.simulation.world import Process, World
 
 MODEL = "relevance"
-NUM_STEPS, KEPT_STEPS, WORKERS = 3, 2, 2
+NUM_STEPS, KEPT_STEPS, WORKERS = 2, 1, 2
 AT = datetime(2026, 11, 20, tzinfo=UTC)
 _STATE = train_state()
 _BYTES = {WEIGHTS: b"weights", OPTIMIZER: b"moments", TOKENIZER: b"{}"}

@@ -1,5 +1,6 @@
 """The commands that people and the scheduler start: the product's own functions, over the services of the world."""
 
+import gc
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,10 +12,13 @@ from typing import Any
 from unittest.mock import patch
 
 import tenacity
+from pydantic import TypeAdapter
 
 from jobs import setup
 from jobs.commands import submit
-from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle import cycle_store
+from jobs.cycle.cycle_store import Claim, CycleStore
+from jobs.cycle.job_states import Closed, SubmittedJob
 from jobs.plan.spec import JobPlan, JobSpec
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, make_plan
@@ -23,13 +27,19 @@ from jobs.targets.batch import account, client, target
 from jobs.targets.batch import requests as batch_requests
 from jobs.targets.batch.client import BatchClient, LogsClient
 from jobs.targets.batch.target import BatchTarget
+from jobs.targets.sagemaker import requests as training_requests
+from jobs.targets.sagemaker import target as training_target
+from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
+from jobs.targets.sagemaker.target import SageMakerTarget
+from pipeline.checkpoint.store import TrainState
 from pipeline.core.errors import TransientError
-from pipeline.io import requests, s3_client
+from pipeline.core.manifest import Manifest
+from pipeline.io import requests, s3, storage
 from pipeline.registry import records
 from pipeline.registry.model import Registry
-from pipeline.registry.records import Author
+from pipeline.registry.records import Author, Pointer, StoredVerdict
 from pipeline.settings import resolve
-from tests.simulation.batch import SimulatedBatch
+from tests.simulation.batch import Platform
 from tests.simulation.nodes import AT, MODEL, WORKERS
 from tests.simulation.s3 import ROOT, FakeS3, SimulatedStorage
 from tests.simulation.world import Process, World
@@ -39,6 +49,7 @@ FLAGS = {
     "--jobs.queue": "relevance",
     "--jobs.share-identifier": "production",
     "--jobs.image": "trnpipe@sha256:0",
+    "--jobs.role": "arn:aws:iam::123456789012:role/relevance",
     "--jobs.train.nodes": "2",
     "--jobs.train.instance": "trn1.32xlarge",
     "--jobs.train.timeout-s": "7200",
@@ -50,15 +61,29 @@ FLAGS = {
 
 
 @lru_cache
-def settings_of(cycle: str) -> CycleSettings:
+def settings_of(cycle: str, *, is_spot: bool = False) -> CycleSettings:
     """Return the settings of a cycle, with one job group of several nodes and one array."""
-    flags = FLAGS | ({"--cycle": cycle} if cycle else {})
+    flags = FLAGS | ({"--cycle": cycle} if cycle else {}) | ({"--jobs.sagemaker.spot": "true"} if is_spot else {})
     return resolve((), {}, [*flags.items()], model=CycleSettings).settings
 
 
+POLL_S = 600.0
+"""Seconds between two looks of a process that follows training jobs. In production, it looks more often."""
+STAGES = ("train", "evaluate", "embed", "verify")
+"""The jobs of a short plan, which are those that write what the invariants protect."""
+
+
 @lru_cache
-def plan_of(cycle: str) -> JobPlan:
-    return make_plan(settings_of(cycle))
+def plan_of(cycle: str, *, is_whole: bool, is_spot: bool) -> JobPlan:
+    """Return the plan of a cycle, either with all of its jobs or a short one."""
+    plan = make_plan(settings_of(cycle, is_spot=is_spot))
+    if is_whole:
+        return plan
+    jobs = [job for job in plan.jobs if job.name in STAGES]
+    kept = [tuple(edge for edge in job.depends_on if edge.job in STAGES) for job in jobs]
+    jobs = [job.model_copy(update={"depends_on": edges}) for job, edges in zip(jobs, kept, strict=True)]
+    placements = {name: placement for name, placement in plan.placements.items() if name in STAGES}
+    return plan.model_copy(update={"jobs": tuple(jobs), "placements": placements})
 
 
 @dataclass(frozen=True)
@@ -67,7 +92,11 @@ class Account:
 
     world: World
     s3: FakeS3
-    batch: SimulatedBatch
+    platform: Platform
+
+    def plan_of(self, cycle: str) -> JobPlan:
+        """Return the plan of a cycle, which is a short one in four of five histories."""
+        return plan_of(cycle, is_whole=self.world.seed % 5 == 0, is_spot=self.world.seed % 8 == 7)
 
     def open_cycle(self, cycle: str) -> OpenCycle:
         """Return a cycle for the current process."""
@@ -76,8 +105,12 @@ class Account:
         return OpenCycle(settings_of(cycle), store, self._say, process.stop)
 
     def open_target(self, cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda: None) -> Target:
-        batch, logs = BatchClient(self.batch, stop=cycle.stop), LogsClient(None, stop=cycle.stop)
-        return BatchTarget(batch, logs, cycle.store, renew, cycle.say)
+        logs, store, say, stop = LogsClient(None, stop=cycle.stop), cycle.store, cycle.say, cycle.stop
+        if name == "sagemaker":
+            direct = DirectRoute(self.platform, stop=stop)
+            queue = QueueRoute(None, direct, say, stop=stop)
+            return SageMakerTarget(direct, queue, logs, store, say, stop, poll_s=POLL_S)
+        return BatchTarget(BatchClient(self.platform, stop=stop), logs, store, renew, say)
 
     @property
     def process(self) -> Process:
@@ -92,10 +125,10 @@ class Account:
     def drive(self, scheduled: datetime) -> int:
         """Run `trnjobs driver`, as the scheduler does."""
         base, now = self.open_cycle(""), datetime.fromtimestamp(self.world.now, UTC)
-        return submit.drive(base.settings.jobs.schedule, scheduled, now, base, "batch")
+        return submit.drive(base.settings.jobs.schedule, scheduled, now, base, self.platform.target)
 
     def submit(self, cycle: str) -> int:
-        return submit.submit_plan(self.open_cycle(cycle), plan_of(cycle), "batch")
+        return submit.submit_plan(self.open_cycle(cycle), self.plan_of(cycle), self.platform.target)
 
     def retry(self, cycle: str) -> int:
         return submit.run_retry(Namespace(settings=settings_of(cycle)), self._say)
@@ -138,6 +171,8 @@ def _lean_retry(call: Callable[[], Any], policy: Any, *, stop: Any, doing: str, 
     try:
         return call()
     except Exception as error:
+        if not more["retryable"](error):
+            raise
         first = [error]
 
     def again() -> Any:
@@ -169,6 +204,14 @@ def _by_plan(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _remembering(adapter: TypeAdapter[Any]) -> Any:
+    return SimpleNamespace(validate_json=lru_cache(adapter.validate_json), dump_json=adapter.dump_json)
+
+
+_PARSED = (JobPlan, Claim, Closed, SubmittedJob, Manifest, TrainState, StoredVerdict, Pointer)
+"""Records that are often parsed again from the same bytes. They are immutable."""
+
+
 def _with_stored(cycle: OpenCycle) -> OpenCycle:
     cycle.store.settings()
     return cycle
@@ -190,17 +233,22 @@ def product_in_world() -> Iterator[None]:
         (setup, "open_target", lambda cycle, *more: _ACCOUNT[-1].open_target(cycle, *more)),
         (submit, "stopping_jobs", lambda settings: nullcontext()),
         (submit, "submitter", lambda: _ACCOUNT[-1].process.name),
-        (submit, "make_plan", lambda settings: plan_of(settings.cycle)),
+        (submit, "make_plan", lambda settings: _ACCOUNT[-1].plan_of(settings.cycle)),
         (submit, "write_page", _write_page),
+        (setup, "program", lambda: "trnjobs"),
         (submit, "summary", lambda *_: ""),
         (submit, "unused_settings", lambda *_: []),
         (submit, "of_all_jobs", lambda settings: {"settings": settings.cycle}),
         (submit, "check_plan", _by_plan(batch_requests.check_plan)),
+        (submit, "check_training_jobs", _by_plan(training_requests.check_plan)),
+        (training_target, "check_plan", _by_plan(training_requests.check_plan)),
         (account, "check_plan", _by_plan(batch_requests.check_plan)),
         (target, "definition_request", _by_plan(batch_requests.definition_request)),
         (target, "placement_of", _by_plan(placement_of)),
         (JobPlan, "plan_id", property(_by_plan(JobPlan.plan_id.fget))),  # type: ignore[attr-defined]
-        (JobPlan, "model_validate_json", lru_cache(JobPlan.model_validate_json)),
+        *((record, "model_validate_json", lru_cache(record.model_validate_json)) for record in _PARSED),
+        (cycle_store, "_RECORDS", _remembering(cycle_store._RECORDS)),
+        (storage, "check_key", lru_cache(storage.check_key)),
         (OpenCycle, "with_stored", _with_stored),
         (OpenCycle, "ledger", lambda *_: None),
         (OpenCycle, "end_lines", lambda *_, **__: []),
@@ -209,12 +257,17 @@ def product_in_world() -> Iterator[None]:
         (tenacity.wait, "random", chance),
         (records, "random", chance),
         (requests, "_in_threads", _in_order),
-        (s3_client, "call_with_retry", _lean_retry),
+        (s3, "secrets", SimpleNamespace(token_hex=lambda _: f"{_ACCOUNT[-1].world.rng.getrandbits(64):016x}")),
         (client, "call_with_retry", _lean_retry),
     ]
     with ExitStack() as stack:
         for where, name, what in replaced:
             stack.enter_context(patch.object(where, name, what))
+        # Garbage is only collected between histories (see run_history), and never searched for in what was imported,
+        # which would take longer than a cycle.
+        gc.disable()
+        stack.callback(gc.enable)
+        stack.callback(gc.unfreeze)
         yield
 
 

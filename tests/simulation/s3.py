@@ -9,24 +9,26 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import xxhash
 
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.s3 import S3Storage
-from pipeline.io.s3_client import S3Client
+from pipeline.io.s3_client import S3Client, is_retryable
 from pipeline.io.storage import join_key
 from tests.jobs.targets.faults import client_error
 from tests.simulation.faults import Service
 
 BUCKET, PREFIX = "bucket", "relevance"
 ROOT = f"s3://{BUCKET}/{PREFIX}"
+T = TypeVar("T")
 _MODIFIED = datetime(2026, 11, 20, tzinfo=UTC)
-_MISSING = client_error("NoSuchKey", status=404)
-_CHANGED = client_error("PreconditionFailed", status=412)
+_missing = partial(client_error, "NoSuchKey", status=404)
+_changed = partial(client_error, "PreconditionFailed", status=412)
 
 
 @dataclass
@@ -68,7 +70,7 @@ class FakeS3:
         def get() -> dict[str, Any]:
             stored = self._get(Key)
             if IfMatch and IfMatch != stored.etag:
-                raise _CHANGED
+                raise _changed()
             data, more = stored.data, {}
             if Range:
                 first, _, last = Range.removeprefix("bytes=").partition("-")
@@ -91,11 +93,11 @@ class FakeS3:
         def put() -> None:
             before = self.objects.get(Key)
             if IfNoneMatch and before is not None:
-                raise _CHANGED
+                raise _changed()
             if IfMatch and before is None:
-                raise _MISSING
+                raise _missing()
             if IfMatch and before is not None and before.etag != IfMatch:
-                raise _CHANGED
+                raise _changed()
             self.on_write(Key.removeprefix(f"{PREFIX}/"), Body, before.data if before else None)
             if before is None:
                 insort(self._keys, Key)
@@ -167,7 +169,7 @@ class FakeS3:
 
     def _get(self, key: str) -> Stored:
         if (stored := self.objects.get(key)) is None:
-            raise _MISSING
+            raise _missing()
         return stored
 
 
@@ -177,6 +179,23 @@ class _Client(S3Client):
     def __init__(self, fake: FakeS3, stop: StopSignal) -> None:
         self._fake = fake
         super().__init__(RetryPolicy(), stop)
+
+    def attempt(self, doing: str, uri: str, request: Callable[[Any], T]) -> T:
+        """Send a request once, and leave its retries to the product, whose loop is slow even if nothing fails."""
+        self.stop.raise_if_set(doing)
+        try:
+            return request(self._fake)
+        except Exception as error:
+            if not is_retryable(error):
+                raise
+            first = [error]
+
+        def again(raw: Any) -> T:
+            if first:
+                raise first.pop()
+            return request(raw)
+
+        return super().attempt(doing, uri, again)
 
     def _connect(self) -> Any:
         return self._fake

@@ -81,7 +81,8 @@ class SageMakerTarget(Target):
 
     def advance(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         """Start all tasks that may start, stop those that must end, then save and return the records."""
-        latest, cycle = self._latest(plan), self._cycle(plan)
+        saved = self.store.records()
+        latest, cycle = self._latest(plan, saved), self._cycle(plan)
         first = self._decide(cycle, latest)
         started = dict(first.records)
         for task in first.starts:
@@ -97,11 +98,12 @@ class SageMakerTarget(Target):
             attempt = len(actions.records[task.name].attempts)
             self._route(plan, task).stop(cycle, task, latest.submissions[task.name], attempt, reason)
         records = latest.by_job(plan, actions.records)
-        self.store.save_records(records)
+        if records != saved:
+            self.store.save_records(records)
         return records
 
     def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
-        latest = self._latest(plan)
+        latest = self._latest(plan, self.store.records())
         return latest.by_job(plan, self._decide(self._cycle(plan), latest).records)
 
     def check(self, plan: JobPlan) -> None:
@@ -162,8 +164,8 @@ class SageMakerTarget(Target):
     def _route(self, plan: JobPlan, task: Task) -> DirectRoute | QueueRoute:
         return self.queue if sagemaker_placement_of(plan, task.spec).queue else self.direct
 
-    def _latest(self, plan: JobPlan) -> LatestRecords:
-        return latest_records(plan, self.store, (task for record in self.store.records() for task in record.tasks()))
+    def _latest(self, plan: JobPlan, saved: Sequence[JobRecord]) -> LatestRecords:
+        return latest_records(plan, self.store, (task for record in saved for task in record.tasks()))
 
     def _cycle(self, plan: JobPlan) -> CycleRun:
         claim = self.store.claim()

@@ -1,7 +1,7 @@
 """What a workspace knows of a cycle's jobs: one owner at a time, records that survive, one truth."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from jobs.plan.spec import JobPlan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.io.storage import Storage, open_storage
 from tests.jobs.cycle.cases import cycle, job, plan
+from tests.jobs.targets.faults import Faults, faulty
 from tests.kit.killing import killed_at
 
 OTHER = plan(job("prepare"), job("train", "prepare"))
@@ -195,6 +196,16 @@ def test_submissions_are_written_once_by_round(store: CycleStore) -> None:
     with pytest.raises(TransientError, match="another process submitted this job"):
         store.save_submitted(1, SubmittedJob(job="train", id="2", submitted_at=5.0))
     assert store.submitted(1)["train"] == SubmittedJob(job="train", id="1", submitted_at=5.0)
+
+
+def test_a_submitted_job_is_read_once_by_a_process(storage: Storage, store: CycleStore, clock: Clock) -> None:
+    faults = Faults()
+    watched = CycleStore(faulty(storage, faults), store.cycle, clock)
+    for name in ("train", "embed"):
+        store.save_submitted(1, SubmittedJob(job=name, id="1", submitted_at=5.0))
+        assert watched.submitted(1) == store.submitted(1)
+    assert faults.calls.count("read_bytes") == 2
+    assert replace(watched, cycle="2026-11-21").submitted(1) == {}
 
 
 def test_records_of_earlier_rounds_are_written_once(store: CycleStore) -> None:

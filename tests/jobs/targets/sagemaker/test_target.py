@@ -97,6 +97,17 @@ def test_without_quota_a_job_stays_runnable_and_says_why(one: Setting) -> None:
     assert one.tick()["train"].state is STARTING
 
 
+def test_records_are_only_written_when_they_have_changed(one: Setting) -> None:
+    one.tick()
+    faults = Faults()
+    target = one.target(one.store(faults))
+    target.advance(one.plan)
+    assert "write_bytes" not in faults.calls
+    one.ml.start(one.name("train"))
+    target.advance(one.plan)
+    assert faults.calls.count("write_bytes") == 1
+
+
 def test_a_retry_after_the_training_job_was_deleted(one: Setting) -> None:
     one.tick()
     one.ml.finish(one.name("train"), 65)
