@@ -71,10 +71,13 @@ USES = (
         NEURON,
         "torch._dynamo.config",
         "the limit of recompiles, as an error",
-        tuple(
-            f"torch._dynamo.config.{name}"
-            for name in ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
-        ),
+        ("torch._dynamo.config.fail_on_recompile_limit_hit",),
+    ),
+    Use(
+        "pipeline/backends/cpu.py",
+        "torch._dynamo.config",
+        "the number of programs of a function",
+        tuple(f"torch._dynamo.config.{name}" for name in ("recompile_limit", "accumulated_recompile_limit")),
     ),
     *imported(NEURON, "how many graphs were compiled", "torch._dynamo.utils", "counters"),
     *of(TENSORS, "columns of fused products", "torch.distributed.tensor.parallel.ColwiseParallel._apply"),

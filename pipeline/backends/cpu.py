@@ -61,8 +61,7 @@ class Eager(Backend):
                 expected="cc, gcc or clang on PATH",
                 next_command="install gcc, or use --no-train.compiled or --no-embed.compiled, which is slower",
             )
-        # By default, the ninth program of a function is an error. Layers have one or two for each row length.
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = _MAX_PROGRAMS
+        raise_program_limit()
         return cast(Function, torch.compile(function, fullgraph=True, dynamic=False))
 
     def seed(self, seed: int) -> None:
@@ -72,6 +71,13 @@ class Eager(Backend):
 def has_compiler() -> bool:
     """Return whether there is a C compiler, which torch.compile requires."""
     return any(map(shutil.which, ("cc", "gcc", "clang")))
+
+
+def raise_program_limit() -> None:
+    """Allow more programs of the same function than the default of 8. Layers have one or two for each row length."""
+    from torch._dynamo import config as dynamo  # the import is slow
+
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _MAX_PROGRAMS
 
 
 class Accelerator(Eager):

@@ -25,7 +25,7 @@ from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 
 from pipeline.backends.base import NATIVE_SINCE, Batch, Function, HostMean, native_version
-from pipeline.backends.cpu import Accelerator, replayed
+from pipeline.backends.cpu import Accelerator, raise_program_limit, replayed
 from pipeline.core.errors import ConfigError, first_line
 
 _BUNDLE_ELEMENTS = 2**24  # 64 MiB in fp32
@@ -33,7 +33,6 @@ _MULTIPLE = 4096
 """Vectors are padded to a multiple of this before they are reduced. We measured that eager kernels are 30 to 90 times
 slower if the length is not a multiple of 128.
 """
-_MAX_SHAPES = 256  # per function; beyond the default of 8, torch would silently fall back to eager mode
 _INSTALL = 'see "The native device" in docs/neuron.md for the supported versions; --backend cpu works on any host'
 
 
@@ -82,8 +81,8 @@ class NeuronBackend(Accelerator):
                 expected="a Trn2 or Trn3 machine with the Neuron driver",
                 next_command="run neuron-ls and trnpipe health on this machine; --backend cpu works on any host",
             )
-        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _MAX_SHAPES
-        dynamo.fail_on_recompile_limit_hit = True
+        raise_program_limit()
+        dynamo.fail_on_recompile_limit_hit = True  # otherwise, torch would silently fall back to eager mode
         self.device = torch.device("neuron")
         torch.empty(1, device=self.device)  # open the device now, because DeviceMesh would select it by local rank
         self._pack, self._unpack_mean = self.compiled(_pack), self.compiled(_unpack_mean)

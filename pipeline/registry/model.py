@@ -36,6 +36,7 @@ from pipeline.registry.records import (
     append,
     check_model,
     current_user,
+    is_recorded,
     list_models,
     one_line,
     read_current,
@@ -174,7 +175,8 @@ def roll_back_model(
     deployed or `without_vectors` is set, only the production checkpoint is changed.
 
     serving.json is written first. If the rollback is interrupted before production is changed as well, running the same
-    command again completes it, whereas a rollback to the checkpoint that is still in production undoes it.
+    command again completes it, whereas a rollback to the checkpoint that is still in production undoes it. If it is
+    interrupted before the change is recorded in the history, running the same command again only records it.
 
     Raises ConfigError if no vectors of the checkpoint have ever been deployed, and CheckpointError if it is damaged or
     has no valid signature.
@@ -184,7 +186,11 @@ def roll_back_model(
     if stored is None:
         raise ConfigError(f"no checkpoint of {model} is in production", expected="a checkpoint to roll back from")
     current = stored[0]
+    is_same = not to and current.action == "rolled_back" and current.reasons == (reason,)
+    is_done = is_same and not is_recorded(workspace, current)  # an earlier attempt could not record it
     past = append(workspace, model, current)  # in case the process that wrote the pointer died before appending it
+    if is_done:
+        return current
     target = rollback_target(current, past, to)
     if served is None or without_vectors:
         return restore_production(workspace, stored, past, target, reason, author, keys)

@@ -373,6 +373,11 @@ def append(workspace: Storage, model: str, *entries: HistoryEntry | None) -> tup
         wait_s = min(2 * wait_s, MAX_WAIT_S)
 
 
+def is_recorded(workspace: Storage, entry: HistoryEntry) -> bool:
+    """Return whether the log contains an entry. Raises DataError if the log is damaged."""
+    return entry.id in {other.id for other in _read_log(workspace, history_key(entry.model))[1]}
+
+
 def _read_log(workspace: Storage, key: str) -> tuple[bytes, tuple[HistoryEntry, ...]]:
     """Read the log, and return its bytes and its entries. Raises DataError if the log is damaged."""
     try:

@@ -190,6 +190,19 @@ def test_rollback_needs_a_reason_and_something_to_leave(workspace: Storage, make
     assert production(workspace) == read_history(workspace, MODEL)[-1]
 
 
+def test_a_rollback_that_could_not_be_recorded_is_only_recorded_when_it_is_repeated(
+    workspace: Storage, make: Make
+) -> None:
+    for name in "abc":
+        put(workspace, make(name))
+    before = workspace.read_bytes(history_key(MODEL))
+    first = back(workspace)
+    workspace.write_bytes(history_key(MODEL), before)  # the storage was not available
+    assert (back(workspace), production(workspace)) == (first, first)
+    assert read_history(workspace, MODEL)[-1] == first
+    assert back(workspace).checkpoint == prefix("a"), "a further request"
+
+
 def test_what_was_rolled_back_from_returns_only_by_force(workspace: Storage, make: Make) -> None:
     """A cycle that is run again must not undo what a person did."""
     put(workspace, make("a"))
