@@ -49,8 +49,11 @@ def test_compiled_layers_learn_the_same_with_one_program_per_row_length(tmp_path
 
 @pytest.mark.skipif(not cpu.has_compiler(), reason="needs a C compiler")
 def test_more_programs_than_the_default_limit_are_allowed() -> None:
-    double = CpuBackend().compiled(lambda tensor: 2 * tensor)
-    assert all(double(torch.ones(length)).sum() == 2 * length for length in range(1, 11))
+    def double(tensor: torch.Tensor) -> torch.Tensor:
+        return 2 * tensor
+
+    program = CpuBackend().compiled(double)
+    assert all(program(torch.ones(length)).sum() == 2 * length for length in range(1, 11))
 
 
 def test_the_default_is_that_of_the_device() -> None:
