@@ -155,6 +155,10 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
                 expected="a cycle that has ended",
                 next_command=f"trnjobs status --cycle {cycle.name}",
             )
+        if not unfinished and has_ended and has_ended.outcome != "succeeded":
+            # A watch closed the cycle while the last missing job of an interrupted retry was being submitted.
+            cycle.store.reopen()
+            return finish(cycle, plan, records)
         if not unfinished:
             raise ConfigError(
                 f"cycle {cycle.name} has no failed jobs", next_command=f"trnjobs status --cycle {cycle.name}"

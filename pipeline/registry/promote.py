@@ -7,9 +7,10 @@ that no value of the pointer is missing from the history (see records.py).
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
-from pipeline.core.errors import CheckpointError, ConfigError, GateRefused, TransientError
+from pipeline.core.errors import CheckpointError, ConfigError, GateRefused, Preempted, TransientError
 from pipeline.io.storage import Storage
 from pipeline.registry.checkpoints import CommittedCheckpoint, check_present, read_checkpoint
 from pipeline.registry.records import (
@@ -223,7 +224,10 @@ def _replace_pointer(workspace: Storage, current: Pointer | None, etag: str, ent
     written = workspace.write_if_match(key, data, etag) if current else workspace.write_if_absent(key, data)
     if not written:
         raise _stale(workspace, entry.model)
-    append(workspace, entry.model, entry)
+    # The change has been made, and whoever makes the next one appends this entry first. If this raised an error, people
+    # would repeat a rollback that has already happened, which rolls back once more.
+    with suppress(TransientError, Preempted):
+        append(workspace, entry.model, entry)
     return entry
 
 

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint.store import OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Origin
-from pipeline.core.errors import CheckpointError, ConfigError, DataError, GateRefused, TransientError
+from pipeline.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    GateRefused,
+    Preempted,
+    TransientError,
+    TrnpipeError,
+)
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage
 from pipeline.registry.checkpoints import production_prefix
@@ -178,6 +186,26 @@ def test_rolling_back_to_a_name(workspace: Storage, make: Make) -> None:
     with pytest.raises(ConfigError, match="storage key"):
         back(workspace, "checkpoints/../a")
     assert consistent(workspace).pointer == rolled
+
+
+@pytest.mark.parametrize("error", [TransientError("no answer"), Preempted("stopped")])
+def test_a_rollback_whose_history_cannot_be_written_is_done(
+    error: TrnpipeError, workspace: Storage, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else, people would repeat it and roll back once more."""
+    for name in "abc":
+        put(workspace, make(name))
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.registry.promote.append", fail)
+        rolled = back(workspace)
+    assert consistent(workspace).pointer == rolled and rolled.checkpoint == prefix("b")
+    assert len(workspace.read_bytes(history_key(MODEL)).splitlines()) == 3
+    assert back(workspace).checkpoint == prefix("a")
+    assert len(workspace.read_bytes(history_key(MODEL)).splitlines()) == 5
 
 
 def test_rollback_needs_a_reason_and_something_to_leave(workspace: Storage, make: Make) -> None:

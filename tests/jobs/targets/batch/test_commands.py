@@ -187,6 +187,18 @@ def test_the_watch_does_not_close_a_cycle_that_is_retried_meanwhile(
     assert closed is not None and (closed.outcome, closed.round) == ("succeeded", 2)
 
 
+def test_a_retry_corrects_the_end_that_a_watch_recorded_too_early(commands: Commands) -> None:
+    """The watch had read the records before the last job was submitted, and wrote the end after it."""
+    commands.store().close(Closed(outcome="failed", at=1.0, reason="verify: not run", round=1))
+    commands.succeed()
+    assert commands.reconcile() == commands.store().closed(), "no watch looks at a cycle that is closed"
+    assert submit.run_retry(Namespace(settings=commands.settings()), commands.warnings.append) == 0
+    closed = commands.store().closed()
+    assert closed is not None and (closed.outcome, closed.round) == ("succeeded", 1)
+    with pytest.raises(ConfigError, match="has no failed jobs"):
+        submit.run_retry(Namespace(settings=commands.settings()), commands.warnings.append)
+
+
 def test_a_cycle_starts_from_the_beginning_once_its_jobs_have_ended(commands: Commands) -> None:
     with pytest.raises(
         ConfigError,
