@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from jobs.commands.notify import send_messages
 from jobs.commands.watch import View
-from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
+from jobs.cycle.cycle_store import CycleStore, claimed_cycles, unclosed_cycles
 from jobs.cycle.job_states import CANCELLED, Closed, JobRecord, JobState, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.publish import write_page
 from jobs.cycle.tables import status_lines, summary, value_text
@@ -142,7 +142,11 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         plan, target, submissions = cycle.plan(), cycle.target(), cycle.store.submissions()
         records = target.records(plan)
         unfinished, submission = _unfinished(plan, records), max(submissions, default=0)
-        has_ended = cycle.store.closed() or outcome_of(plan, records)
+        closed = cycle.store.closed()
+        has_ended = outcome_of(plan, records, cancelled=closed)
+        is_wrong = closed is not None and (has_ended is None or has_ended.outcome != closed.outcome)
+        if is_wrong:  # it was closed by a watch while the last job of an interrupted retry was being submitted
+            cycle.store.reopen()
         if has_ended:
             submission += 1
         elif cycle.interrupted_s() is not None:  # resume the submission, which no process is running
@@ -155,6 +159,8 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
                 expected="a cycle that has ended",
                 next_command=f"trnjobs status --cycle {cycle.name}",
             )
+        if not unfinished and is_wrong:
+            return finish(cycle, plan, records)
         if not unfinished:
             raise ConfigError(
                 f"cycle {cycle.name} has no failed jobs", next_command=f"trnjobs status --cycle {cycle.name}"
@@ -176,6 +182,12 @@ def _submit_jobs(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: 
     """
     store, view = cycle.store, View(cycle, plan) if cycle.is_shown and target_name != "batch" else None
     with store.submitting(plan, target_name, submitter(), _script_digest(cycle, plan, target_name)) as renew:
+        if (newest := max(store.submissions(), default=0)) > submission:  # since the caller has read them
+            raise ConfigError(
+                f"cycle {cycle.name} is under way, because another process has made submission {newest}",
+                expected="a cycle that has ended",
+                next_command=f"trnjobs status --cycle {cycle.name}",
+            )
         store.save_settings(of_all_jobs(cycle.settings))
         store.reopen()
         target = open_target(replace(cycle, say=view.say) if view else cycle, target_name, renew)
@@ -258,8 +270,7 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
     if closed is not None:
         submission = max(store.submissions(), default=0)
         # A different process may have retried the cycle after the records were read.
-        is_retried = {job.id for job in store.submitted(submission).values()} - {record.id for record in records}
-        closed = None if is_retried else closed.model_copy(update={"round": submission})
+        closed = None if _is_retried(store, submission, records) else closed.model_copy(update={"round": submission})
     if closed is None:
         for line in (*status_lines(records), *cycle.failure_lines(records)):
             say(line)
@@ -285,11 +296,18 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
             )
         send_messages(cycle, plan, records, closed)
         store.close(closed)
+        if closed.round is not None and _is_retried(store, closed.round, records):
+            store.reopen()
     else:
         send_messages(cycle)
     for line in cycle.end_lines(plan, records, closed, data):
         say(line)
     return exit_code_of_cycle(closed, records)
+
+
+def _is_retried(store: CycleStore, submission: int, records: Sequence[JobRecord]) -> bool:
+    """Return whether a submission contains a job that is not among the records."""
+    return not {job.id for job in store.submitted(submission).values()} <= {record.id for record in records}
 
 
 # The driver, which is run by the scheduler. It starts the cycle that is due and then exits. It is idempotent.

@@ -131,6 +131,8 @@ class SimulatedBatch(Platform, FakeBatch):
         return answer
 
     def _terminate_job(self, request: Request) -> Request:
+        if self.jobs[request["jobId"]]["status"] not in ENDED:
+            self.jobs[request["jobId"]]["isTerminated"] = True  # the parent of an array waits for its children
         for job in self._tasks(request["jobId"]):
             if job["status"] not in ENDED:
                 job |= {"isTerminated": True, "_reason": request["reason"]}

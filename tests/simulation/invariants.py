@@ -25,7 +25,7 @@ from pipeline.core.manifest import MANIFEST_NAME
 from tests.jobs.targets.batch.fake_batch import ENDED
 from tests.jobs.targets.faults import Request
 from tests.simulation.batch import Platform
-from tests.simulation.nodes import MODEL
+from tests.simulation.nodes import MODEL, WORKERS
 from tests.simulation.s3 import FakeS3
 from tests.simulation.world import World
 
@@ -179,21 +179,16 @@ class Invariants:
             if other is not job and other["status"] == "SUCCEEDED" and is_recorded:
                 self.world.violate(4, f"{name} of {cycle} is submitted again, although it has succeeded")
 
-    def _array_size(self, cycle: str, name: str) -> int:
-        jobs = json.loads(self.s3.read(f"cycles/{cycle}/jobs/plan.json") or b"{}").get("jobs", ())
-        return next((int(job["array_size"]) for job in jobs if job["name"] == name), 0)
-
     def _created(self, job: Request) -> None:
         """Check a training job. Any process may create it, but each attempt must follow one that has failed."""
         cycle, name, number = _submission_of(job)
         index = job["arrayProperties"].get("index")
         others = [other for other in self._jobs_of(cycle, name) if other is not job]
         for other in (other for other in others if other["arrayProperties"].get("index") == index):
-            # A retry of an array repeats all of its children, even if only some have failed or were never created.
-            earlier = [sibling for sibling in others if sibling["tags"]["round"] == other["tags"]["round"]]
-            succeeded = {s["arrayProperties"].get("index") for s in earlier if s["status"] == "SUCCEEDED"}
-            is_whole = len(succeeded) == max(1, self._array_size(cycle, name))
-            is_repeated = not is_whole and int(other["tags"]["round"]) < number
+            # A retry of an array repeats all of its children, unless all of them have succeeded.
+            round_, succeeded = other["tags"]["round"], [one for one in others if one["status"] == "SUCCEEDED"]
+            is_whole = index is None or len([one for one in succeeded if one["tags"]["round"] == round_]) == WORKERS
+            is_repeated = not is_whole and int(round_) < number
             if other["status"] != "FAILED" and not (other["status"] == "SUCCEEDED" and is_repeated):
                 self.world.violate(4, f"{job['jobId']} is created, while {other['jobId']} is {other['status']}")
             if (number, job["attempt"]) <= (int(other["tags"]["round"]), other["attempt"]):

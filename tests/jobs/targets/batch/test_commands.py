@@ -187,6 +187,36 @@ def test_the_watch_does_not_close_a_cycle_that_is_retried_meanwhile(
     assert closed is not None and (closed.outcome, closed.round) == ("succeeded", 2)
 
 
+def test_the_watch_reopens_a_cycle_of_which_a_job_was_submitted_meanwhile(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands.fail("evaluate")
+    close = CycleStore.close
+
+    def submitted_before(store: CycleStore, closed: Closed) -> None:
+        store.save_submitted(1, SubmittedJob(job="late", id="late", submitted_at=1.0))
+        close(store, closed)
+
+    monkeypatch.setattr(CycleStore, "close", submitted_before)
+    assert commands.reconcile() is None
+
+
+def test_a_retry_corrects_the_end_that_a_watch_recorded_too_early(commands: Commands) -> None:
+    """The watch had read the records before the last job was submitted, and wrote the end after it."""
+    early = Closed(outcome="failed", at=1.0, reason="verify: not run", round=1)
+    commands.store().close(early)
+    with pytest.raises(ConfigError, match="is under way"):
+        submit.run_retry(Namespace(settings=commands.settings()), commands.warnings.append)
+    assert commands.store().closed() is None and commands.live_names() == NAMES
+    commands.store().close(early)
+    commands.succeed()
+    assert submit.run_retry(Namespace(settings=commands.settings()), commands.warnings.append) == 0
+    closed = commands.store().closed()
+    assert closed is not None and (closed.outcome, closed.round) == ("succeeded", 1)
+    with pytest.raises(ConfigError, match="has no failed jobs"):
+        submit.run_retry(Namespace(settings=commands.settings()), commands.warnings.append)
+
+
 def test_a_cycle_starts_from_the_beginning_once_its_jobs_have_ended(commands: Commands) -> None:
     with pytest.raises(
         ConfigError,
