@@ -28,6 +28,7 @@ _FOUR = "base"
 _TWO = "cand2"
 _WIDE = "cand2-repeat-wide"
 _NEW = "cand2-repeat"
+_PRESENT = "present"
 TRIED = (
     Change("cand2", "two products per query in a batch, not four", _FOUR, kept=True),
     Change("topic1", "no similar queries in a batch", _FOUR),
@@ -47,6 +48,8 @@ TRIED = (
     Change("teacher-listwise", "only KL divergence of similarities in the batch", _NEW),
     Change("teacher-margin", "only squared differences of margins within a query", _NEW),
     Change("published-vectors", "a published teacher, not fine-tuned: cosine to its vectors", _NEW),
+    Change("freeze3", "the embeddings and three of the six layers frozen", _PRESENT),
+    Change("mask01", "a tenth of the tokens masked in training", _PRESENT),
     Change("published-listwise", "the same: KL divergence of similarities in the batch", _NEW),
 )
 
