@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 
 from jobs.cycle.cycle_store import CycleStore
@@ -186,8 +185,10 @@ class BatchTarget(Target):
 
         Raises UnknownOutcome if AWS Batch lists a job that it cannot describe yet.
         """
+        claim = self.store.claim()
+        since_ms = 1000 * ((claim.claimed_at if claim else 0.0) - CLOCK_SKEW_S)
         named = [job for job in self.client.jobs_named(queue, name) if job["status"] != JobState.FAILED]
-        listed = [job["jobId"] for job in named if float(job["createdAt"]) >= self._since_ms]
+        listed = [job["jobId"] for job in named if float(job["createdAt"]) >= since_ms]
         described = self.client.describe_jobs(listed)
         if unknown := [job_id for job_id in listed if job_id not in described]:
             raise UnknownOutcome(
@@ -198,12 +199,6 @@ class BatchTarget(Target):
         # Jobs that are being ended keep running for up to 30 s.
         jobs = [job for job in jobs if not (job.get("isTerminated") or job.get("isCancelled"))]
         return sorted(jobs, key=lambda job: (job["createdAt"], job["jobId"]))
-
-    @cached_property
-    def _since_ms(self) -> float:
-        """The time of the claim, which does not change while this process works on the cycle."""
-        claim = self.store.claim()
-        return 1000 * ((claim.claimed_at if claim else 0.0) - CLOCK_SKEW_S)
 
     def _record(self, job: SubmittedJob, described: Mapping[str, Detail], stored: Mapping[str, JobRecord]) -> JobRecord:
         if detail := described.get(job.id):
