@@ -10,7 +10,6 @@ Source: AWS Batch user guide (job states, dependencies, array jobs, job retries)
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 from typing import Literal
 
 from pydantic import Field
@@ -181,7 +180,7 @@ class Task:
     spec: JobSpec
     index: int | None = None
 
-    @cached_property
+    @property
     def name(self) -> str:
         return self.spec.name if self.index is None else f"{self.spec.name}:{self.index}"
 

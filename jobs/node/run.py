@@ -339,20 +339,18 @@ class Attempt:
         counts = MAX_FAILURES in self.env and identity.is_in_cycle and identity.node == 0
         if self.code != TransientError.exit_code or not counts:
             return
-        problems = [f"the workspace did not answer within {self.timing.bundle_s:g} s"]
 
-        def count() -> None:
+        def count() -> str:
             try:
                 self.code = final_exit_code(open_storage(identity.workspace), identity, self.env)
-                problems.clear()
             except TrnpipeError as error:
-                problems[:] = [error.seen]
+                return error.seen
+            return ""
 
-        counter = threading.Thread(target=count, name="failures", daemon=True)
-        counter.start()
-        counter.join(self.timing.bundle_s)
-        if problems:
-            self.say(f"could not count this failure: {problems[0]}")
+        limit_s = self.timing.bundle_s
+        problem = _within(limit_s, count, f"the workspace did not answer within {limit_s:g} s")
+        if problem:
+            self.say(f"could not count this failure: {problem}")
         if self.code != TransientError.exit_code:
             self.say(f"exit {self.code}: {self.env[MAX_FAILURES]} attempts have failed, which is the limit")
 
@@ -429,13 +427,9 @@ class Attempt:
         if self.stopped and self.stop_requested_at is not None:
             remaining_s = EXPLAIN_S - (time.monotonic() - self.stop_requested_at)
             limit_s = max(MIN_BUNDLE_S, min(limit_s, remaining_s))
-        messages: list[str] = []
-        writer = threading.Thread(target=self._write, args=(messages,), name="post-mortem", daemon=True)
-        writer.start()
-        writer.join(limit_s)
-        self.say(messages[0] if messages else f"could not write a post-mortem within {limit_s:g} s")
+        self.say(_within(limit_s, self._write, f"could not write a post-mortem within {limit_s:g} s"))
 
-    def _write(self, messages: list[str]) -> None:
+    def _write(self) -> str:
         try:
             storage, identity = open_storage(self.identity.workspace), self.identity
             name = f"{identity.job}-{identity.attempt}-node{identity.node}"
@@ -478,7 +472,20 @@ class Attempt:
                 unread=tuple(unread),
             )
             storage.write_bytes(key, as_bytes(bundle, secret_values(self.env)))
-            messages.append(f"post-mortem: {storage.uri(key)}")
+            return f"post-mortem: {storage.uri(key)}"
         except Exception as error:  # the exit code of the command is more important
             text = "".join(str(error).splitlines()[:1])
-            messages.append(f"could not write a post-mortem: {type(error).__name__}: {text}")
+            return f"could not write a post-mortem: {type(error).__name__}: {text}"
+
+
+def _within(limit_s: float, work: Callable[[], str], otherwise: str) -> str:
+    """Return the message of `work`, or `otherwise` if it takes longer than the limit. It is not interrupted then."""
+    messages = [otherwise]
+
+    def run_work() -> None:
+        messages[0] = work()
+
+    thread = threading.Thread(target=run_work, name=work.__name__, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return messages[0]

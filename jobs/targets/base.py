@@ -26,7 +26,7 @@ from jobs.cycle.job_states import (
 from jobs.node.post_mortem import PostMortem
 from jobs.plan.spec import JobPlan, JobSpec
 from jobs.settings import JobsConfig
-from pipeline.core.errors import AttemptsExhausted, ConfigError, Preempted, TransientError, error_in_log
+from pipeline.core.errors import ConfigError, Preempted, cause_code, error_in_log
 from pipeline.core.record import Record
 from pipeline.core.secrets import secret_values, without_secrets
 from pipeline.io.storage import KeyNotFound
@@ -244,8 +244,7 @@ def _from_post_mortem(store: CycleStore, task: JobRecord) -> tuple[list[str], in
             bundles.append(PostMortem.model_validate_json(store.storage.read_bytes(key)))
     if not bundles:
         return None
-    is_last = attempt.exit_code == AttemptsExhausted.exit_code
-    code = TransientError.exit_code if is_last else attempt.exit_code
+    code = cause_code(attempt.exit_code)
     first = min(bundles, key=lambda pm: (pm.own_exit_code != code, bool(pm.reason and pm.log), pm.node))
     lines = list(error_in_log(first.log, first.own_exit_code))
     if first.returncode is None:  # the command never ran

@@ -118,6 +118,11 @@ EXIT_TABLE: tuple[ExitRule, ...] = tuple(
 )
 
 
+def cause_code(exit_code: int | None) -> int | None:
+    """Return the exit code of the error that ended an attempt, which is a TransientError if it was the last attempt."""
+    return TransientError.exit_code if exit_code == AttemptsExhausted.exit_code else exit_code
+
+
 # Find the error at the end of a failed command's log. For an expected failure, trnpipe and trnjobs print
 # `trnpipe train: DataError: seen`, followed by `  expected: ...` and `  next: ...`. For a bug, Python prints a
 # traceback. Note that the launcher may prefix every line with the rank, as in `[0]`.
@@ -141,8 +146,7 @@ def error_in_log(lines: Iterable[str], exit_code: int | None = None) -> tuple[st
     traceback, and then to the last lines of the log. The result is only empty if the log is empty.
     """
     printed = [text for line in lines if (text := _printable(line)).strip()]
-    if exit_code == AttemptsExhausted.exit_code:
-        exit_code = TransientError.exit_code
+    exit_code = cause_code(exit_code)
     errors = [(index, match) for index, line in enumerate(printed) if (match := _ERROR.match(_RANK.sub("", line, 1)))]
     with_code = [error for error in errors if _CODES[error[1]["name"]] == exit_code]
     trace = max((i for i, line in enumerate(printed) if _RANK.sub("", line, 1) == _TRACEBACK), default=-1)
