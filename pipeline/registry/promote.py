@@ -7,6 +7,7 @@ that no value of the pointer is missing from the history (see records.py).
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from pipeline.core.errors import CheckpointError, ConfigError, GateRefused, TransientError
@@ -230,14 +231,18 @@ def _generation(current: Pointer | None, past: Iterable[HistoryEntry]) -> int:
 
 
 def _replace_pointer(workspace: Storage, current: Pointer | None, etag: str, entry: Pointer) -> Pointer:
-    """Replace the current pointer, whose entry must already be in the history, and append the new entry."""
+    """Replace the current pointer, whose entry must already be in the history, and append the new entry.
+
+    If the entry cannot be appended, the next change appends it. Until then, it is read from the pointer.
+    """
     # A training run may have deleted the checkpoint while it was being verified.
     check_present(workspace, entry.checkpoint)
     key, data = pointer_key(entry.model), entry.line()
     written = workspace.write_if_match(key, data, etag) if current else workspace.write_if_absent(key, data)
     if not written:
         raise _stale(workspace, entry.model)
-    append(workspace, entry.model, entry)
+    with suppress(TransientError):
+        append(workspace, entry.model, entry)
     return entry
 
 

@@ -9,6 +9,7 @@ from pipeline.checkpoint.store import OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Orig
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, GateRefused, TransientError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage
+from pipeline.registry import promote as promote_module
 from pipeline.registry.checkpoints import production_prefix
 from pipeline.registry.model import roll_back_model as roll_back
 from pipeline.registry.promote import promote
@@ -201,6 +202,24 @@ def test_a_rollback_that_could_not_be_recorded_is_only_recorded_when_it_is_repea
     assert (back(workspace), production(workspace)) == (first, first)
     assert read_history(workspace, MODEL)[-1] == first
     assert back(workspace).checkpoint == prefix("a"), "a further request"
+
+
+def test_a_change_succeeds_even_if_the_history_cannot_be_written(
+    workspace: Storage, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, the command would be repeated, and a second rollback would go one further back."""
+    for name in "ab":
+        put(workspace, make(name))
+
+    def append(*_: object) -> None:
+        raise TransientError("the storage is not available")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(promote_module, "append", append)
+        first = back(workspace)
+    assert read_history(workspace, MODEL)[-1] == first == production(workspace)
+    assert put(workspace, make("c")) == read_history(workspace, MODEL)[-1]
+    assert first in consistent(workspace).history
 
 
 def test_what_was_rolled_back_from_returns_only_by_force(workspace: Storage, make: Make) -> None:

@@ -21,7 +21,8 @@ server_error: Refusal = partial(client_error, "ServerException", status=500)
 CRITICAL = ("production.json", "serving.json", "history.jsonl", "verdict.json", "closed.json", "MANIFEST.json")
 """Names of objects whose writes fail more often, because they decide what a cycle leaves behind.
 
-So do SubmitJob and CreateTrainingJob."""
+So do the requests that start jobs."""
+SUBMITTING = ("submit_job", "submit_service_job", "create_training_job")
 
 REQUEST_FAULTS = ("refused", "lost", "die_before", "die_after", "slow", "freeze", "outage")
 """refused: not executed (503, 429 or 500). lost: executed, but the response is lost. die: SIGKILL before or after the
@@ -118,7 +119,7 @@ class Service:
 
     def _fault(self, doing: str, what: str) -> str:
         world, drawn = self.world, self.world.faults_rng.random()
-        if doing in ("submit_job", "create_training_job") or (doing == "put" and what.endswith(CRITICAL)):
+        if doing in SUBMITTING or (doing == "put" and what.endswith(CRITICAL)):
             drawn /= 10
         if drawn > self._total:
             return ""

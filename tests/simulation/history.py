@@ -15,7 +15,7 @@ from tests.simulation.invariants import HISTORY, PAIR, POINTER, Invariants
 from tests.simulation.nodes import container
 from tests.simulation.people import Account, using
 from tests.simulation.s3 import PREFIX, FakeS3
-from tests.simulation.sagemaker import SimulatedSageMaker
+from tests.simulation.service_jobs import SimulatedServiceJobs
 from tests.simulation.world import DAY_S, EPOCH, Process, World
 
 NUM_DAYS = 2
@@ -56,7 +56,7 @@ def _run(world: World, weather: Weather, numbers: range, earlier: dict[str, byte
     """Run some days and return the bucket and the number of cycles. Numbers of days are relative to EPOCH."""
     world.now = EPOCH + numbers[0] * DAY_S
     s3 = FakeS3(Service(world, weather, "s3", (slow_down,)))
-    kind, refusal = (SimulatedSageMaker, throttled_ml) if world.seed % 4 == 3 else (SimulatedBatch, throttled)
+    kind, refusal = (SimulatedServiceJobs, throttled_ml) if world.seed % 4 == 3 else (SimulatedBatch, throttled)
     service = Service(world, weather, kind.target, (refusal, server_error))
     platform: Platform = kind(service, container(world, s3))
     s3.restore(earlier)

@@ -35,27 +35,37 @@ class SimulatedSageMaker(Platform, FakeSageMaker):
     # Requests.
 
     def _create_training_job(self, request: Request) -> Request:
-        name, environment = request["TrainingJobName"], request["Environment"]
+        name = request["TrainingJobName"]
         if name in self.training:
             raise refused("ResourceInUse", f"Training job names must be unique. {name}", "CreateTrainingJob")
-        task, _, index = next(tag["Value"] for tag in request["Tags"] if tag["Key"] == "job").partition(":")
-        number = environment.get(SUBMISSION, "1")
-        tags = {"cycle": environment["TRNPIPE_CYCLE"], "job": task, "round": number}
-        job = {"jobId": name, "status": "RUNNABLE", "tags": tags, "attempt": int(environment[ATTEMPT])}
-        job["arrayProperties"] = {"index": int(index)} if index else {}
+        job = self._job_of(request)
         if self.has_fault("misconfigured", job):  # other jobs of the account use up the quota
             self._full_until = self.world.now + 7200 * self.rng.random()
         if self.world.now < self._full_until:
             raise refused(
                 "ResourceLimitExceeded", "The account-level service limit is 0 Instances", "CreateTrainingJob"
             )
-        self.jobs[name] = job
-        self.training[name] = request | {"CreationTime": self._now()}
-        self.move(name, "InProgress", "Starting")
-        self.show_later(name)
+        self.make(request, visible=0)
+        return {"TrainingJobArn": name}
+
+    def make(self, request: Request, *, visible: int) -> None:
+        job = self._job_of(request)
+        self.jobs[job["jobId"]] = job
+        self.training[job["jobId"]] = request | {"CreationTime": self._now()}
+        self.move(job["jobId"], "InProgress", "Starting")
+        self.show_later(job["jobId"])
         self.on_submit(job)
         self._wait_for_machines(job)
-        return {"TrainingJobArn": name}
+
+    def _job_of(self, request: Request) -> Request:
+        environment = request["Environment"]
+        task, _, index = next(tag["Value"] for tag in request["Tags"] if tag["Key"] == "job").partition(":")
+        tags = {"cycle": environment["TRNPIPE_CYCLE"], "job": task, "round": environment.get(SUBMISSION, "1")}
+        array = {"index": int(index)} if index else {}
+        same = [other for other in self.jobs.values() if (other["tags"], other["arrayProperties"]) == (tags, array)]
+        attempt = int(environment.get(ATTEMPT, len(same) + 1))
+        name = request["TrainingJobName"]
+        return {"jobId": name, "status": "RUNNABLE", "tags": tags, "attempt": attempt, "arrayProperties": array}
 
     def _describe_training_job(self, request: Request) -> Request:
         name = request["TrainingJobName"]
@@ -70,11 +80,7 @@ class SimulatedSageMaker(Platform, FakeSageMaker):
         if self.training[name]["TrainingJobStatus"] in ENDED:
             text = f"The request was rejected because the training job is in status {name}."
             raise refused("ValidationException", text, "StopTrainingJob")
-        self.move(name, "Stopping")
-        if process := self.processes.get(name):
-            self.stop(process, GRACE_S)
-        else:
-            self.world.at(30 * self.rng.random(), lambda: self._end(name, "Stopped"))
+        self.stop_training(name)
         return {}
 
     # What happens by itself.
@@ -82,6 +88,13 @@ class SimulatedSageMaker(Platform, FakeSageMaker):
     def move(self, name: str, status: str, secondary: str = "") -> None:
         now = {"TrainingJobStatus": status, "SecondaryStatus": secondary or status, "LastModifiedTime": self._now()}
         self.training[name] |= now
+
+    def stop_training(self, name: str) -> None:
+        self.move(name, "Stopping")
+        if process := self.processes.get(name):
+            self.stop(process, GRACE_S)
+        else:
+            self.world.at(30 * self.rng.random(), lambda: self._end(name, "Stopped"))
 
     def _wait_for_machines(self, job: Request) -> None:
         name, (low, high) = job["jobId"], STARTS_S

@@ -8,7 +8,7 @@ from tests.simulation.history import run_history, shortest
 from tests.simulation.people import product_in_world
 
 pytestmark = pytest.mark.fault
-CHUNKS, SEEDS = 30, 100
+CHUNKS, SEEDS = 50, 100
 
 
 @pytest.fixture(autouse=True)

@@ -173,16 +173,22 @@ class BatchClient(AwsClient):
         request = {"jobDefinitionName": name, "status": "ACTIVE"}
         return list(self._pages("describing job definitions", "describe_job_definitions", "jobDefinitions", request))
 
-    def submit_job(self, request: Request) -> str:
-        """Submit a job and return its id.
+    def submit_job(self, request: Request, renew: Callable[[], None]) -> str:
+        """Submit a job and return its id. `renew` is called before each request, and raises if the lease was lost.
 
         SubmitJob does not support a client token, so the request is only repeated if it was definitely not executed.
         Raises UnknownOutcome if it may have been executed, in which case the caller should look up the job by name. AWS
         Batch lists a new job only after a few seconds, so this waits for the longest wait between two attempts first.
         """
         doing = f"submitting {request['jobName']}"
+
+        def send() -> Detail:
+            renew()
+            answer: Detail = self._raw.submit_job(**request)
+            return answer
+
         try:
-            answer = self.repeat(doing, lambda: self._raw.submit_job(**request), was_not_done)
+            answer = self.repeat(doing, send, was_not_done)
         except S3_ERRORS as error:
             if is_retryable(error) and not was_not_done(error):
                 self._stop.wait(self._policy.max_wait_s)

@@ -139,12 +139,11 @@ class BatchTarget(Target):
         definition = ensure_definition(self.client, definition_request(plan, job))
         request = submit_request(plan, job, definition=definition, ids=ids, submission=submission)
         request["tags"] |= {PLAN_TAG: plan.plan_id, "round": str(submission)}
-        self.renew()  # ensure that we still hold the lease when the job is created
 
         def find_or_submit() -> str:
             """Look up the job before every SubmitJob, because AWS Batch accepts multiple jobs with the same name."""
             jobs = self._live_jobs(plan, request["jobQueue"], request["jobName"])
-            return str(jobs[0]["jobId"]) if jobs else self.client.submit_job(request)
+            return str(jobs[0]["jobId"]) if jobs else self.client.submit_job(request, self.renew)
 
         job_id = self.client.repeat(f"submitting {request['jobName']}", find_or_submit, is_unknown)
         submitted_job = SubmittedJob(job=job.name, id=job_id, definition=definition, submitted_at=self.store.clock())

@@ -60,9 +60,27 @@ def test_a_submission_without_an_answer_leaves_time_for_the_job_to_be_listed() -
     fake.faults = Faults(errors={1: (boto.ReadTimeoutError(endpoint_url="http://batch"), False)})
     with pytest.raises(UnknownOutcome):
         BatchClient(fake, policy=FAST, stop=Recorder()).submit_job(
-            {"jobName": "train", "jobQueue": "q", "jobDefinition": "train:1"}
+            {"jobName": "train", "jobQueue": "q", "jobDefinition": "train:1"}, lambda: None
         )
     assert waits == [FAST.max_wait_s]
+
+
+def test_a_job_is_not_submitted_if_the_lease_was_lost_while_requests_were_throttled() -> None:
+    renewals = list[str]()
+
+    def renew() -> None:
+        renewals.append("renewed")
+        if len(renewals) == 3:
+            raise TransientError("another process has taken over")
+
+    fake = FakeBatch(Clock())
+    throttled = client_error("TooManyRequestsException", status=429), False
+    fake.faults = Faults(errors={1: throttled, 2: throttled})
+    with pytest.raises(TransientError, match="taken over"):
+        BatchClient(fake, policy=FAST).submit_job(
+            {"jobName": "train", "jobQueue": "q", "jobDefinition": "train:1"}, renew
+        )
+    assert fake.faults.calls == ["SubmitJob"] * 2 and not fake.jobs
 
 
 def test_a_hundred_jobs_a_call() -> None:

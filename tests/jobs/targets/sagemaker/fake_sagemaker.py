@@ -159,11 +159,18 @@ class FakeServiceJobs(FakeService):
     def fall_back(self, job: Request) -> None:
         """No capacity: back to the queue, which costs no try."""
         self.ml.end(_name(job["latestAttempt"]), "Stopped")
+        self.queue_again(job)
+
+    @staticmethod
+    def queue_again(job: Request) -> None:
         job |= {"status": "RUNNABLE", "statusReason": "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"}
 
     def preempt(self, job: Request) -> None:
         """For a job of higher priority: back to the queue. The attempt is only listed among the preempted ones."""
         self.ml.end(_name(job["latestAttempt"]), "Stopped")
+        self.count_preemption(job)
+
+    def count_preemption(self, job: Request) -> None:
         limit = job["preemptionConfiguration"]["preemptionRetriesBeforeTermination"]
         summary = job.setdefault("preemptionSummary", {"preemptedAttemptCount": 0, "recentPreemptedAttempts": []})
         summary["preemptedAttemptCount"] += 1
@@ -175,14 +182,16 @@ class FakeServiceJobs(FakeService):
 
     def settle(self) -> None:
         for job in self.jobs.values():
-            if job["status"] not in ("SCHEDULED", "STARTING", "RUNNING"):
-                continue
-            training = self.ml.jobs[_name(job["latestAttempt"])]
-            if training["TrainingJobStatus"] in ENDED:
-                self._try_ended(job, training)
-            elif "TrainingStartTime" in training:
-                job |= {"status": "RUNNING"}
-                job.setdefault("startedAt", self._now())
+            if job["status"] in ("SCHEDULED", "STARTING", "RUNNING"):
+                self.look(job, self.ml.jobs[_name(job["latestAttempt"])])
+
+    def look(self, job: Request, training: Request) -> None:
+        """See what became of the training job of the latest attempt."""
+        if training["TrainingJobStatus"] in ENDED:
+            self._try_ended(job, training)
+        elif "TrainingStartTime" in training:
+            job |= {"status": "RUNNING"}
+            job.setdefault("startedAt", self._now())
 
     # How.
 
