@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
-from pipeline.core.errors import GateRefused
+from pipeline.core.errors import ConfigError, GateRefused
 from pipeline.data.token_sets import read_token_sets
 from pipeline.evaluate.gate.judge import refusal_advice
 from pipeline.evaluate.models import Models, find_models
@@ -71,6 +71,12 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
             outputs = {"checkpoint": models.candidate.prefix}
             result = ctx.finish(NAME, started, inputs=inputs, outputs=outputs, figures=figures)
             return store_result(ctx.workspace, result) if earlier is None and ctx.world.is_main else result
+    if settings.evaluate.promote and keys.public and keys.signing is None:
+        raise ConfigError(
+            "registry.verify_key is set but registry.sign_key is not, so this candidate could not be promoted",
+            expected="the private key of one of the public keys in registry.verify_key",
+            next_command="--registry.sign-key KEY, or --evaluate.promote false and promote it with the key elsewhere",
+        )
     report = stored if stored is not None and stored.inputs == inputs else None
     if report is None:
         report = run_evaluation(settings, ctx, models, sets, inputs)

@@ -79,10 +79,13 @@ def test_the_promoted_model_is_signed(case: Case) -> None:
 
     key_pair(case.folder, "a")
     lost, keys = f"--registry.sign-key={case.folder}/b.pem", f"--registry.sign-key={case.folder}/a.pem"
+    verify = f"--registry.verify-key={case.folder}/a.pub"
     told = case.run(lost, code=78)
     assert "b.pem does not exist" in told and case.pointer is None
+    told = case.run(verify, code=78)
+    assert "registry.verify_key is set but registry.sign_key is not" in told and case.pointer is None
     assert load_report(case.storage, "c1") is None and case.storage.stat(f"{case.trained()}/model.sig") is None
-    case.run(keys, f"--registry.verify-key={case.folder}/a.pub")
+    case.run(keys, verify)
     assert case.history == [("promoted", case.trained())]
     assert case.storage.stat(f"{case.trained()}/model.sig") is not None
 
