@@ -98,6 +98,7 @@ def evaluation_plan(
     plan |= embed_plan(model, settings.embed, settings.compile, spec, device, world_size)
     if spec.may_miss:
         plan["data.missing"] = len(spec.missing)
+        plan |= {"data.bins": spec.bins} if spec.bins else {}
     return plan | {
         "data.buckets": [bucket.name for bucket in buckets],
         "data.pad_id": spec.pad_id,

@@ -176,8 +176,8 @@ def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint
     labels may differ, because both models are evaluated with the gains of the data, and the form of missing numbers.
     """
     state, info = checkpoint.state, sets[0].info
-    model = state.inputs.model_dump(exclude={"label_gains", "missing"})
-    data = spec_of(info).model_dump(exclude={"label_gains", "missing"})
+    model = state.inputs.model_dump(exclude={"label_gains", "missing", "bins"})
+    data = spec_of(info).model_dump(exclude={"label_gains", "missing", "bins"})
     model["tokenizer"], data["tokenizer"] = state.tokenizer_fingerprint, info.tokenizer_fingerprint
     for name in ("tokenizer", *model):
         if model[name] != data[name]:
@@ -316,4 +316,4 @@ def _architecture(checkpoint: Checkpoint) -> str:
     """Return a fingerprint of the architecture. If it is equal, two models have the same parameters and graphs."""
     unused, inputs = ("preset", "dropout", "init_from"), checkpoint.state.inputs
     shape = {name: value for name, value in checkpoint.state.model.shape().items() if name not in unused}
-    return fingerprint({**shape, "missing": len(inputs.missing)})
+    return fingerprint({**shape, "missing": len(inputs.missing), "bins": inputs.bins})

@@ -267,6 +267,10 @@ class Attribute(Record):
         return (self.name,) if self.kind == "number" else ()
 
 
+NUMBER_BINS = 12
+"""Number of bins of each numeric feature in new models."""
+
+
 class InputSpec(Record):
     """The properties of the data that the model depends on, which are stored in checkpoints."""
 
@@ -284,16 +288,22 @@ class InputSpec(Record):
     missing: tuple[str, ...] = ()
     """The first of the numeric features, which have an indicator that is 1 if the number is missing. Empty in models of
     earlier versions, in which a missing number is the same as the mean."""
+    bins: int = 0
+    """Number of bins of each of these features (see FeatureEncoder). 0 in models of earlier versions."""
 
     def used_fields(self) -> dict[str, Any]:
         """Return the fields except for later ones that are empty, so that the identities of older runs don't change."""
         fields = self.model_dump(mode="json")
-        later = ("query_prefix", "product_prefix", "attributes", "missing")
+        later = ("query_prefix", "product_prefix", "attributes", "missing", "bins")
         return {name: value for name, value in fields.items() if value or name not in later}
 
+    def with_numbers_of(self, parent: "InputSpec") -> "InputSpec":
+        """Return a copy whose numbers have the same form as in the model of a parent."""
+        return self.model_copy(update={"missing": parent.missing, "bins": parent.bins})
+
     def continuing(self, parent: "InputSpec") -> "InputSpec":
-        """Return a copy for a run that continues a parent, with its gains and its form of missing numbers."""
-        return self.model_copy(update={"label_gains": parent.label_gains, "missing": parent.missing})
+        """Return a copy for a run that continues a parent, with its gains and its form of numbers."""
+        return self.with_numbers_of(parent).model_copy(update={"label_gains": parent.label_gains})
 
     @property
     def may_miss(self) -> bool:

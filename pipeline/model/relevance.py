@@ -80,6 +80,7 @@ class TaughtOutputs(NamedTuple):
 # are learned by a deep MLP.
 
 _CONSTANT = 1e-4  # features with a lower standard deviation are considered constant
+_FARTHEST_BIN = 3.0  # the bins cover this many standard deviations on both sides of the mean
 _CATEGORICAL_SIZE = 16
 """Embedding width of each categorical feature."""
 
@@ -109,16 +110,22 @@ class FeatureEncoder(nn.Module):
     Numeric features are first squashed with log(1 + x) and then standardized with `scale` and `shift`, which are
     computed from the training split (see `fit`). Both are parameters, so that they are part of every checkpoint and
     export. A number that is MISSING becomes 0, which is the mean, and sets its indicator, if the model has one.
+
+    Numbers that are not lexical features are also given as positions in bins of equal width: 0 below the bin, 1 above
+    it, and linear in between (Gorishniy et al., "On Embeddings for Numerical Features", NeurIPS 2022). From these, the
+    MLP learns sooner that only some values count, such as prices that are almost equal.
     """
 
     def __init__(self, config: ModelConfig, spec: InputSpec) -> None:
         super().__init__()
         self.num_numeric, self.num_indicators, self.may_miss = len(spec.numeric), len(spec.missing), spec.may_miss
+        self.num_bins = spec.bins
         if self.num_numeric:
             self.scale = nn.Parameter(torch.ones(self.num_numeric))
             self.shift = nn.Parameter(torch.zeros(self.num_numeric))
         self.embeddings = nn.ModuleList(nn.Embedding(ids, _CATEGORICAL_SIZE) for ids in spec.categorical_ids)
-        inputs = self.num_numeric + self.num_indicators + _CATEGORICAL_SIZE * len(spec.categorical_ids)
+        numbers = self.num_numeric + self.num_indicators * (1 + self.num_bins)
+        inputs = numbers + _CATEGORICAL_SIZE * len(spec.categorical_ids)
         widths = (inputs, *config.feature_sizes) if inputs else (0,)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.width = widths[-1]
@@ -130,6 +137,7 @@ class FeatureEncoder(nn.Module):
             present = 0.5 + 0.5 * torch.sign(numeric - MISSING / 2)  # 0 or 1, and without the f64 of a comparison
             parts = [(_squash(numeric * present) * self.scale + self.shift) * present]
             parts += [1.0 - present[:, : self.num_indicators]] if self.num_indicators else []
+            parts += [self._positions(parts[0][:, : self.num_indicators])] if self.num_bins else []
         elif self.num_numeric:
             parts = [_squash(numeric) * self.scale + self.shift]
         parts += [table(categorical[:, index]) for index, table in enumerate(self.embeddings)]
@@ -137,6 +145,12 @@ class FeatureEncoder(nn.Module):
         for layer in self.layers:
             hidden = F.gelu(layer(hidden))
         return hidden
+
+    def _positions(self, standardized: Tensor) -> Tensor:
+        """Return the position of each number, [B, N], in each bin, which is from 0 to 1, as a [B, N bins] tensor."""
+        starts = torch.arange(self.num_bins, dtype=standardized.dtype, device=standardized.device) - self.num_bins / 2
+        offsets = standardized[:, :, None] * (self.num_bins / 2 / _FARTHEST_BIN) - starts
+        return (F.relu(offsets) - F.relu(offsets - 1.0)).flatten(1)
 
     @torch.no_grad()
     def fit(self, numeric: Tensor) -> None:

@@ -15,7 +15,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.buckets import given_buckets, pinned_buckets
 from pipeline.data.lexical import numeric_names
 from pipeline.data.token_sets import read_token_sets, spec_of, token_set_prefixes
-from pipeline.model.config import LEXICAL, InputSpec
+from pipeline.model.config import LEXICAL, NUMBER_BINS, InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import locate_start, parent_buckets, parent_inputs, production_prefix
@@ -142,9 +142,9 @@ def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], objec
 
 
 def _as_parent(spec: InputSpec, ctx: StageContext) -> InputSpec:
-    """Return the inputs of a training run, for which a parent determines the form of missing numbers."""
+    """Return the inputs of a training run, for which a parent determines the form of numbers."""
     parent = parent_inputs(ctx.settings, ctx.workspace) if spec.may_miss else None
-    return spec if parent is None else spec.model_copy(update={"missing": parent.missing})
+    return spec if parent is None else spec.with_numbers_of(parent)
 
 
 def expected_shapes(settings: Settings, buckets: tuple[str, ...] = ()) -> Shapes:
@@ -165,7 +165,8 @@ def expected_shapes(settings: Settings, buckets: tuple[str, ...] = ()) -> Shapes
         categorical_ids=tuple(feature.num_ids for feature in data.categorical),
         query_prefix=data.query_prefix,
         product_prefix=data.product_prefix,
-        missing=tuple(name for name in numeric if not name.startswith(LEXICAL)),
+        missing=(numbers := tuple(name for name in numeric if not name.startswith(LEXICAL))),
+        bins=NUMBER_BINS if numbers else 0,
     )
     longest = min(LONGEST, settings.model.max_positions)
     return Shapes(spec, tuple(map(Bucket.parse, buckets or data.buckets)) or (Bucket(longest, longest),))

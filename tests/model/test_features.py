@@ -10,10 +10,9 @@ CONFIG = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, intermediate_siz
 NAN = float("nan")
 
 
-def spec_of(*numeric: str, missing: int = 0) -> InputSpec:
-    return InputSpec(
-        vocab_size=9, pad_id=0, labels=("a", "b"), label_gains=(0, 1), numeric=numeric, missing=numeric[:missing]
-    )
+def spec_of(*numeric: str, missing: int = 0, bins: int = 0) -> InputSpec:
+    spec = InputSpec(vocab_size=9, pad_id=0, labels=("a", "b"), label_gains=(0, 1), numeric=numeric, bins=bins)
+    return spec.model_copy(update={"missing": numeric[:missing]})
 
 
 def encoder_of(spec: InputSpec, rows: list[list[float]]) -> FeatureEncoder:
@@ -51,6 +50,17 @@ def test_a_missing_number_is_the_mean_and_sets_its_indicator(missing: int, dtype
     inputs = first_inputs(encoder, [[MISSING, 0.2], [-9.0, 0.2]], dtype)
     assert inputs.shape == (2, 2 + missing) and inputs[0, 0] == 0 and inputs[1, 0] < -1
     assert inputs[:, 2:].tolist() == [[1.0], [0.0]][: 2 if missing else 0] or not missing
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_also_positions_in_bins_of_half_a_standard_deviation(dtype: torch.dtype) -> None:
+    encoder = encoder_of(spec_of("price", "lex_jaccard", missing=1, bins=12), [[1.0, 0.1], [NAN, 0.2], [9.0, 0.3]])
+    inputs = first_inputs(encoder, [[MISSING, 0.2], [4.0, 0.2], [1e6, 0.2], [-1e6, 0.2]], dtype)
+    assert inputs.shape == (4, 3 + 12)
+    assert inputs[0, 3:].tolist() == [1.0] * 6 + [0.0] * 6, "the mean"
+    expected = ((inputs[1, 0] + 3 - torch.arange(12) / 2) * 2).clamp(0, 1)
+    torch.testing.assert_close(inputs[1, 3:], expected, atol=0.01, rtol=0)
+    assert (inputs[2, 3:] == 1).all() and (inputs[3, 3:] == 0).all()
 
 
 def test_a_number_that_is_always_missing_is_zero() -> None:

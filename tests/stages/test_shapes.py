@@ -12,6 +12,7 @@ from pipeline.core.batch_order import RankSlice
 from pipeline.core.errors import CheckpointError
 from pipeline.core.footprint import EncoderSizes, Estimate
 from pipeline.core.stop import StopSignal
+from pipeline.model.config import NUMBER_BINS
 from pipeline.model.factory import FactoryEncoder
 from pipeline.parallel.world import World
 from pipeline.settings import resolve
@@ -62,14 +63,16 @@ def test_a_parent_determines_the_form_of_missing_numbers(tmp_path: Path, missing
     flags = [("--workspace", str(tmp_path / "workspace")), ("--data.numeric", "price"), ("--model-name", "sample")]
     settings = resolve((), {}, flags).settings
     with open_context(settings, StopSignal(), {}) as ctx:
-        assert shapes_of(settings, ctx, print).spec.missing == ("price",), "of a first model"
+        first = shapes_of(settings, ctx, print).spec
+        assert (first.missing, first.bins) == (("price",), NUMBER_BINS)
         prefix = make_checkpoint(ctx.workspace, tmp_path, promoted=False)
         state = json.loads(ctx.workspace.read_bytes(f"{prefix}/state.json"))
         state["inputs"] |= {"numeric": ["price"], "missing": missing}
         ctx.workspace.write_bytes(f"{prefix}/state.json", json.dumps(state).encode())
         started = settings.model_copy(update={"train": settings.train.model_copy(update={"start": prefix})})
         with open_context(started, StopSignal(), {}) as again:
-            assert shapes_of(started, again, print).spec.missing == missing
+            spec = shapes_of(started, again, print).spec
+            assert (spec.missing, spec.bins) == (missing, 0), "of a parent from before there were bins"
             ctx.workspace.write_bytes(f"{prefix}/state.json", b"{}")
             with pytest.raises(CheckpointError, match=r"the state\.json of the parent"):
                 shapes_of(started, again, print)

@@ -13,7 +13,7 @@ from pipeline.data.token_sets import JudgedSplit, TokenSet, TokenSetInfo, select
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
-from pipeline.model.config import Attribute, LossConfig, ModelConfig
+from pipeline.model.config import NUMBER_BINS, Attribute, LossConfig, ModelConfig
 from pipeline.train.config import TrainConfig
 from pipeline.train.inputs import RunInputs, data_warnings, gather_inputs
 from tests.train.rows import MODEL, SPEC, TRAIN, checkpoint_of, grouped, make_rows, token_set_info
@@ -109,9 +109,10 @@ def test_inputs_that_fit(tmp_path: Path) -> None:
 
 def test_a_run_has_indicators_unless_its_parent_was_trained_without(tmp_path: Path) -> None:
     without = {"price": 3}
-    assert gather(tmp_path / "new", without_number=without).spec.missing == ("price",)
+    new = gather(tmp_path / "new", without_number=without).spec
+    assert new.missing == ("price",) and new.bins == NUMBER_BINS
     old = gather(tmp_path / "old", parent=parent_of({}), without_number=without)
-    assert old.spec == SPEC and "missing" not in old.spec.used_fields()
+    assert old.spec == SPEC and not {"missing", "bins"} & {*old.spec.used_fields()}
     newer = parent_of({}, inputs=SPEC.model_copy(update={"missing": ("price",)}))
     assert gather(tmp_path / "newer", parent=newer).spec.missing == ("price",), "also of data from before"
 
