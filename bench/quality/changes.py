@@ -48,9 +48,13 @@ TRIED = (
     Change("teacher-listwise", "only KL divergence of similarities in the batch", _NEW),
     Change("teacher-margin", "only squared differences of margins within a query", _NEW),
     Change("published-vectors", "a published teacher, not fine-tuned: cosine to its vectors", _NEW),
+    Change("published-listwise", "the same: KL divergence of similarities in the batch", _NEW),
     Change("freeze3", "the embeddings and three of the six layers frozen", _PRESENT),
     Change("mask01", "a tenth of the tokens masked in training", _PRESENT),
-    Change("published-listwise", "the same: KL divergence of similarities in the batch", _NEW),
+    Change("layers08", "a learning rate for each layer, 0.8 of the next layer's", _PRESENT),
+    Change("mix", "a quarter of the pairs from other categories", _PRESENT),
+    Change("hinges", "lexical features also as positions in 12 bins", _PRESENT),
+    Change("boosting", "the score of boosting, fitted on other rows, as a feature", _PRESENT),
 )
 
 
