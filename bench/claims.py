@@ -78,8 +78,8 @@ good](quality.md#where-a-simpler-tool-is-as-good)). `python -m bench.quality`.""
         "pairs": """\
 The same model scores pairs of WDC's product sets after 32,000 training pairs. Boosting is scikit-learn's
 HistGradientBoostingClassifier on lexical features. Thresholds are chosen on the validation split. A fine-tuned
-bi-encoder scores 0.055 to 0.06 lower than trnpipe, with one seed each on cameras, computers and shoes.
-`python -m bench.quality`.""",
+bi-encoder scores 0.05 to 0.07 lower than trnpipe on cameras, computers and shoes (one seed each, and three
+of trnpipe). `python -m bench.quality`.""",
         "daily-cycles": """\
 PriceRunner is divided into five days. Five cycles, each of which starts from the previous model and has half of
 its samples from earlier days, are compared with a single training run on all days with the same number of steps.
