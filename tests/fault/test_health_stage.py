@@ -139,9 +139,10 @@ def test_ended_in_the_middle_it_leaves_nobody_and_nothing(here: Place, moment: s
     if how is signal.SIGKILL:
         run.process.kill()
         assert run.wait() == -signal.SIGKILL
-        here.run("health", "--health.only=host")  # the next start ends and deletes what a killed one left
     else:
         assert run.terminate() == 128 + signal.SIGTERM
+    if how is signal.SIGKILL or "not stopped within" in run.err:  # on a busy machine, the end may be forced
+        here.run("health", "--health.only=host")  # the next start ends and deletes what a killed one left
     end = time.monotonic() + 60
     while any(psutil.pid_exists(pid) for pid in family) and time.monotonic() < end:
         time.sleep(0.02)
