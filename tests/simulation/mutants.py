@@ -48,7 +48,8 @@ def _submit_without_lookup() -> Iterator[None]:
 def _retry_without_idempotency() -> Iterator[None]:
     """Repeat SubmitJob after a lost answer, as the retries of an SDK do."""
 
-    def submit_job(self: BatchClient, request: Any) -> str:
+    def submit_job(self: BatchClient, request: Any, renew: Any) -> str:
+        renew()
         for _ in range(3):
             try:
                 return str(self._raw.submit_job(**request)["jobId"])
