@@ -54,6 +54,7 @@ TRIED = (
     Change("layers08", "a learning rate for each layer, 0.8 of the next layer's", _PRESENT),
     Change("mix", "a quarter of the pairs from other categories", _PRESENT),
     Change("hinges", "lexical features also as positions in 12 bins", _PRESENT),
+    Change("features8", "texts hidden from the relevance head in every eighth row", _PRESENT),
     Change("boosting", "the score of boosting, fitted on other rows, as a feature", _PRESENT),
 )
 
