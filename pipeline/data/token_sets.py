@@ -17,7 +17,7 @@ from pipeline.data.config import CategoricalFeature, SplitBy
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, read_record
-from pipeline.model.config import NUMBER_BINS, Attribute, InputSpec
+from pipeline.model.config import Attribute, InputSpec
 
 # The `fields` in the MANIFEST.json of a folder of token shards.
 
@@ -291,8 +291,7 @@ def spec_of(info: TokenSetInfo) -> InputSpec:
     """Return the part of the model configuration that is determined by the prepared data."""
     shared = info.model_dump(include={*InputSpec.model_fields})
     categorical_ids = tuple(feature.num_ids for feature in info.categorical)
-    numbers = tuple(info.without_number)
-    return InputSpec(**shared, categorical_ids=categorical_ids, missing=numbers, bins=NUMBER_BINS if numbers else 0)
+    return InputSpec(**shared, categorical_ids=categorical_ids).with_numbers(tuple(info.without_number))
 
 
 # The summary of the prepared data that is shown in reports, stored in cycles/<cycle>/prepare/digest.json.

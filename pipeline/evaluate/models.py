@@ -173,11 +173,10 @@ def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint
     """Verify that the data fits a model. Raises ConfigError if not.
 
     Tokenizer, labels and features must be the same, and rows must not be too long for the model. Only the gains of the
-    labels may differ, because both models are evaluated with the gains of the data, and the form of missing numbers.
+    labels may differ, because both models are evaluated with the gains of the data, and the form of numbers.
     """
     state, info = checkpoint.state, sets[0].info
-    model = state.inputs.model_dump(exclude={"label_gains", "missing", "bins"})
-    data = spec_of(info).model_dump(exclude={"label_gains", "missing", "bins"})
+    model, data = state.inputs.model_dump(), spec_of(info).continuing(state.inputs).model_dump()
     model["tokenizer"], data["tokenizer"] = state.tokenizer_fingerprint, info.tokenizer_fingerprint
     for name in ("tokenizer", *model):
         if model[name] != data[name]:

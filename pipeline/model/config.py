@@ -297,6 +297,10 @@ class InputSpec(Record):
         later = ("query_prefix", "product_prefix", "attributes", "missing", "bins")
         return {name: value for name, value in fields.items() if value or name not in later}
 
+    def with_numbers(self, names: tuple[str, ...]) -> "InputSpec":
+        """Return a copy for a new model, in which the numeric features with these names may be missing."""
+        return self.model_copy(update={"missing": names, "bins": NUMBER_BINS if names else 0})
+
     def with_numbers_of(self, parent: "InputSpec") -> "InputSpec":
         """Return a copy whose numbers have the same form as in the model of a parent."""
         return self.model_copy(update={"missing": parent.missing, "bins": parent.bins})

@@ -241,7 +241,7 @@ def _replace_pointer(workspace: Storage, current: Pointer | None, etag: str, ent
     written = workspace.write_if_match(key, data, etag) if current else workspace.write_if_absent(key, data)
     if not written:
         raise _stale(workspace, entry.model)
-    with suppress(TransientError):
+    with suppress(TransientError):  # the change is done, and a repeated rollback would go one further back
         append(workspace, entry.model, entry)
     return entry
 

@@ -15,7 +15,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.buckets import given_buckets, pinned_buckets
 from pipeline.data.lexical import numeric_names
 from pipeline.data.token_sets import read_token_sets, spec_of, token_set_prefixes
-from pipeline.model.config import LEXICAL, NUMBER_BINS, InputSpec
+from pipeline.model.config import LEXICAL, InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import locate_start, parent_buckets, parent_inputs, production_prefix
@@ -165,8 +165,6 @@ def expected_shapes(settings: Settings, buckets: tuple[str, ...] = ()) -> Shapes
         categorical_ids=tuple(feature.num_ids for feature in data.categorical),
         query_prefix=data.query_prefix,
         product_prefix=data.product_prefix,
-        missing=(numbers := tuple(name for name in numeric if not name.startswith(LEXICAL))),
-        bins=NUMBER_BINS if numbers else 0,
-    )
+    ).with_numbers(tuple(name for name in numeric if not name.startswith(LEXICAL)))
     longest = min(LONGEST, settings.model.max_positions)
     return Shapes(spec, tuple(map(Bucket.parse, buckets or data.buckets)) or (Bucket(longest, longest),))

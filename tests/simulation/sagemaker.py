@@ -45,11 +45,13 @@ class SimulatedSageMaker(Platform, FakeSageMaker):
             raise refused(
                 "ResourceLimitExceeded", "The account-level service limit is 0 Instances", "CreateTrainingJob"
             )
-        self.make(request, visible=0)
+        self._begin(request, job)
         return {"TrainingJobArn": name}
 
     def make(self, request: Request, *, visible: int) -> None:
-        job = self._job_of(request)
+        self._begin(request, self._job_of(request))
+
+    def _begin(self, request: Request, job: Request) -> None:
         self.jobs[job["jobId"]] = job
         self.training[job["jobId"]] = request | {"CreationTime": self._now()}
         self.move(job["jobId"], "InProgress", "Starting")

@@ -6,13 +6,12 @@ that a training job has ended. Requests to SageMaker itself are answered as befo
 """
 
 from tests.jobs.targets.faults import Request
-from tests.jobs.targets.sagemaker.fake_sagemaker import OVER, FakeServiceJobs
+from tests.jobs.targets.sagemaker.fake_sagemaker import WAITING, WITH_SAGEMAKER, FakeServiceJobs
 from tests.simulation.batch import GRACE_S, MACHINE_S, Container
 from tests.simulation.faults import Service
 from tests.simulation.sagemaker import NO_CAPACITY, SimulatedSageMaker
 from tests.simulation.world import Process
 
-WAITING = ("SUBMITTED", "RUNNABLE")
 NOTICE_S = 60.0
 """Most seconds until AWS Batch notices that a training job has started or ended."""
 
@@ -43,11 +42,7 @@ class SimulatedServiceJobs(SimulatedSageMaker):
         return self.batch.describe_service_job(**request)
 
     def _terminate_service_job(self, request: Request) -> Request:
-        answer = self.batch.terminate_service_job(**request)
-        for name, (job_id, _) in self.batch.tries.items():
-            if job_id == request["jobId"] and self.training[name]["TrainingJobStatus"] == "Stopping":
-                self.stop_training(name)
-        return answer
+        return self.batch.terminate_service_job(**request)
 
     def _describe_job_queues(self, request: Request) -> Request:
         return self.batch.describe_job_queues(**request)
@@ -92,7 +87,7 @@ class SimulatedServiceJobs(SimulatedSageMaker):
     def _notice(self, name: str) -> None:
         job, training = self._service_job(name), self.training[name]
         is_latest = job["latestAttempt"]["serviceResourceId"]["value"].endswith(f"/{name}")
-        if job["status"] in (*WAITING, *OVER) or not is_latest:
+        if job["status"] not in WITH_SAGEMAKER or not is_latest:
             return
         if training.pop("_has_no_capacity", False):
             self.batch.queue_again(job)

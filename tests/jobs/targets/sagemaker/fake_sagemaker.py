@@ -17,6 +17,7 @@ from tests.jobs.targets.batch.fake_batch import ARN
 from tests.jobs.targets.faults import ACCOUNT, FakeService, Faults, Request, client_error
 
 ENDED, OVER = ("Completed", "Failed", "Stopped"), ("SUCCEEDED", "FAILED")
+WAITING, WITH_SAGEMAKER = ("SUBMITTED", "RUNNABLE"), ("SCHEDULED", "STARTING", "RUNNING")
 TRAINING_JOB = f"arn:aws:sagemaker:{ACCOUNT}:training-job"
 
 
@@ -62,6 +63,9 @@ class FakeSageMaker(FakeService):
         now = {"TrainingJobStatus": status, "SecondaryStatus": secondary or status, "LastModifiedTime": self._now()}
         self.jobs[name] |= now
 
+    def stop_training(self, name: str) -> None:
+        self.move(name, "Stopping")
+
     def delete(self, name: str) -> None:
         assert self.jobs[name]["TrainingJobStatus"] in ENDED
         del self.jobs[name]
@@ -98,7 +102,7 @@ class FakeSageMaker(FakeService):
             text = f"The request was rejected because the training job is in status {name}."
             raise refused("ValidationException", text, "StopTrainingJob")
         self.stopped.append(name)
-        self.move(name, "Stopping")
+        self.stop_training(name)
         return {}
 
     def _now(self) -> datetime:
@@ -141,7 +145,7 @@ class FakeServiceJobs(FakeService):
     # What happens to service jobs.
 
     def waiting(self) -> list[Request]:
-        return [one for one in self.jobs.values() if one["status"] in ("SUBMITTED", "RUNNABLE")]
+        return [one for one in self.jobs.values() if one["status"] in WAITING]
 
     def dispatch(self, job: Request) -> str:
         """To SageMaker; the name of the training job."""
@@ -182,7 +186,7 @@ class FakeServiceJobs(FakeService):
 
     def settle(self) -> None:
         for job in self.jobs.values():
-            if job["status"] in ("SCHEDULED", "STARTING", "RUNNING"):
+            if job["status"] in WITH_SAGEMAKER:
                 self.look(job, self.ml.jobs[_name(job["latestAttempt"])])
 
     def look(self, job: Request, training: Request) -> None:
@@ -237,11 +241,11 @@ class FakeServiceJobs(FakeService):
 
     def _terminate_service_job(self, request: Request) -> Request:
         job, reason = self.jobs[request["jobId"]], request["reason"]
-        if job["status"] in ("SUBMITTED", "RUNNABLE"):
+        if job["status"] in WAITING:
             job |= {"status": "FAILED", "statusReason": reason, "stoppedAt": self._now(), "isTerminated": True}
         elif job["status"] not in OVER:
             job |= {"isTerminated": True, "_reason": reason}
-            self.ml.move(_name(job["latestAttempt"]), "Stopping")
+            self.ml.stop_training(_name(job["latestAttempt"]))
         return {}
 
     def _describe_job_queues(self, request: Request) -> Request:
