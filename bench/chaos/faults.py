@@ -108,7 +108,6 @@ class Injector:
             "s3_errors": self._fail_s3,
             "corrupt_checkpoint": self._corrupt,
             "kill_engine": lambda _: self._kill_engine(),
-            "kill_driver": lambda _: self._kill_engine(),
         }
         return does[kind](running)
 

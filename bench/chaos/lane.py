@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, timedelta
 from pathlib import Path
 
 from bench.chaos.checks import Expected, tries_beside, wrong_model, wrong_vectors
@@ -91,9 +91,6 @@ TRNJOBS_LOST_AFTER_S = "8"
 TRNJOBS_GATHER_S = "60"
 TRNJOBS_GRACE_S = "5"
 TRNJOBS_BUNDLE_S = "3"
-[jobs.schedule]
-expression = "cron(0 0 * * ? *)"
-max_late_s = 1000000000
 """
 """The gate lets every model pass: whether it judges well is measured elsewhere. Nothing waits for minutes."""
 STAGES = ("prepare", "health", "compile", "train", "evaluate", "embed", "verify", "report")
@@ -136,14 +133,13 @@ class CycleResult:
 
 @dataclass
 class Lane:
-    """One workspace. `folder`: for logs and scratch. `command`: `submit`, or the `driver` of the scheduler."""
+    """One workspace. `folder`: for logs and scratch."""
 
     name: str
     folder: Path
     watch: Watch
     dice: random.Random
     server: FailingServer | None = None
-    command: str = "submit"
     kinds: tuple[str, ...] = field(init=False)
     workspace: str = field(init=False)
 
@@ -152,8 +148,7 @@ class Lane:
         self.workspace = f"s3://{self.server.bucket}/{self.name}" if self.server else local
         (self.folder / "chaos.toml").write_text(config_text())
         of_place = ("s3_errors", "s3_errors") if self.server else ("full_disk", "corrupt_checkpoint")
-        killed = "kill_driver" if self.command == "driver" else "kill_engine"
-        self.kinds = ("kill_process", "kill_process", "kill_node", killed, *of_place)
+        self.kinds = ("kill_process", "kill_process", "kill_node", "kill_engine", *of_place)
 
     def kinds_for(self, shape: Shape) -> tuple[str, ...]:
         """With ranks that wait for each other one may hang; with nodes one may fall silent."""
@@ -216,9 +211,7 @@ class Lane:
         return Expected(cycle, MODEL, MAX_STEPS, frozenset(names), frozenset(ids), pointer[0] if pointer else None)
 
     def _words(self, cycle: str, number: int, shape: Shape) -> list[str]:
-        words = [sys.executable, "-m", "jobs", self.command, "--target", "local"]
-        when = datetime.fromisoformat(cycle).replace(tzinfo=UTC).isoformat()
-        words += ["--scheduled-time", when] if self.command == "driver" else ["--cycle", cycle]
+        words = [sys.executable, "-m", "jobs", "submit", "--target", "local", "--cycle", cycle]
         words += ["--config", str(self.folder / "chaos.toml"), "--workspace", self.workspace]
         words += ["--data.synthetic.num-days", str(FIRST_DAYS + number)]
         words += ["--jobs.train.nodes", str(shape[0]), "--jobs.train.processes", str(shape[1])]
