@@ -77,6 +77,9 @@ def main() -> int:
     values = {one.name: one.value for one in figures}
     never = values["wrong_models"] + values["wrong_vectors"] + values["run_twice"]
     good = len(results) == cycles and values["jobs_finished"] >= MIN_JOBS and values["cycles_finished"] >= MIN_CYCLES
+    if not arguments.quick and (unseen := [kind for kind in KINDS if not values[kind]]):
+        print(f"no fault of these kinds hit anything: {', '.join(unseen)}", file=sys.stderr)
+        good = False
     return 0 if good and not never else 1
 
 

@@ -108,7 +108,7 @@ def _role(words: Sequence[str], env: dict[str, str]) -> Role:
         return "entry"
     if "torch.distributed.run" in words:
         return "torchrun"
-    if "pipeline" in words or "jobs" in words:
+    if {"pipeline", "jobs", "trnpipe", "trnjobs"} & {Path(word).name for word in words}:
         return "rank" if "WORLD_SIZE" in env or "LOCAL_RANK" in env else "launcher"
     return "worker"
 

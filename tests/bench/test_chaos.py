@@ -46,7 +46,7 @@ ROLES: Mapping[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "keeper": (("node_keeper.py",), {}),
     "entry": (("-m", "jobs.node"), {}),
     "torchrun": (("-m", "torch.distributed.run"), {}),
-    "launcher": (("-m", "pipeline", "train"), {}),
+    "launcher": (("/venv/bin/trnpipe", "train"), {}),
     "rank": (("-m", "pipeline", "train"), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}),
     "worker": (("--multiprocessing-fork",), {}),
 }
