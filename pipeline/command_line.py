@@ -88,9 +88,21 @@ def run_program(
     except (TrnpipeError, KeyboardInterrupt) as error:
         print(f"{' '.join([name, *arguments[:1]])}: {type(error).__name__}: {error}", file=sys.stderr)
         return exit_code_of(error)
-    except Exception as error:  # a bug
-        traceback.print_exc()
-        return exit_code_of(error)
+    except Exception as error:
+        if (known := _disk_full(error)) is None:  # a bug
+            traceback.print_exc()
+            return exit_code_of(error)
+        print(f"{' '.join([name, *arguments[:1]])}: {type(known).__name__}: {known}", file=sys.stderr)
+        return exit_code_of(known)
+
+
+def _disk_full(error: Exception) -> Exception | None:
+    """Return DiskFull if a local file could not be written because the disk is full, or None for other errors."""
+    from pipeline.io.storage import FULL_ERRNOS, translate_os_error
+
+    if not isinstance(error, OSError) or error.errno not in FULL_ERRNOS:
+        return None
+    return translate_os_error(error, "writing", error.filename or "a local file")
 
 
 class CommandParser(argparse.ArgumentParser):

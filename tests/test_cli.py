@@ -1,5 +1,6 @@
 """The command line: commands, exit codes, messages, events of a stage, and what may be imported when."""
 
+import errno
 import json
 import os
 import resource
@@ -233,7 +234,13 @@ def test_each_error_has_its_exit_code_and_no_traceback(
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "traceback"), [(KeyboardInterrupt(), 143, False), (ValueError("broken"), 1, True)]
+    ("error", "code", "traceback"),
+    [
+        (KeyboardInterrupt(), 143, False),
+        (ValueError("broken"), 1, True),
+        (OSError(errno.EISDIR, "a folder"), 1, True),
+        (OSError(errno.ENOSPC, "no space", "/scratch/tokens"), errors.TransientError.exit_code, False),
+    ],
 )
 def test_only_a_bug_shows_a_traceback(
     error: BaseException,

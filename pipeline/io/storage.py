@@ -27,10 +27,10 @@ class KeyNotFound(DataError):
 
 
 class DiskFull(TransientError):
-    """Raised if the file system is full or the disk quota is exceeded, after staged files have been removed."""
+    """Raised if the file system is full or a quota or file size limit is exceeded, after staged files are removed."""
 
 
-FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 MISSING_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR})
 DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOLCK})
 # For these operations "no such file" means that the key doesn't exist. For all others, the target folder is missing.
