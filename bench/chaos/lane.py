@@ -121,6 +121,8 @@ class CycleResult:
     jobs: int
     jobs_finished: int
     attempts: int
+    drawn: tuple[str, ...]
+    """Kinds of the faults that were to come; of those that came are `hits`."""
     hits: tuple[Hit, ...]
     wrong_models: tuple[str, ...]
     wrong_vectors: tuple[str, ...]
@@ -182,6 +184,7 @@ class Lane:
             jobs=len(STAGES),
             jobs_finished=sum(record.state is JobState.SUCCEEDED for record in records),
             attempts=sum(len(task.attempts) for record in records for task in record.tasks()),
+            drawn=tuple(fault.kind for fault in faults),
             hits=tuple(injector.hits),
             wrong_models=tuple(wrong_model(self.storage, expected, succeeded=good)),
             wrong_vectors=tuple(wrong_vectors(self.storage, expected, succeeded=good)),
