@@ -311,8 +311,8 @@ def run(titles_file: Path, folder: Path, *, backend_name: str, int8_python: Path
             peer = Int8Peer(int8_python, folder, name, sample)
             stack.callback(peer.close)
             sides |= {name_of(name, size): partial(peer.encode, size) for size in sizes}
-        rates, cosines = ({name: list[float]() for name in names} for names in (sides, ours))
-        rounds = Rounds(ours, ("theirs", *int8), sizes, rates, cosines, [], [])
+        peers = ("theirs", *int8)
+        rounds = Rounds(ours, peers, sizes, {name: [] for name in sides}, {name: [] for name in ours}, [], [])
         take_turns(weights, backend, blocks, sides, rounds)
         recalls = recall_figures(sides, rounds, distinct[: num_rounds * count] if quick else distinct)
     further = [Target(figure=ratio_name(ours[-1], name), comparison=">", value=1.0) for name in int8]

@@ -29,7 +29,7 @@ from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import RelevanceInputs, build_model
 from pipeline.train.config import TrainConfig
-from pipeline.train.loss import Targets, relevance_loss
+from pipeline.train.loss import concat_targets, relevance_loss
 from pipeline.train.step import TrainProgram
 
 NAME = "trainer_ratio"
@@ -143,7 +143,7 @@ def check_same_loss(ours: torch.nn.Module, theirs: HfPairModel, rows: Arrays, co
     batch = RowDataset(rows).__getitems__(list(range(config.global_batch_size)))[0]
     with torch.no_grad():
         inputs = RelevanceInputs(batch["query"], batch["product"], batch["numeric"], batch["categorical"])
-        targets = Targets(**{name: batch[name] for name in Targets._fields if name in batch})
+        targets = concat_targets([batch])
         mine = float(relevance_loss(ours.eval()(inputs), targets, config.loss))
         peers = float(theirs.eval()(**batch)["loss"])
     if abs(mine - peers) > 1e-4 * abs(mine):

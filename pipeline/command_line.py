@@ -85,24 +85,23 @@ def run_program(
                 next_command=f"{name} --help",
             )
         return run(command, arguments[1:])
-    except (TrnpipeError, KeyboardInterrupt) as error:
-        print(f"{' '.join([name, *arguments[:1]])}: {type(error).__name__}: {error}", file=sys.stderr)
-        return exit_code_of(error)
-    except Exception as error:
-        if (known := _disk_full(error)) is None:  # a bug
+    except (Exception, KeyboardInterrupt) as error:
+        known = _translate_disk_full(error)
+        if isinstance(known, TrnpipeError | KeyboardInterrupt):
+            print(f"{' '.join([name, *arguments[:1]])}: {type(known).__name__}: {known}", file=sys.stderr)
+        else:  # a bug
             traceback.print_exc()
-            return exit_code_of(error)
-        print(f"{' '.join([name, *arguments[:1]])}: {type(known).__name__}: {known}", file=sys.stderr)
         return exit_code_of(known)
 
 
-def _disk_full(error: Exception) -> Exception | None:
-    """Return DiskFull if a local file could not be written because the disk is full, or None for other errors."""
+def _translate_disk_full(error: BaseException) -> BaseException:
+    """Return DiskFull if a local file could not be written because the disk is full, and otherwise the same error."""
+    if not isinstance(error, OSError):
+        return error
     from pipeline.io.storage import FULL_ERRNOS, translate_os_error
 
-    if not isinstance(error, OSError) or error.errno not in FULL_ERRNOS:
-        return None
-    return translate_os_error(error, "writing", error.filename or "a local file")
+    is_full = error.errno in FULL_ERRNOS
+    return translate_os_error(error, "writing", error.filename or "a local file") if is_full else error
 
 
 class CommandParser(argparse.ArgumentParser):
