@@ -1,5 +1,6 @@
 """`trnpipe health` as real processes: alone, with ranks, on two nodes; seeded faults, kills, and what stays of them."""
 
+import contextlib
 import json
 import os
 import re
@@ -72,22 +73,12 @@ def verdicts(place: Place, node: int = 0) -> dict[str, str]:
     return {result["name"]: result["verdict"] for result in results(place, node)}
 
 
-def ranks_of(run: Run) -> dict[int, psutil.Process]:
-    """The processes that check ranks, by rank."""
-    found = {}
-    for process in psutil.Process(run.process.pid).children(recursive=True):
-        try:
-            env = process.environ()
-            if RANK_REPORTS in env and "RANK" in env:
-                found[int(env["RANK"])] = process
-        except psutil.Error:
-            continue
-    return found
-
-
 def done(run: Run) -> list[list[str]]:
     """Names of the checks that each rank has behind it."""
-    folders = {process.environ()[RANK_REPORTS] for process in ranks_of(run).values()}
+    folders = set()
+    for process in psutil.Process(run.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error, KeyError):  # a short-lived child may end while it is read
+            folders.add(process.environ()[RANK_REPORTS])
     paths = [path for folder in folders for path in Path(folder).glob("*-so-far.json")]
     return [[result["name"] for result in json.loads(path.read_text())["results"]] for path in paths]
 

@@ -206,7 +206,7 @@ class _Day:
         def ended(code: int | None) -> None:
             del self.people[process]
             if name in ("driver", "submit", "retry") and code == 0:
-                self.invariants.check_submission(self.cycle)
+                self.invariants.check_submission(self.cycle, process.name)
             on_exit(code)
 
         skew_s = self.rng.uniform(-2, 2)
