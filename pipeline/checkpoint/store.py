@@ -103,6 +103,9 @@ class TrainState(Record):
         None,
         description="Maximum length of texts used to train the encoder, including [CLS] and [SEP]; none if unknown",
     )
+    earlier_steps: int = Field(
+        0, ge=0, description="Number of optimizer steps of earlier runs whose moments this run has started with"
+    )
     averaged: float = Field(
         1.0, ge=0, le=1, description="Share of the trained weights; the rest are those that the run started from"
     )

@@ -73,4 +73,4 @@ def average_with_start(
             "temperature": temperature if run.config.train.loss.trains_head else 1.0,
         }
     )
-    return run.saver.save_average(state, weights), state.temperature
+    return run.saver.save_average(state, weights, checkpoint), state.temperature

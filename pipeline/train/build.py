@@ -57,6 +57,8 @@ from pipeline.train.step import TrainProgram, open_program
 _NEEDS_GAINS = frozenset({"ndcg", "retrieval_ndcg", "combined"})
 """Metrics that are undefined unless at least one row has a gain above 0."""
 PROJECTION = "teacher."  # prefix of the tensor of RelevanceModel.add_projection
+MAX_EARLIER_STEPS = 1_000_000
+"""Moments of that many steps have no bias to correct, and fp32 can count the steps of a run beyond them."""
 _FITTED_ROWS = 200_000
 """Maximum number of training rows used to fit the scaling of numeric features."""
 _MIN_QUERIES = 50
@@ -72,7 +74,7 @@ class Saver:
     writer: CheckpointWriter
     process_group: ProcessGroup
     base: TrainState
-    """The state at step 0. Only `step`, `best`, `temperature` and `published` differ in later checkpoints."""
+    """The state at step 0, which `_load_start` completes. Later, only `step`, `best` and `temperature` differ."""
     tokenizer: bytes
     warn: Callable[[str], None]
     projection: dict[str, Tensor]
@@ -90,14 +92,21 @@ class Saver:
         chosen = int(self.process_group.gather(step)[0])
         return checkpoint if self.process_group.world.is_main else None if chosen < 0 else self.store.open(chosen)
 
-    def restore(self, checkpoint: Checkpoint, *, is_parent: bool = False) -> None:
-        """Load the weights and the optimizer and guard state onto the device.
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Load the weights and the optimizer and guard state of this run onto the device."""
+        weights = from_hf(checkpoint.weights(), self.program.strategy.template, source=checkpoint.prefix)
+        self.program.restore(weights, checkpoint.optimizer())
 
-        If `is_parent`, only the weights are loaded and the optimizer starts from scratch.
+    def start_from(self, parent: Checkpoint) -> int:
+        """Load the weights of a parent, and the moments of its optimizer if it has any that fit, onto the device.
+
+        With moments of zero, the first steps of AdamW would be several times larger than those of the parent and undo
+        part of its training. Returns the number of steps that the moments are averages of.
         """
-        saved = checkpoint.weights() | (self.projection if is_parent else {})
-        weights = from_hf(saved, self.program.strategy.template, source=checkpoint.prefix)
-        self.program.restore(weights, None if is_parent else checkpoint.optimizer())
+        saved = parent.weights() | self.projection
+        weights = from_hf(saved, self.program.strategy.template, source=parent.prefix)
+        fit = self.program.start_from(weights, parent.optimizer())
+        return min(parent.state.earlier_steps + parent.state.step, MAX_EARLIER_STEPS) if fit else 0
 
     def save(self, step: int, best: Best | None, temperature: float) -> None:
         """Copy the training state to the host and queue it for writing. Logs a warning if an earlier save failed."""
@@ -111,8 +120,11 @@ class Saver:
         config = hf_config(state.model, state.inputs)
         self.writer.submit(Snapshot(state, to_hf(weights), optimizer, config, self.tokenizer))
 
-    def save_average(self, state: TrainState, weights: Mapping[str, Tensor]) -> str:
-        """Commit an average of weights, unless an earlier attempt has done so, and return its prefix."""
+    def save_average(self, state: TrainState, weights: Mapping[str, Tensor], trained: Checkpoint) -> str:
+        """Commit an average of weights, unless an earlier attempt has done so, and return its prefix.
+
+        The moments of the optimizer are those of the `trained` weights.
+        """
         store, prefix = self.store, averaged_prefix(state.cycle, state.step)
         if self.process_group.world.is_main:
             started, size_bytes = time.monotonic(), 0
@@ -121,7 +133,7 @@ class Saver:
                 earlier = open_checkpoint(store.storage, prefix, store.cache_dir).state
             if earlier != state:
                 config = hf_config(state.model, state.inputs)
-                snapshot = Snapshot(state, to_hf(weights), {}, config, self.tokenizer)  # no optimizer moments
+                snapshot = Snapshot(state, to_hf(weights), trained.optimizer(), config, self.tokenizer)
                 size_bytes = commit_snapshot(store.storage, snapshot, self.writer.staging).size_bytes
             seconds = round(time.monotonic() - started, 3)
             fields = {"step": state.step, "prefix": prefix, "size_bytes": size_bytes, "seconds": seconds}
@@ -439,9 +451,10 @@ def _load_start(saver: Saver, ctx: StageContext, inputs: RunInputs) -> Position:
     saver.base = saver.base.model_copy(update={"published": published})
     if newest is None:
         if inputs.parent is not None:
-            saver.restore(inputs.parent, is_parent=True)
+            saver.base = saver.base.model_copy(update={"earlier_steps": saver.start_from(inputs.parent)})
         return Position()
     check_identity(newest.state.identity_parts, inputs.identity, where=newest.prefix)
+    saver.base = saver.base.model_copy(update={"earlier_steps": newest.state.earlier_steps})
     saver.restore(newest)
     ctx.console.info(f"train: resuming from {newest.uri}")
     ctx.events.emit(EventName.TRAIN_RESUMED, step=newest.state.step, prefix=newest.prefix)

@@ -71,7 +71,15 @@ def train(run: Run) -> Outcome:
             sink = stack.enter_context(closing(TensorBoardSink(local or ctx.scratch / "tensorboard")))
         loop = TrainLoop(
             program=run.program,
-            stream=BatchStream(run.pools, run.plan, run.share, config.train, run.start.step, run.max_steps),
+            stream=BatchStream(
+                run.pools,
+                run.plan,
+                run.share,
+                config.train,
+                run.start.step,
+                run.max_steps,
+                run.saver.base.earlier_steps,
+            ),
             process_group=run.process_group,
             stop=ctx.stop,
             console=ctx.console,
@@ -397,7 +405,7 @@ class TrainLoop:
             return False
         # Each batch carries its step number, so that lost or reordered batches are detected here.
         steps, expected = (
-            [int(row["step"]) for row in figures],
+            [int(row["step"]) - self.stream.earlier_steps for row in figures],
             list(range(self.step - len(figures) + 1, self.step + 1)),
         )
         if steps != expected:

@@ -380,6 +380,20 @@ class TrainProgram:
             raise CheckpointError(f"the optimizer state has tensors {sorted(optimizer)}", expected=str(sorted(state)))
         self.strategy.restore(weights, optimizer, state)
 
+    def start_from(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> bool:
+        """Load the weights of a parent and, if they fit this model, the moments of its optimizer onto the device.
+
+        Returns whether they fit. The guard starts from scratch.
+        """
+        state, parts = self._saved_state(), self.strategy.parts
+        moments = {name: optimizer[name] for name in state.keys() & optimizer.keys() if name != "guard"}
+        sizes = {kind: [sum(part.size for part in parts if part.decayed == KINDS[kind])] for kind in KINDS}
+        fit = len(moments) == len(state) - 1 and all(
+            list(vector.shape) == sizes[name.rpartition(".")[2]] for name, vector in moments.items()
+        )
+        self.strategy.restore(weights, moments if fit else None, state)
+        return fit
+
 
 def _append_row(metrics: list[Tensor], rows: Tensor) -> Tensor:
     """Drop the first row and append `metrics`. Unlike an indexed write, a shift has a static graph on every device."""

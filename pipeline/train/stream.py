@@ -18,12 +18,22 @@ from pipeline.train.optimizer import control_values, learning_rate_at
 class BatchStream:
     """The micro-batches of steps `start` (0-based) to `max_steps`.
 
+    The optimizer continues from the moments of `earlier_steps` steps of other runs.
+
     The device loader iterates over them in its thread, while the training loop calls `received` for each one.
     """
 
     def __init__(
-        self, source: GroupSource, plan: BatchPlan, share: RankSlice, config: TrainConfig, start: int, max_steps: int
+        self,
+        source: GroupSource,
+        plan: BatchPlan,
+        share: RankSlice,
+        config: TrainConfig,
+        start: int,
+        max_steps: int,
+        earlier_steps: int = 0,
     ) -> None:
+        self.earlier_steps = earlier_steps
         self.accumulation, self.start, self.max_steps = share.accumulation, start, max_steps
         self._source, self._plan, self._share, self._optimizer = source, plan, share, config.optimizer
         self._pending: deque[tuple[int, int, int, float]] = deque()
@@ -35,7 +45,7 @@ class BatchStream:
             rate = learning_rate_at(self._optimizer, step, self.max_steps)
             tokens = int(torch.count_nonzero(micro.tensors["segments"]))
             self._pending.append((micro.position, tokens, sample_digest(micro.sample_ids), time.monotonic()))
-            yield {**micro.tensors, "control": control_values(step, rate, self._optimizer)}
+            yield {**micro.tensors, "control": control_values(self.earlier_steps + step, rate, self._optimizer)}
 
     def received(self, position: int) -> tuple[int, int, float]:
         """Return the number of non-padding tokens, the sample digest and the host time of the next batch.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from pipeline.backends import Backend
 from pipeline.compile.manifest import GraphWatch
@@ -129,11 +130,27 @@ def from_each(folder: str, cases: str, dropout: str, *sources: str) -> list[dict
     for _, place in _places(cases, dropout):
         figures = {}
         for source in sources:
-            place.program, path = place.fresh(), Path(folder) / f"{source}-half"
-            place.program.restore(load_file(path.with_suffix(".weights")), load_file(path.with_suffix(".optimizer")))
+            path = Path(folder) / f"{source}-half"
+            weights, optimizer = load_file(path.with_suffix(".weights")), load_file(path.with_suffix(".optimizer"))
+            place.program = place.fresh()
+            _check_start(place.program, weights, optimizer)
+            place.program = place.fresh()
+            place.program.restore(weights, optimizer)
             figures[source] = place.train(HALF, STEPS)
         found.append(figures)
     return found
+
+
+def _check_start(program: TrainProgram, weights: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+    """A run that starts from these has their moments, and a guard that knows nothing."""
+    moments = {name: vector for name, vector in optimizer.items() if name != "guard"}
+    assert not program.start_from(weights, {name: vector[:-1] for name, vector in moments.items()})
+    assert not any(vector.any() for vector in program.snapshot()[1].values())
+    assert program.start_from(weights, optimizer)
+    _, taken = program.snapshot()
+    if taken:  # on rank 0
+        assert not taken.pop("guard").any() and taken.keys() == moments.keys()
+        assert all(torch.equal(vector, moments[name]) for name, vector in taken.items())
 
 
 def _places(cases: str, dropout: str) -> Iterator[tuple[str, Place]]:

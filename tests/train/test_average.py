@@ -95,11 +95,14 @@ def test_the_best_average_becomes_the_candidate(averaged: tuple[Cycle, Checkpoin
     # What the run reports of the candidate is what its weights score, and its temperature is its own.
     assert outcome.holdouts["valid"].accuracy == state.best.value
     assert outcome.holdouts["valid"].temperature == state.temperature not in (1.0, step.state.temperature)
+    moments = step.optimizer()
+    assert all(torch.equal(vector, moments.pop(name)) for name, vector in found.optimizer().items()) and not moments
     # A next cycle goes on with it.
     cycle.partition(3, ROWS)
     cycle.name, cycle.model = "third", MODEL
     follower = cycle.open(cycle.run(found).step)
     assert follower.state.parent and follower.state.parent.digest == found.digest and follower.state.averaged == 1.0
+    assert follower.state.earlier_steps == outcome.step + (400 if parent is not None else 0)
 
 
 @pytest.mark.fault

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from pipeline.backends import cpu
 from pipeline.checkpoint.store import Checkpoint, PublishedWeights, open_checkpoint
@@ -110,13 +110,13 @@ class Cycle:
         with open_run(config, ctx, inputs, b"tokenizer") as opened:
             return train(opened)
 
-    def stop_at(self, event: EventName, step: int) -> None:
+    def stop_at(self, event: EventName, step: int, parent: Checkpoint | None = None) -> None:
         """Run until an event of a step, which brings SIGTERM."""
         self.on_event = lambda name, fields: (
             self.stop.set("SIGTERM") if name == event and fields["step"] == step else None
         )
         with pytest.raises(Preempted):
-            self.run()
+            self.run(parent)
         self.on_event = lambda name, fields: None
 
     def mine(self, shift: int = 0) -> None:
@@ -330,6 +330,42 @@ def test_an_incremental_run_takes_new_partitions_and_replays_old_ones(cycle: Cyc
     state = cycle.open(outcome.step).state
     assert state.watermark == "2026-01-02" and set(state.partitions) == {"dt=2026-01-01", "dt=2026-01-02"}
     assert state.parent is not None and state.parent.digest == parent.digest
+
+
+def test_a_run_goes_on_with_the_moments_of_its_parent(tmp_path: Path) -> None:
+    """As if its steps were those of one run; also after a stop, and through an average. Else, moments start at zero."""
+    ends, changes = {}, {}
+    for name in ("whole", "stopped", "small", "none"):
+        (tmp_path / name).mkdir()
+        cycle = Cycle(tmp_path / name)
+        cycle.partition(1, ROWS)
+        cycle.run()
+        parent = cycle.open(6)
+        assert parent.state.earlier_steps == 0
+        file = parent.folder / "optimizer.safetensors"
+        if name == "small":  # such large squares that only weights without a gradient so far can move
+            moments = load_file(file)
+            save_file({key: one * (1e12 if "sq" in key else 1) for key, one in moments.items()}, file)
+        elif name == "none":
+            save_file({"guard": load_file(file)["guard"]}, file)
+        cycle.partition(2, ROWS)
+        cycle.name, cycle.train = "next", CONFIG.model_copy(update={"start": "incumbent"})
+        if name == "stopped":
+            cycle.stop_at(EventName.CHECKPOINT_SAVED, 3, parent)
+        cycle.run(parent)
+        ends[name] = cycle.open(6)
+        changes[name] = sum(
+            float((one - parent.weights()[key]).abs().sum()) for key, one in ends[name].weights().items()
+        )
+        assert ends[name].state.earlier_steps == (0 if name == "none" else 6)
+        steps = [fields["step"] for event, fields in cycle.events if event == EventName.TRAIN_STEPS]
+        assert steps[-1] == 6, "steps are those of the run"
+        cycle.partition(3, ROWS)
+        cycle.name = "third"
+        cycle.run(ends[name])
+        assert cycle.open(6).state.earlier_steps == (6 if name == "none" else 12)
+    assert changes["small"] < 0.1 * changes["whole"]
+    assert same_weights(ends["stopped"], ends["whole"]) and not same_weights(ends["none"], ends["whole"])
 
 
 def test_published_weights_are_named_wherever_a_run_starts(cycle: Cycle, tmp_path: Path) -> None:
