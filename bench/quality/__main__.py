@@ -35,10 +35,7 @@ def main() -> None:
 
 def run_incremental(arguments: argparse.Namespace) -> None:
     """Every arm that is not kept yet; one that was ended goes on."""
-    shares, averages = arguments.replay, [False, True] if arguments.average else [False]
-    arms = [
-        Arm(share, rate, each, arguments.days) for share in shares for rate in arguments.later_rate for each in averages
-    ]
+    arms = [Arm(share, rate, arguments.days) for share in arguments.replay for rate in arguments.later_rate]
     arms = [TOGETHER, *arms] if arguments.days == DAYS else arms
     names = ("task", "data", "model", "split", "steps", "batch", "precision", "device", "seed")
     for arm in arms:
@@ -76,7 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--later-rate", type=float, nargs="+", default=[1.0], help="peaks after the first day, as shares"
     )
-    parser.add_argument("--average", action="store_true", help="also average the weights of each day with its start")
     parser.add_argument("--days", type=int, default=DAYS, help="number of days that the rows are dealt to")
     parser.add_argument("--workspace", type=Path, help="of ours; kept, so that what a teacher computed is reused")
     parser.add_argument("--keep", type=Path, default=KEPT, help="folder of the parts' results")

@@ -42,7 +42,7 @@ Rows are dealt to 5 or 20 days by a hash of their query. A cycle each (`trnpipe 
 model, `evaluate` with promotion), with the newest day beside the older ones, against one training on all days; the same
 pairs seen in all ({pairs:,} in {precision} and batches of {batch}, on {device}), shared evenly by the days. Every
 cycle has a schedule of its own: warm-up, peak, down to zero. `replay`: the share of a cycle's samples that are of older
-days. `averaged`: with train.average = start. Then the last model is searched exactly, in the same catalogue for all.
+days. Then the last model is searched exactly, in the same catalogue for all.
 Mean and range over seeds. configs/small.toml from published MiniLM-L6 weights.
 The test split was read {reads} times for this table, and {others} more times by other parts that are kept."""
 
@@ -55,8 +55,6 @@ class Arm:
     """Share of a cycle's samples; None: all days in one training."""
     later_rate: float = 1.0
     """Peak learning rate of the days after the first, as a share of the first's."""
-    averages: bool = False
-    """Whether the weights of each day are averaged with those that it started from."""
     days: int = DAYS
 
     @property
@@ -65,7 +63,7 @@ class Arm:
             return "together"
         rate = "" if self.later_rate == 1.0 else f"-later-rate-{self.later_rate:g}"
         days = "" if self.days == DAYS else f"-days-{self.days}"
-        return f"replay-{self.replay:g}{rate}{'-averaged' if self.averages else ''}{days}"
+        return f"replay-{self.replay:g}{rate}{days}"
 
     @property
     def cycles(self) -> int:
@@ -74,8 +72,7 @@ class Arm:
 
 def shipped_arm(days: int = DAYS) -> Arm:
     """Return the arm of the present recipe."""
-    train = resolve([ours.CONFIG], {}, []).settings.train
-    return Arm(train.replay_share, averages=train.average == "start", days=days)
+    return Arm(resolve([ours.CONFIG], {}, []).settings.train.replay_share, days=days)
 
 
 TOGETHER, NO_REPLAY = Arm(), Arm(0.0)
@@ -155,7 +152,6 @@ class Chain:
         flags = [*self._files(workspace, days, day, steps, self._name(cycle)), *_PROMOTE]
         if self.arm.replay is not None:
             flags += ["--train.replay-share", f"{self.arm.replay:g}"]
-            flags += ["--train.average", "start" if self.arm.averages else "off"]
         if cycle > 1 and self.arm.later_rate != 1.0:
             peak = resolve([ours.CONFIG], {}, []).settings.train.optimizer.learning_rate
             flags += ["--train.optimizer.learning-rate", repr(peak * self.arm.later_rate)]

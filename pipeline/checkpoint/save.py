@@ -21,7 +21,6 @@ from pipeline.checkpoint.store import (
     WEIGHTS,
     CheckpointStore,
     TrainState,
-    averaged_prefix,
     prefix_of,
 )
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, Preempted, TransientError
@@ -181,5 +180,4 @@ def commit_snapshot(
             "tokenizer": state.tokenizer_fingerprint,
         }
         before_commit()
-        name = prefix_of if state.averaged == 1.0 else averaged_prefix
-        return commit_dir(storage, folder, name(state.cycle, state.step), kind=KIND, fields=fields)
+        return commit_dir(storage, folder, prefix_of(state.cycle, state.step), kind=KIND, fields=fields)

@@ -1,10 +1,10 @@
 """Find, verify, load and delete the checkpoints in a workspace."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError
@@ -72,6 +72,7 @@ class PublishedWeights(Record):
 class TrainState(Record):
     """The state that a run needs to resume. Note that `step` fully determines the state of the data loader."""
 
+    retired: ClassVar[Mapping[str, Any]] = {"averaged": ...}
     schema_version: int = SCHEMA_VERSION
     cycle: str
     step: int = Field(ge=0, description="Number of completed optimizer steps, each of which consumes one global batch")
@@ -105,9 +106,6 @@ class TrainState(Record):
     )
     earlier_steps: int = Field(
         0, ge=0, description="Number of optimizer steps of earlier runs whose moments this run has started with"
-    )
-    averaged: float = Field(
-        1.0, ge=0, le=1, description="Share of the trained weights; the rest are those that the run started from"
     )
     trained_head: bool = Field(
         True, description="Whether the relevance head was trained, which is required for meaningful scores"
@@ -171,14 +169,6 @@ class Checkpoint:
 def prefix_of(cycle: str, step: int) -> str:
     """Return the key prefix of a checkpoint in the workspace."""
     return f"checkpoints/{cycle}/step-{step}"
-
-
-def averaged_prefix(cycle: str, step: int) -> str:
-    """Return the key prefix of the average of a step with the weights that the run started from.
-
-    No run resumes from this checkpoint, because CheckpointStore only lists steps.
-    """
-    return f"checkpoints/{cycle}/averaged-{step}"
 
 
 def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoint:

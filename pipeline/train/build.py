@@ -5,8 +5,8 @@ program, and restores the starting checkpoint. The run itself is in `loop`, whic
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,20 +15,18 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from pipeline.backends import Backend
-from pipeline.checkpoint.save import CheckpointWriter, Snapshot, commit_snapshot
+from pipeline.checkpoint.save import CheckpointWriter, Snapshot
 from pipeline.checkpoint.store import (
     Best,
     Checkpoint,
     CheckpointStore,
     PublishedWeights,
     TrainState,
-    averaged_prefix,
-    open_checkpoint,
 )
 from pipeline.compile.manifest import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.batch_order import BatchPlan, Bucket, RankSlice
-from pipeline.core.errors import CheckpointError, DataError, TransientError
+from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.shards import TokenRows
 from pipeline.data.taught import TaughtRows
@@ -119,26 +117,6 @@ class Saver:
         state = self.base.model_copy(update={"step": step, "best": best, "temperature": temperature})
         config = hf_config(state.model, state.inputs)
         self.writer.submit(Snapshot(state, to_hf(weights), optimizer, config, self.tokenizer))
-
-    def save_average(self, state: TrainState, weights: Mapping[str, Tensor], trained: Checkpoint) -> str:
-        """Commit an average of weights, unless an earlier attempt has done so, and return its prefix.
-
-        The moments of the optimizer are those of the `trained` weights.
-        """
-        store, prefix = self.store, averaged_prefix(state.cycle, state.step)
-        if self.process_group.world.is_main:
-            started, size_bytes = time.monotonic(), 0
-            earlier = None
-            with suppress(CheckpointError):
-                earlier = open_checkpoint(store.storage, prefix, store.cache_dir).state
-            if earlier != state:
-                config = hf_config(state.model, state.inputs)
-                snapshot = Snapshot(state, to_hf(weights), trained.optimizer(), config, self.tokenizer)
-                size_bytes = commit_snapshot(store.storage, snapshot, self.writer.staging).size_bytes
-            seconds = round(time.monotonic() - started, 3)
-            fields = {"step": state.step, "prefix": prefix, "size_bytes": size_bytes, "seconds": seconds}
-            store.emit(EventName.CHECKPOINT_SAVED, **fields)
-        return prefix
 
     def wait_saved(self, step: int) -> None:
         """Block until the checkpoint of `step` is committed. Raises TransientError if it could not be saved."""

@@ -73,6 +73,7 @@ class TrainConfig(Record):
         "batches_per_execution": 1,
         "chunk_mib": 32.0,
         "average_decay": 0.0,
+        "average": "off",
     }
     start: str = Field(
         "incumbent",
@@ -157,11 +158,6 @@ class TrainConfig(Record):
         "all",
         description="Validation rows on which the best checkpoint is selected: all of them, or only those with a query"
         " or a product that is not in the training data",
-    )
-    average: Literal["off", "start"] = Field(
-        "off",
-        description="start: at the end of training, average the best weights with those that the run started from (of"
-        " the parent, or of the published encoder), and use the average if it has a better validation metric",
     )
     patience: int | None = Field(
         None,

@@ -175,8 +175,9 @@ _NOT_IDENTITY = {
     "teacher",  # what it computed has a fingerprint of its own
     "micro_batch_size",
     "step_boundary",
-    "batches_per_execution",  # this setting and the next one existed only in earlier versions
+    "batches_per_execution",  # this setting and the next two existed only in earlier versions
     "chunk_mib",
+    "average",
     "parallel",
     "deadline",
     "on_deadline",
@@ -205,7 +206,6 @@ def identity_parts(
         "queries_per_topic": 1,
         "link_queries": False,
         "repeat_positives": False,
-        "average": "off",
         "metric_rows": "all",
     }
     unused = _NOT_IDENTITY | {name for name, value in neutral.items() if getattr(train, name) == value}

@@ -27,7 +27,6 @@ from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.telemetry.console import Console, StepFigures, TensorBoardSink
 from pipeline.telemetry.events import EventName
-from pipeline.train.average import average_with_start
 from pipeline.train.build import Run, holdout_rows, metric_undefined_error
 from pipeline.train.config import Cadence, choose_cadence
 from pipeline.train.inputs import data_warnings
@@ -154,19 +153,13 @@ class BestStep:
         self.fitted = 1.0
         """The temperature that was fitted by the latest evaluation."""
 
-    def measure(self) -> tuple[float | None, HoldoutFigures]:
-        """Score the validation split with the weights on the device. Return the metric that selects the best step."""
-        run, metric = self.run, self.run.config.train.best_metric
-        searching = metric in ("retrieval_ndcg", "combined")
-        figures = _score(run, run.metric_rows, self.cadence.rows, searching=searching)
-        value: float | None = getattr(figures, metric)
-        return value, figures
-
     def evaluate(self, step: int) -> "EvaluationOutcome":
         """Score the validation split. Return whether this is the best step so far and whether training should stop."""
         run, train, started = self.run, self.run.config.train, time.monotonic()
         metric = train.best_metric
-        value, figures = self.measure()
+        searching = metric in ("retrieval_ndcg", "combined")
+        figures = _score(run, run.metric_rows, self.cadence.rows, searching=searching)
+        value: float | None = getattr(figures, metric)
         if value is None or value != value:  # no later value would ever beat NaN, and JSON cannot represent it
             if math.isfinite(figures.loss):
                 raise metric_undefined_error(train)
@@ -204,8 +197,6 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
     run.process_group.barrier()
     chosen, temperature = _load_best(run, best)
     prefix = prefix_of(run.ctx.cycle, chosen.step)
-    if run.config.train.average == "start":
-        prefix, temperature = average_with_start(run, chosen, best.measure) or (prefix, temperature)
     holdouts: dict[str, HoldoutFigures] = {}
     splits: tuple[Split, ...] = ("valid", "test")
     for split in splits:

@@ -79,7 +79,6 @@ def test_every_field_of_the_model_and_its_inputs_is_in_the_identity() -> None:
         ({"negatives": "digest"}, "negatives"),
         ({"train_queries_per_topic": 4}, "train.queries_per_topic"),
         ({"train_link_queries": True}, "train.link_queries"),
-        ({"train_average": "start"}, "train.average"),
         ({"selection": Selection((Partition("dt=2026-01-02", "2026-01-02", "rewritten"),), (), ())}, "data.new"),
         ({"selection": Selection(SELECTION.new, SELECTION.new, ())}, "data.old"),
     ],
@@ -98,7 +97,7 @@ def test_a_run_under_way_continues_with_another_cadence() -> None:
     check_identity(stored, identity(), where="a run of an earlier version, which stored them")
 
 
-def test_runs_from_before_there_were_topics_links_and_averages_are_those_without() -> None:
+def test_runs_from_before_there_were_topics_and_links_are_those_without() -> None:
     assert not {"train.queries_per_topic", "train.link_queries", "train.average"} & set(identity())
 
 

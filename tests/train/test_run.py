@@ -333,7 +333,7 @@ def test_an_incremental_run_takes_new_partitions_and_replays_old_ones(cycle: Cyc
 
 
 def test_a_run_goes_on_with_the_moments_of_its_parent(tmp_path: Path) -> None:
-    """As if its steps were those of one run; also after a stop, and through an average. Else, moments start at zero."""
+    """As if its steps were those of one run; also after a stop. Else, moments start at zero."""
     ends, changes = {}, {}
     for name in ("whole", "stopped", "small", "none"):
         (tmp_path / name).mkdir()
