@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 from bench.quality.incremental import DAYS, TOGETHER, Arm, Chain
-from bench.quality.incremental import PART as INCREMENTAL
-from bench.quality.part import CPU, DEVICES, KEPT, OURS, PartResult, is_kept, keep
+from bench.quality.part import CPU, DEVICES, INCREMENTAL, KEPT, OURS, PartResult, is_kept, keep
 from bench.quality.run import PARTS, Run, run_part
 from bench.quality.table import write
 from bench.quality.tasks import TASKS

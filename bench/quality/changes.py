@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import NamedTuple
 
-from bench.quality.part import OURS, PartResult, provenance
+from bench.quality.part import INCREMENTAL, OURS, PartResult, provenance
 from bench.quality.sides import Table
 from bench.results import Figure, Result, figure
 
 BENCH = "quality_changes"
 _METRICS = ("ndcg@10", "recall@100", "accuracy", "f1")
 _METHOD = """
-One seed each on the validation split after 32,000 pairs, minus the value without the change. A difference of less than
-about 0.005 may be chance. What was not kept has left no code."""
+One seed each on the validation split after 32,000 pairs (daily cycles: 16,000), minus the value without the change. A
+difference of less than about 0.005 may be chance. What was not kept has left no code."""
 
 
 class Change(NamedTuple):
@@ -29,6 +29,8 @@ _TWO = "cand2"
 _WIDE = "cand2-repeat-wide"
 _NEW = "cand2-repeat"
 _PRESENT = "present"
+_ZERO = "days-zero"
+_MOMENTS = "days-moments"
 TRIED = (
     Change("cand2", "two products per query in a batch, not four", _FOUR, kept=True),
     Change("topic1", "no similar queries in a batch", _FOUR),
@@ -56,12 +58,23 @@ TRIED = (
     Change("hinges", "lexical features also as positions in 12 bins", _PRESENT),
     Change("features8", "texts hidden from the relevance head in every eighth row", _PRESENT),
     Change("boosting", "the score of boosting, fitted on other rows, as a feature", _PRESENT),
+    Change("days-zero-head2", "ten daily cycles: a tenth of the rate of the head after the first", _ZERO),
+    Change("days-zero-warmup", "ten daily cycles: a warm-up of 40 % of the steps after the first", _ZERO),
+    Change("days-moments", "ten daily cycles: optimizer moments of the parent, not zero", _ZERO, kept=True),
+    Change("days-moments-nearest", "ten daily cycles: the old queries nearest to the new ones replayed", _MOMENTS),
+    Change("days-moments-averaged", "ten daily cycles: weights averaged with the parent's if better", _MOMENTS),
+    Change(
+        "days5-averaged",
+        "five daily cycles, another seed: weights averaged with the parent's if better",
+        "days5-moments",
+    ),
 )
 
 
 def changes_table(parts: Sequence[PartResult], tried: Sequence[Change] = TRIED) -> Table | None:
     """Return the differences in each metric between every change and what it changes, if there are any."""
-    ran = {(part.task, part.variant): part for part in parts if part.part == OURS and part.split == "valid"}
+    ours = [part for part in parts if part.part in (OURS, INCREMENTAL) and part.split == "valid"]
+    ran = {(part.task, part.variant): part for part in ours}
     figures, used = list[Figure](), list[PartResult]()
     for change in tried:
         for (task, variant), part in sorted(ran.items()):

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from bench.machine import gpu_name
 from bench.quality import ours
-from bench.quality.part import CPU, Budget, PartResult, provenance
+from bench.quality.part import CPU, INCREMENTAL, Budget, PartResult, provenance
 from bench.quality.sides import Incomplete, Table, interval_figures, mean, mean_figure, sides_of, values
 from bench.quality.tasks import TASKS
 from bench.results import ROOT, Target, figure
@@ -23,7 +23,7 @@ from pipeline.io.storage import open_storage
 from pipeline.settings import resolve
 from pipeline.telemetry.events import code_version
 
-PART, NDCG = "incremental", "ndcg@10"
+NDCG = "ndcg@10"
 DAYS, MANY_DAYS = 5, 20
 WORK = ROOT / "build" / "quality"
 """Workspaces of chains that have not ended; a chain that is started again goes on in its own."""
@@ -99,7 +99,7 @@ class Chain:
         """The part, with nothing found yet."""
         return PartResult(
             task=self.task,
-            part=PART,
+            part=INCREMENTAL,
             variant=self.arm.name,
             split=self.split,
             seed=self.seed,
@@ -197,7 +197,7 @@ def deal_days(file: Path, folder: Path, day: int, days: int = DAYS) -> None:
 
 def incremental_table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -> Table:
     """The five days beside one training on all of them, on test. Raises Incomplete."""
-    runs = [one for one in parts if (one.part, one.task, one.split, one.budget) == (PART, task, "test", budget)]
+    runs = [one for one in parts if (one.part, one.task, one.split, one.budget) == (INCREMENTAL, task, "test", budget)]
     if len({(one.recipe, one.settings) for one in runs}) > 1:
         raise Incomplete(f"chains of {task} with different recipes; run all of them again")
     sides = {runs[0].variant: runs for runs in sides_of(runs).values()}

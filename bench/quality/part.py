@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from bench.results import RESULTS
 
 KEPT = RESULTS / "quality"
-OURS, BM25 = "ours", "bm25"
+OURS, BM25, INCREMENTAL = "ours", "bm25", "incremental"
 SPLIT_DIGITS = "mnrl_split_digits"
 """MNRL with texts cut as `data.tokenizer.split_digits` cuts them: what a change of tokenizer would give the peer."""
 _DIGITS = 4

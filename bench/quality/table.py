@@ -5,9 +5,18 @@ from pathlib import Path
 
 from bench.quality import ours
 from bench.quality.changes import changes_table
-from bench.quality.incremental import PART as INCREMENTAL
 from bench.quality.incremental import incremental_table
-from bench.quality.part import BM25, OURS, SPLIT_DIGITS, Budget, PartResult, provenance, read_parts, reads_of_test
+from bench.quality.part import (
+    BM25,
+    INCREMENTAL,
+    OURS,
+    SPLIT_DIGITS,
+    Budget,
+    PartResult,
+    provenance,
+    read_parts,
+    reads_of_test,
+)
 from bench.quality.sides import (
     Incomplete,
     Sides,
