@@ -65,7 +65,7 @@ TRIED = (
     Change("days-moments-averaged", "ten daily cycles: weights averaged with the parent's if better", _MOMENTS),
     Change(
         "days5-averaged",
-        "five daily cycles, another seed: weights averaged with the parent's if better",
+        "five daily cycles: weights averaged with the parent's if better",
         "days5-moments",
     ),
 )
