@@ -165,9 +165,7 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
             raise ConfigError(
                 f"cycle {cycle.name} has no failed jobs", next_command=f"trnjobs status --cycle {cycle.name}"
             )
-        if has_ended:
-            cycle.store.archive_records(submission - 1, records)
-        return _submit_jobs(cycle, target.name, plan, submission, unfinished)
+        return _submit_jobs(cycle, target.name, plan, submission, unfinished, records if has_ended else ())
 
 
 def _unfinished(plan: JobPlan, records: Sequence[JobRecord]) -> list[str]:
@@ -175,19 +173,31 @@ def _unfinished(plan: JobPlan, records: Sequence[JobRecord]) -> list[str]:
     return [job.name for job in plan.jobs if job.name not in done]
 
 
-def _submit_jobs(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: int, jobs: Sequence[str]) -> int:
+def _submit_jobs(
+    cycle: OpenCycle,
+    target_name: str,
+    plan: JobPlan,
+    submission: int,
+    jobs: Sequence[str],
+    ended: Sequence[JobRecord] = (),
+) -> int:
     """Claim the cycle and submit the given jobs to the target.
 
-    Returns the exit code of the cycle if it has ended, and otherwise 0.
+    `ended` contains the final records of the submission before this one, if this is a new one. Returns the exit code of
+    the cycle if it has ended, and otherwise 0. Raises ConfigError if another process has submitted jobs since then.
     """
     store, view = cycle.store, View(cycle, plan) if cycle.is_shown and target_name != "batch" else None
     with store.submitting(plan, target_name, submitter(), _script_digest(cycle, plan, target_name)) as renew:
-        if (newest := max(store.submissions(), default=0)) > submission:  # since the caller has read them
+        newest = max(store.submissions(), default=0)
+        # Another process may have made or resumed a submission since the caller has read them.
+        if newest > submission or (ended and _is_retried(store, newest, ended)):
             raise ConfigError(
-                f"cycle {cycle.name} is under way, because another process has made submission {newest}",
+                f"cycle {cycle.name} is under way, because another process has submitted jobs of submission {newest}",
                 expected="a cycle that has ended",
                 next_command=f"trnjobs status --cycle {cycle.name}",
             )
+        if ended:
+            store.archive_records(submission - 1, ended)
         store.save_settings(of_all_jobs(cycle.settings))
         store.reopen()
         target = open_target(replace(cycle, say=view.say) if view else cycle, target_name, renew)

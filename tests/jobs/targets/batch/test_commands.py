@@ -168,6 +168,39 @@ def test_a_retry_that_was_cut_goes_on(
         submit.run_retry(arguments, commands.warnings.append)
 
 
+def test_a_retry_is_refused_if_another_process_resumed_the_submission_that_it_saw_as_ended(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry was cut after two jobs, which have succeeded. While the next one starts, `submit` completes the first."""
+    arguments, save = commands.fail("train"), CycleStore.save_submitted
+
+    def save_and_die(store: CycleStore, submission: int, one: SubmittedJob) -> None:
+        save(store, submission, one)
+        if one.job == "evaluate":
+            raise TransientError("no answer", next_command="run the same command again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CycleStore, "save_submitted", save_and_die)
+        with pytest.raises(TransientError, match="no answer"):
+            submit.run_retry(arguments, commands.warnings.append)
+    for job_id in commands.ids(2).values():
+        commands.batch.jobs[job_id] |= {"status": "SUCCEEDED", "stoppedAt": 3000}
+    claim = CycleStore.submitting
+
+    def claim_late(*words: Any, **more: Any) -> Any:
+        monkeypatch.setattr(CycleStore, "submitting", claim)
+        assert submit.run_submit(arguments, commands.warnings.append) == 0
+        return claim(*words, **more)
+
+    monkeypatch.setattr(CycleStore, "submitting", claim_late)
+    with pytest.raises(ConfigError, match="is under way, because another process has submitted jobs of submission 2"):
+        submit.run_retry(arguments, commands.warnings.append)
+    assert commands.store().submissions() == [1, 2]
+    late = [name for name in commands.live_names() if name.startswith(("embed", "verify", "report"))]
+    assert late == ["embed-round-2", "verify-round-2", "report-round-2"]
+    assert commands.store().storage.stat(f"cycles/{CYCLE}/jobs/records/round-2.json") is None
+
+
 @pytest.mark.parametrize("step", ["write_page", "outcome_of"])
 def test_the_watch_does_not_close_a_cycle_that_is_retried_meanwhile(
     step: str, commands: Commands, monkeypatch: pytest.MonkeyPatch
