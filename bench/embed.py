@@ -316,10 +316,10 @@ def run(titles_file: Path, folder: Path, *, backend_name: str, int8_python: Path
         take_turns(weights, backend, blocks, sides, rounds)
         recalls = recall_figures(sides, rounds, distinct[: num_rounds * count] if quick else distinct)
     further = [Target(figure=ratio_name(ours[-1], name), comparison=">", value=1.0) for name in int8]
-    is_fp32 = not on_gpu and ours == ("fp32",)
+    suffix = "_cuda" if on_gpu else "_bf16" if "bf16" in ours else ""
     return finish(
-        f"{NAME}_cuda" if on_gpu else NAME if is_fp32 else f"{NAME}_bf16",
-        TITLE if is_fp32 else TITLE.replace("fp32", "bf16"),
+        f"{NAME}{suffix}",
+        TITLE.replace("fp32", "bf16") if suffix else TITLE,
         METHOD,
         [*rounds.figures(), *recalls, *window_figures(weights, titles)],
         target=Target(figure="ratio_bf16", comparison=">=", value=3.0) if on_gpu else TARGET,

@@ -73,8 +73,8 @@ TRIED = (
 
 def changes_table(parts: Sequence[PartResult], tried: Sequence[Change] = TRIED) -> Table | None:
     """Return the differences in each metric between every change and what it changes, if there are any."""
-    ours = [part for part in parts if part.part in (OURS, INCREMENTAL) and part.split == "valid"]
-    ran = {(part.task, part.variant): part for part in ours}
+    runs = [part for part in parts if part.part in (OURS, INCREMENTAL) and part.split == "valid"]
+    ran = {(part.task, part.variant): part for part in runs}
     figures, used = list[Figure](), list[PartResult]()
     for change in tried:
         for (task, variant), part in sorted(ran.items()):

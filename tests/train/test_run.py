@@ -354,9 +354,8 @@ def test_a_run_goes_on_with_the_moments_of_its_parent(tmp_path: Path) -> None:
             cycle.stop_at(EventName.CHECKPOINT_SAVED, 3, parent)
         cycle.run(parent)
         ends[name] = cycle.open(6)
-        changes[name] = sum(
-            float((one - parent.weights()[key]).abs().sum()) for key, one in ends[name].weights().items()
-        )
+        before, after = parent.weights(), ends[name].weights()
+        changes[name] = sum(float((after[key] - before[key]).abs().sum()) for key in before)
         assert ends[name].state.earlier_steps == (0 if name == "none" else 6)
         steps = [fields["step"] for event, fields in cycle.events if event == EventName.TRAIN_STEPS]
         assert steps[-1] == 6, "steps are those of the run"
