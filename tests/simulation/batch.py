@@ -40,6 +40,8 @@ class Platform:
         self.world, self.calls_to, self._container = service.world, service, container
         self.rng: Random = self.world.faults_rng
         self._shown_at, self.processes = dict[str, float](), dict[str, Process]()
+        self.submitters = dict[str, Process | None]()
+        """The process that has submitted each job."""
         self.on_submit: Callable[[Request], object] = lambda job: None
         self.on_start: Callable[[Request], object] = lambda job: None
         self.on_end: Callable[[Request], object] = lambda job: None
@@ -58,7 +60,8 @@ class Platform:
         return call
 
     def show_later(self, job_id: str) -> None:
-        """Let a new job be listed and described only after a while."""
+        """Let a job that the current process has submitted be listed and described only after a while."""
+        self.submitters[job_id] = self.world.current
         self._shown_at[job_id] = self.world.now + self.calls_to.weather.lag_s * self.world.rng.random()
 
     def is_shown(self, job_id: str) -> bool:

@@ -205,6 +205,7 @@ class _Day:
 
         def ended(code: int | None) -> None:
             del self.people[process]
+            self.invariants.check_excused()
             if name in ("driver", "submit", "retry") and code == 0:
                 self.invariants.check_submission(self.cycle, process.name)
             on_exit(code)

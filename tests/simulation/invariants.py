@@ -9,10 +9,10 @@
     succeeded has left its result, and models that were in production keep their files.
 4.  Nothing is submitted twice: only the process that holds the lease submits jobs, no job is created for a task that
     has a recorded job in the same submission or has succeeded in an earlier one, and when a driver ends well, each job
-    of its submission exists once. There are two exceptions. A driver that stood still for longer than its lease may
-    submit a job, which it ends at once. A job that its driver did not live to record may run again, which its stage
-    notices. On SageMaker, any process may create a training job, because all of them give it the same name, but each
-    attempt of a task is created after all earlier ones have failed.
+    of its submission exists once. There are two exceptions. A driver that stood still, so that meanwhile its lease
+    has expired or its cycle was cancelled, may submit a job, which it ends before it ends itself. A job that its driver
+    did not live to record may run again, which its stage notices. On SageMaker, any process may create a training job,
+    because all of them give it the same name, but each attempt of a task is created after all earlier ones have failed.
 5.  Every cycle ends by retry alone: people only repeat commands, and by the end of the day the cycle has succeeded or
     was refused, after a bounded number of submissions.
 """
@@ -30,8 +30,6 @@ from tests.simulation.s3 import FakeS3
 from tests.simulation.world import World
 
 POINTER, PAIR, HISTORY = (f"registry/{MODEL}/{name}" for name in ("production.json", "serving.json", "history.jsonl"))
-UNSEEN_S = 30.0
-"""Seconds for which a driver may miss a job of another one: a slow request, and the time until a job is listed."""
 _FIXED = re.compile(
     r"cycles/[^/]+/jobs/(submitted/.*|records/.*|earlier/.*|plan\.json|settings\.json)|registry/[^/]+/pairs/.*"
 )
@@ -52,6 +50,8 @@ class Invariants:
         """Ids of the recorded jobs by cycle, number of the submission and name. Their records are never deleted."""
         self.last_holders = dict[str, str]()
         """Name of the process that held the lease of a cycle last."""
+        self.excused = list[tuple[Request, str]]()
+        """Jobs that must end before the processes that have submitted them, with what is wrong else."""
         self.num_roll_backs = 0
         """Number of roll-backs that people have requested."""
         calm = not {"freeze", "outage"} & {kind for kind, _ in s3.service.weather.requests}
@@ -197,9 +197,9 @@ class Invariants:
             is_whole = index is None or len([one for one in succeeded if one["tags"]["round"] == round_]) == WORKERS
             is_repeated = not is_whole and int(round_) < number
             if other["status"] != "FAILED" and not (other["status"] == "SUCCEEDED" and is_repeated):
-                self.world.violate(4, f"{job['jobId']} is created, while {other['jobId']} is {other['status']}")
+                self._excuse(other, f"{job['jobId']} is created, while {other['jobId']} is {other['status']}")
             if (number, job["attempt"]) <= (int(other["tags"]["round"]), other["attempt"]):
-                self.world.violate(4, f"{job['jobId']} is created after {other['jobId']}")
+                self._excuse(job, f"{job['jobId']} is created after {other['jobId']}")
 
     def _started(self, job: Request) -> None:
         cycle, name, _ = _submission_of(job)
@@ -228,10 +228,22 @@ class Invariants:
         recorded, _ = self.newest_submission(cycle)
         for name, job_id in recorded.items():
             for job in self._jobs_of(cycle, name):
-                is_live = job["status"] not in ENDED and not job.get("isTerminated")
-                may_be_unseen = not self.leases_hold and 1000 * self.world.now - job["createdAt"] < 1000 * UNSEEN_S
-                if is_live and job["jobId"] != job_id and not may_be_unseen:
-                    self.world.violate(4, f"{name} of {cycle} was submitted twice: {job['jobId']} beside {job_id}")
+                if _is_live(job) and job["jobId"] != job_id:
+                    self._excuse(job, f"{name} of {cycle} was submitted twice: {job['jobId']} beside {job_id}")
+
+    def _excuse(self, job: Request, text: str) -> None:
+        """Report a job, unless the process that has submitted it may have stood still and can still end it."""
+        submitter = self.platform.submitters[job["jobId"]]
+        if self.leases_hold or submitter is None or submitter.has_ended:
+            self.world.violate(4, text)
+        self.excused.append((job, text))
+
+    def check_excused(self) -> None:
+        """Check that no process has ended before an excused job that it has submitted."""
+        for job, text in self.excused:
+            submitter = self.platform.submitters[job["jobId"]]
+            if submitter is not None and submitter.has_ended and _is_live(job):
+                self.world.violate(4, text)
 
     def newest_submission(self, cycle: str) -> tuple[dict[str, str], int]:
         """Return the ids of the recorded jobs by name, and the number of the newest submission."""
@@ -239,6 +251,10 @@ class Invariants:
         for number in sorted(by_number):
             recorded |= by_number[number]
         return recorded, max(by_number, default=0)
+
+
+def _is_live(job: Request) -> bool:
+    return job["status"] not in ENDED and not job.get("isTerminated")
 
 
 def _submission_of(job: Request) -> tuple[str, str, int]:

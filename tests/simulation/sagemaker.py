@@ -93,6 +93,7 @@ class SimulatedSageMaker(Platform, FakeSageMaker):
 
     def stop_training(self, name: str) -> None:
         self.move(name, "Stopping")
+        self.jobs[name]["isTerminated"] = True
         if process := self.processes.get(name):
             self.stop(process, GRACE_S)
         else:

@@ -52,6 +52,11 @@ class SimulatedServiceJobs(SimulatedSageMaker):
 
     # What happens by itself.
 
+    def show_later(self, job_id: str) -> None:
+        super().show_later(job_id)
+        if job_id in self.batch.tries:  # a training job, which was submitted as a service job
+            self.submitters[job_id] = self.submitters[self.batch.tries[job_id][0]]
+
     def _queue(self, job: Request) -> None:
         low, high = MACHINE_S
         self.world.at(low * (high / low) ** self.rng.random(), lambda: self._dispatch(job))

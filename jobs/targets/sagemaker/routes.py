@@ -226,17 +226,20 @@ class DirectRoute(AwsClient):
                 )
         return ObservedAttempt(streams=host_prefixes(name, task.spec.num_nodes))
 
-    def stop(self, cycle: CycleRun, task: Task, submission: int, attempt: int, reason: str) -> None:
-        """Stop the training job of an attempt. Does nothing if it has ended or does not exist.
+    def stop(self, cycle: CycleRun, task: Task, submission: int, attempt: int, reason: str) -> bool:
+        """Stop the training job of an attempt, unless it has ended. Returns False if it does not exist (yet).
 
         SageMaker sends SIGTERM, followed by SIGKILL after 120 s.
         """
         name = cycle.training_job(task, submission, attempt)
+        missing: list[BaseException] = []
 
         def has_ended(error: BaseException) -> bool:
-            return is_missing(error) or "is in status" in message_of(error)
+            missing.extend([error] if is_missing(error) else ())
+            return bool(missing) or "is in status" in message_of(error)
 
         self.call(f"stopping training job {name}", "stop_training_job", accepted=has_ended, TrainingJobName=name)
+        return not missing
 
     def describe(self, name: str) -> Detail | None:
         """Return the description of a training job, or None if it does not exist (yet)."""
@@ -301,10 +304,11 @@ class QueueRoute(BatchClient):
         self.call(f"submitting {name}", "submit_service_job", accepted=exists, **request)
         return ObservedAttempt(is_queued=True, note=f"{QUEUED} {queue.rpartition('/')[2]}")
 
-    def stop(self, cycle: CycleRun, task: Task, submission: int, attempt: int, reason: str) -> None:
-        """End the service job and its running attempt."""
+    def stop(self, cycle: CycleRun, task: Task, submission: int, attempt: int, reason: str) -> bool:
+        """End the service job and its running attempt. Returns False if it does not exist (yet)."""
         if detail := self._find(cycle, task, submission):
             self.terminate_job(detail["jobId"], reason, "service_job")
+        return detail is not None
 
     def _find(self, cycle: CycleRun, task: Task, submission: int) -> Detail | None:
         return self._named(sagemaker_placement_of(cycle.plan, task.spec).queue, cycle.task_id(task, submission))

@@ -32,6 +32,9 @@ from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+MAX_UNSEEN_S = 60
+"""Seconds for which a job that was just started, but must end, is looked for. AWS does not show new jobs at once."""
+UNSEEN_POLL_S = 5
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,14 @@ class SageMakerTarget(Target):
         for name, record in actions.records.items():
             if record.state is not latest.records[name].state:
                 self.say(job_states.change_line(record, log_stream(record, len(record.attempts), 0)))
-        # The second decision reads the cancellations again, in case a job was cancelled while it was being started.
+        # The second decision reads the cancellations again, in case a job was cancelled while it was being started. Its
+        # cycle may have been closed since then, so that nobody else would stop it.
         for task, reason in actions.stops:
-            attempt = len(actions.records[task.name].attempts)
-            self._route(plan, task).stop(cycle, task, latest.submissions[task.name], attempt, reason)
+            route, attempt = self._route(plan, task), len(actions.records[task.name].attempts)
+            num_tries = MAX_UNSEEN_S // UNSEEN_POLL_S if task in first.starts else 1
+            while not route.stop(cycle, task, latest.submissions[task.name], attempt, reason) and num_tries > 1:
+                num_tries -= 1
+                self.stop.wait(min(self.poll_s, UNSEEN_POLL_S))
         records = latest.by_job(plan, actions.records)
         if records != saved:
             self.store.save_records(records)
@@ -238,7 +245,8 @@ def decide_actions(
     active = [task for task in tasks if now[task.name].state.is_active]
     attempts = {task.name: observe(task, number) for task in tasks if (number := attempt_of(now[task.name]))}
     order = [task for task in (*job_states.queue(tasks, now), *active) if attempts[task.name] is None]
-    started = {name for name, attempt in attempts.items() if attempt is not None or now[name].state.is_active}
+    unseen = {name for name, record in now.items() if record.state.is_active or record.status_reason.startswith(QUEUED)}
+    started = {name for name, attempt in attempts.items() if attempt is not None or name in unseen}
     return CycleActions(
         records=now,
         starts=tuple(task for task in order if task.name not in ends),

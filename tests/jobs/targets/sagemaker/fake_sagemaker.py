@@ -96,7 +96,7 @@ class FakeSageMaker(FakeService):
 
     def _stop_training_job(self, request: Request) -> Request:
         name = request["TrainingJobName"]
-        if name not in self.jobs:
+        if name not in self.jobs or self.calls <= self.jobs[name].get("_visible", 0):
             raise refused("ValidationException", "Requested resource not found.", "StopTrainingJob")
         if self.jobs[name]["TrainingJobStatus"] in ENDED:
             text = f"The request was rejected because the training job is in status {name}."

@@ -16,6 +16,7 @@ from jobs.cycle.job_states import (
     EXITED,
     AttemptEnd,
     Cancel,
+    Closed,
     JobRecord,
     JobState,
     Task,
@@ -28,7 +29,7 @@ from jobs.plan.resources import prices_of
 from jobs.plan.spec import JobSpec, Retry
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import OpenCycle
-from jobs.targets.sagemaker.routes import QUEUED, ObservedAttempt
+from jobs.targets.sagemaker.routes import QUEUED, DirectRoute, ObservedAttempt, QueueRoute
 from jobs.targets.sagemaker.target import (
     LAG_S,
     LOG_GROUP,
@@ -136,6 +137,27 @@ def test_what_a_driver_made_and_could_not_record_is_ended_by_a_cancel(tmp_path: 
     states = {name: record.state for name, record in at.tick().items()}
     assert states.pop("train") is (SUCCEEDED if running == "embed" else JobState.CANCELLED)
     assert set(states.values()) == {JobState.CANCELLED}
+
+
+@ROUTES
+def test_a_job_whose_cycle_is_cancelled_and_closed_while_it_is_started_is_stopped_once_aws_shows_it(
+    tmp_path: Path, placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record is final by then, so nobody else would look at it. Found by the simulation (seed 6001823)."""
+    at = Setting(tmp_path, plan=ml_plan(job("train"), **placement), lag=3)
+    route = QueueRoute if placement else DirectRoute
+    start = route.start
+
+    def start_late(self: DirectRoute | QueueRoute, *arguments: Any) -> ObservedAttempt:
+        at.target().cancel(at.plan, CANCELLED + "why")
+        at.store().close(Closed(outcome="cancelled", at=at.clock()))
+        return start(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(route, "start", start_late)
+    at.tick()
+    ended = [service_job["status"] for service_job in at.batch.jobs.values()] or at.ml.stopped
+    assert ended == (["FAILED"] if placement else [at.name("train")])
+    assert at.states()["train"] is JobState.CANCELLED
 
 
 def test_spot_capacity_that_is_taken_costs_no_try(one: Setting) -> None:
@@ -457,18 +479,19 @@ def test_an_attempt_that_ended_by_itself_before_it_was_cancelled_keeps_its_end(
 
 
 @pytest.mark.parametrize(
-    ("note", "at", "state"),
+    ("note", "at", "state", "stops"),
     [
-        ("", 101.0, JobState.CANCELLED),  # it was never handed over
-        (f"{QUEUED} ml", 100.0 + LAG_S, RUNNABLE),  # it may be listed late
-        (f"{QUEUED} ml", 100.1 + LAG_S, JobState.CANCELLED),
+        ("", 101.0, JobState.CANCELLED, []),  # it was never handed over
+        (f"{QUEUED} ml", 100.0 + LAG_S, RUNNABLE, ["a"]),  # it may be listed late
+        (f"{QUEUED} ml", 100.1 + LAG_S, JobState.CANCELLED, []),
     ],
 )
 def test_an_attempt_that_is_not_there_is_cancelled_once_no_lag_can_be_the_reason(
-    note: str, at: float, state: JobState
+    note: str, at: float, state: JobState, stops: list[str]
 ) -> None:
     after = found([job("a")], {}, {"a": BY_HAND}, at=at, note=note)
-    assert (after.records["a"].state, after.starts, after.stops) == (state, (), ())
+    assert (after.records["a"].state, after.starts) == (state, ())
+    assert [task.name for task, _ in after.stops] == stops
 
 
 @pytest.mark.parametrize(("earlier", "state"), [((), JobState.CANCELLED), (("b",), RUNNABLE)])
