@@ -76,7 +76,7 @@ class Saver:
     tokenizer: bytes
     warn: Callable[[str], None]
     projection: dict[str, Tensor]
-    """The initial projection to the teacher's vectors, if any. Parents do not have one."""
+    """The initial projection to the teacher's vectors, if any, unless the parent has one of the same shape."""
     _reported_failure: str = field(init=False, default="")
 
     def newest(self) -> Checkpoint | None:
@@ -101,8 +101,13 @@ class Saver:
         With moments of zero, the first steps of AdamW would be several times larger than those of the parent and undo
         part of its training. Returns the number of steps that the moments are averages of.
         """
-        saved = parent.weights() | self.projection
-        weights = from_hf(saved, self.program.strategy.template, source=parent.prefix)
+        saved = parent.weights()
+        new = {
+            name: tensor
+            for name, tensor in self.projection.items()
+            if name not in saved or saved[name].shape != tensor.shape
+        }
+        weights = from_hf(saved | new, self.program.strategy.template, source=parent.prefix)
         fit = self.program.start_from(weights, parent.optimizer())
         return min(parent.state.earlier_steps + parent.state.step, MAX_EARLIER_STEPS) if fit else 0
 

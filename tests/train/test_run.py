@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -27,6 +28,8 @@ from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
 from pipeline.model.config import LossConfig, ModelConfig
+from pipeline.model.hf import to_hf
+from pipeline.model.relevance import build_model
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import lineage
 from pipeline.registry.promote import promote
@@ -34,11 +37,11 @@ from pipeline.registry.records import Author, Decision
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, EventName
-from pipeline.train.build import RunConfig, open_run
+from pipeline.train.build import RunConfig, Saver, open_run
 from pipeline.train.config import CheckpointConfig, TrainConfig
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.loop import Outcome, train
-from tests.train.rows import MODEL, TRAIN, mined_from, write_token_set
+from tests.train.rows import MODEL, SPEC, TRAIN, mined_from, write_token_set
 
 CONFIG = TRAIN.model_copy(update={"max_steps": 6, "evaluate_every": 2})
 
@@ -365,6 +368,27 @@ def test_a_run_goes_on_with_the_moments_of_its_parent(tmp_path: Path) -> None:
         assert cycle.open(6).state.earlier_steps == (6 if name == "none" else 12)
     assert changes["small"] < 0.1 * changes["whole"]
     assert same_weights(ends["stopped"], ends["whole"]) and not same_weights(ends["none"], ends["whole"])
+
+
+@pytest.mark.parametrize(("width", "is_kept"), [(5, True), (6, False), (0, False)])
+def test_a_run_goes_on_with_the_projection_of_its_parent_if_it_has_the_same_size(width: int, is_kept: bool) -> None:
+    """Its moments are those of this projection. A parent that had no teacher (0) has none."""
+    parent, child = (build_model(MODEL, SPEC, seed) for seed in (1, 2))
+    child.add_projection(5, 2)
+    if width:
+        parent.add_projection(width, 1)
+    loaded = dict[str, torch.Tensor]()
+    program = SimpleNamespace(
+        strategy=SimpleNamespace(template=child.state_dict()),
+        start_from=lambda weights, optimizer: loaded.update(weights) or True,
+    )
+    state, weights = SimpleNamespace(earlier_steps=0, step=6), to_hf(parent.state_dict())
+    checkpoint = SimpleNamespace(weights=lambda: weights, optimizer=dict, prefix="p", state=state)
+    new = {"teacher.weight": child.state_dict()["teacher.weight"]}
+    saver = Saver(*cast(Any, (program, None, None, None, None, b"", print, new)))
+    assert saver.start_from(cast(Any, checkpoint)) == 6
+    expected = weights["teacher.weight"] if is_kept else new["teacher.weight"]
+    assert torch.equal(loaded["teacher.weight"], expected)
 
 
 def test_published_weights_are_named_wherever_a_run_starts(cycle: Cycle, tmp_path: Path) -> None:
