@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.command_line import HELP, CommandParser, completion, hint, rows, run_program, show
 from pipeline.commands import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, USAGE, Tool, ToolCall
-from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
+from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError, reported_name
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import MAX_RESTARTS, launch, line_buffer_c_stdout, needs_launch, record_exit_code
 from pipeline.proc.children import LAUNCHER_S, RANK_S
@@ -163,7 +163,7 @@ def run_stage(name: str, settings: "Settings", command_line: Sequence[str] = ())
             outcome = EventName.STAGE_STOPPED if isinstance(error, Preempted) else EventName.STAGE_FAILED
             # If the event log cannot be written either, for example because the disk is full, raise the original error.
             with contextlib.suppress(TrnpipeError):
-                ctx.events.emit(outcome, stage=name, error=type(error).__name__, reason=str(error))
+                ctx.events.emit(outcome, stage=name, error=reported_name(error), reason=str(error))
             raise
         skipped = result.status == "already_done"
         ctx.events.emit(

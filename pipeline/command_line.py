@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError, exit_code_of
+from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError, exit_code_of, reported_name
 
 if TYPE_CHECKING:  # importing the settings takes a while, and not all commands need them
     from pipeline.settings import Resolved, S
@@ -88,7 +88,7 @@ def run_program(
     except (Exception, KeyboardInterrupt) as error:
         known = _translate_disk_full(error)
         if isinstance(known, TrnpipeError | KeyboardInterrupt):
-            print(f"{' '.join([name, *arguments[:1]])}: {type(known).__name__}: {known}", file=sys.stderr)
+            print(f"{' '.join([name, *arguments[:1]])}: {reported_name(known)}: {known}", file=sys.stderr)
         else:  # a bug
             traceback.print_exc()
         return exit_code_of(known)

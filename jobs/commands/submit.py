@@ -41,7 +41,7 @@ from jobs.setup import (
 from jobs.targets.batch.requests import check_plan
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
-from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError, TrnpipeError
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError, TrnpipeError, reported_name
 from pipeline.core.format import shortened
 from pipeline.core.interpreter import strip_interpreter
 from pipeline.core.progress import Say
@@ -245,7 +245,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
             else:
                 close_cycle(cycle)
         except TrnpipeError as error:  # report the error and continue with the other cycles
-            say(f"cycle {cycle.name}: {type(error).__name__}: {error}")
+            say(f"cycle {cycle.name}: {reported_name(error)}: {error}")
             failed = failed or error
     if not open_cycles:
         say(f"no cycle is under way in {base.store.storage.root}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jobs.node.environment import write_failure
 from jobs.node.run import run
-from pipeline.core.errors import ConfigError, TrnpipeError, exit_code_of
+from pipeline.core.errors import ConfigError, TrnpipeError, exit_code_of, reported_name
 
 USAGE = "trnjobs-entry -- COMMAND [ARGUMENT ...]"
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"the arguments {arguments} contain no command", expected=USAGE, next_command=USAGE)
         return run(arguments[1:], os.environ, say)
     except (TrnpipeError, KeyboardInterrupt) as error:
-        say(f"{type(error).__name__}: {error}")
+        say(f"{reported_name(error)}: {error}")
         failure: BaseException = error
     except Exception as error:  # a bug: exit code 1
         traceback.print_exc()

@@ -42,6 +42,7 @@ from pipeline.core.errors import (
     TrnpipeError,
     error_in_log,
     headline,
+    reported_name,
 )
 from pipeline.core.secrets import secret_values, without_secrets
 from pipeline.core.stop import StopSignal
@@ -293,7 +294,7 @@ class Attempt:
                 try:
                     self.process = self._start()
                 except TrnpipeError as error:
-                    self.reason = f"{type(error).__name__}: {error}"
+                    self.reason = f"{reported_name(error)}: {error}"
                     self._end(error.exit_code)
             elif self.own_code is None or not self.group.settled:
                 time.sleep(min(POLL_S, self.timing.heartbeat_s / 4))

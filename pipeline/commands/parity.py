@@ -46,7 +46,7 @@ from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.proc.pool import run_tasks
 from pipeline.registry.checkpoints import locate_start
 from pipeline.settings import Settings
-from pipeline.stages.inputs import load_prepared, mined_negatives
+from pipeline.stages.inputs import load_prepared, mined_negatives, taught_outputs
 from pipeline.telemetry.events import EventLog, EventName, read_events
 from pipeline.train.build import RunConfig, open_run
 from pipeline.train.config import CheckpointConfig
@@ -378,11 +378,13 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
     settings, train, model = task.settings, task.settings.train, task.settings.model
     prepared, label = load_prepared(ctx), f"{task.name} of run {task.run}"
     storage = open_storage(task.uri, retry=settings.storage, stop=ctx.stop)
-    inputs = gather_inputs(ctx.workspace, prepared.token_sets, checkpoint, train, model, mined_negatives(ctx))
+    taught = taught_outputs(ctx)
+    inputs = gather_inputs(ctx.workspace, prepared.token_sets, checkpoint, train, model, mined_negatives(ctx), taught)
     # Train on all prepared partitions, even if the checkpoint was already trained on some of them.
     selection = Selection(new=tuple(each.partition for each in inputs.sets), old=(), late=())
     buckets, mined = inputs.sets[0].info.buckets, inputs.negatives.digest if inputs.negatives else ""
-    identity = identity_parts(train, model, inputs.spec, selection, buckets, checkpoint.digest, mined)
+    teacher = inputs.taught.identity if inputs.taught else ""
+    identity = identity_parts(train, model, inputs.spec, selection, buckets, checkpoint.digest, mined, teacher)
     inputs = replace(inputs, selection=selection, identity=identity)
     if read_manifest(storage, ARRAYS) is None:
         limit, cache_dir = settings.parity.rows, ctx.scratch / "tokens"

@@ -118,6 +118,12 @@ EXIT_TABLE: tuple[ExitRule, ...] = tuple(
 )
 
 
+def reported_name(error: BaseException) -> str:
+    """Return the name to report an error with, which is that of its class or base class in `EXIT_TABLE`, if any."""
+    names = (kind.__name__ for kind in type(error).__mro__)
+    return next((name for name in names if name in _CODES), type(error).__name__)
+
+
 def cause_code(exit_code: int | None) -> int | None:
     """Return the exit code of the error that ended an attempt, which is a TransientError if it was the last attempt."""
     return TransientError.exit_code if exit_code == AttemptsExhausted.exit_code else exit_code

@@ -19,10 +19,13 @@ from pyiceberg.table.snapshots import Operation, ancestors_of
 from pipeline.core.errors import ConfigError, DataError, TransientError, first_line
 from pipeline.core.stop import StopSignal
 from pipeline.data.input_files import Files, InputPartition
+from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import ObjectStat, Storage, open_storage
 
 
-def list_files(path: str, stop: StopSignal) -> tuple[Storage, dict[str, tuple[ObjectStat, ...]]]:
+def list_files(
+    path: str, stop: StopSignal, retry: RetryPolicy | None = None
+) -> tuple[Storage, dict[str, tuple[ObjectStat, ...]]]:
     """Return the storage of a table, and the files that each append added, in the order of the appends.
 
     The keys of the dict are the names of the partitions. Raises ConfigError if the path or the catalogue is not valid,
@@ -30,7 +33,7 @@ def list_files(path: str, stop: StopSignal) -> tuple[Storage, dict[str, tuple[Ob
     """
     table = _load_table(path)
     _check_snapshots(table, path)
-    storage = open_storage(table.location(), stop=stop)
+    storage = open_storage(table.location(), retry=retry, stop=stop)
     added: dict[tuple[int, int], list[ObjectStat]] = {}
     for number, snapshot_id, uri in _data_files(table, path):
         key = uri.removeprefix(table.location().rstrip("/") + "/")
@@ -50,9 +53,11 @@ def list_files(path: str, stop: StopSignal) -> tuple[Storage, dict[str, tuple[Ob
     }
 
 
-def open_partitions(path: str, stop: StopSignal) -> tuple[Storage, tuple[InputPartition, ...]]:
+def open_partitions(
+    path: str, stop: StopSignal, retry: RetryPolicy | None = None
+) -> tuple[Storage, tuple[InputPartition, ...]]:
     """Return the storage of a table, and a partition for each append. See `list_files` for errors."""
-    storage, added = list_files(path, stop)
+    storage, added = list_files(path, stop, retry)
     entries = tuple((stat, "parquet") for stats in added.values() for stat in stats)
     files = {file.key: file for file in Files(storage, entries).inputs}
     return storage, tuple(

@@ -48,6 +48,7 @@ from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, given_tokeniz
 from pipeline.data.validate import RowRules, merge_names
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
+from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, os_errors
 from pipeline.model.config import LEXICAL, Attribute
 from pipeline.proc.pool import run_tasks
@@ -135,6 +136,7 @@ def prepare(
     worker: int = 0,
     events: Emit,
     stop: StopSignal,
+    retry: RetryPolicy | None = None,
 ) -> PreparedData:
     """Prepare all partitions of the input that do not have a token set in the workspace yet.
 
@@ -145,13 +147,14 @@ def prepare(
         longest: The maximum number of tokens per text if `config.buckets` is empty and none were chosen before.
         products: The number of products in a training row, for which buckets are chosen.
         worker: Index of this worker, below `config.workers`.
+        retry: How requests for the input are retried.
 
     Raises DataError if the input is unusable or has too many bad rows, ConfigError if the tokenizer does not exist,
     Preempted if a stop is requested, and TransientError if the input changes while it is being read.
     """
     config = config.model_copy(update={"attributes": like_parent(config.attributes, attributes)})
-    listed = list_input_objects(config, stop) if config.workers > 1 else frozenset()
-    source = open_source(config, scratch=scratch, stop=stop)
+    listed = list_input_objects(config, stop, retry) if config.workers > 1 else frozenset()
+    source = open_source(config, scratch=scratch, stop=stop, retry=retry)
     scratch = scratch / f"worker-{worker}" if config.workers > 1 else scratch  # workers may share a machine
     encoding, tokenizer_prefix = _surveyed(config, source, workspace, scratch, tokenizer, events, stop)
     config, source = encoding.config, replace(source, config=encoding.config)
@@ -176,7 +179,7 @@ def prepare(
     for prefix in prefixes:
         if prefix not in infos and (info := _committed(encoding, prefix, workspace)):  # committed by another worker
             infos[prefix] = info
-    if len(infos) < len(prefixes) and list_input_objects(config, stop) != listed:
+    if len(infos) < len(prefixes) and list_input_objects(config, stop, retry) != listed:
         raise TransientError(
             f"{config.path} has changed since worker {worker} of {config.workers} listed it",
             expected="an input that does not change until all workers have finished",

@@ -46,6 +46,7 @@ from pipeline.data.rows import (
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import filter_mask
 from pipeline.io import atomic
+from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import ObjectStat, Storage, os_errors
 
 ICEBERG = "iceberg://"
@@ -110,14 +111,14 @@ def read_products(
                 yield batch
 
 
-def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Source:
+def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal, retry: RetryPolicy | None = None) -> Source:
     """Open the configured input. Raises DataError if it does not contain any data files."""
     if config.path is None:
         return _synthetic_source(config)
     if config.path.startswith(ICEBERG):
-        storage, partitions = _iceberg().open_partitions(config.path, stop)
+        storage, partitions = _iceberg().open_partitions(config.path, stop, retry)
         return Source(partitions, config, file_reader(storage), {})
-    listing = find_files(config.path, stop)
+    listing = find_files(config.path, stop, retry=retry)
     names = [stat.key.rpartition("/")[2] for stat in listing.stats]
     if config.format == "esci" or (config.format == "auto" and ESCI_EXAMPLES in names):
         return _open_esci(config, listing, scratch)
@@ -127,13 +128,14 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
     return Source(partitions, config, file_reader(listing.storage), {}, files.skipped, warnings)
 
 
-def list_input_objects(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
+def list_input_objects(config: DataConfig, stop: StopSignal, retry: RetryPolicy | None = None) -> frozenset[ObjectStat]:
     """List the files of the input without reading them. The synthetic catalogue does not have any files."""
     if config.path is None:
         return frozenset()
     if config.path.startswith(ICEBERG):
-        return frozenset(stat for stats in _iceberg().list_files(config.path, stop)[1].values() for stat in stats)
-    return frozenset(find_files(config.path, stop).stats)
+        by_append = _iceberg().list_files(config.path, stop, retry)[1]
+        return frozenset(stat for stats in by_append.values() for stat in stats)
+    return frozenset(find_files(config.path, stop, retry=retry).stats)
 
 
 def _iceberg() -> ModuleType:

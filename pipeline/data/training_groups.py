@@ -201,7 +201,7 @@ class MinedGroups:
 
     def scores(self, pools: Int64s, numbers: Int64s, chosen: Int64s) -> Float32s:
         """Return the teacher's scores of the products that were chosen for N groups. Those that are missing are NaN."""
-        if self.products.score is None:
+        if self.products.score is None or not self.products.product.size:
             return np.full(chosen.shape, np.nan, dtype=np.float32)
         index = self.index[self.starts[pools] + numbers]
         column = (self.products.product[index][:, None, :] == chosen[:, :, None]).argmax(axis=2)

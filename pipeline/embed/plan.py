@@ -36,6 +36,7 @@ from pipeline.embed.config import CatalogueConfig, EmbedConfig
 from pipeline.embed.vectors import ModelRef, VectorLayout, check_dimensions, vectors_prefix
 from pipeline.io import atomic
 from pipeline.io.commit import commit_files, hash_bytes, read_manifest
+from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, join_key, open_storage, os_errors, read_record
 from pipeline.registry.checkpoints import key_in, locate, production_prefix
 from pipeline.registry.records import read_pointer
@@ -74,13 +75,13 @@ class GatheredInfo(Record):
 
 
 def gather_products(
-    config: DataConfig, workspace: Storage, *, scratch: Path, stop: StopSignal
+    config: DataConfig, workspace: Storage, *, scratch: Path, stop: StopSignal, retry: RetryPolicy | None = None
 ) -> tuple[str, GatheredInfo]:
     """Write the distinct products of the data input as a catalogue. Raises DataError if the input is unusable.
 
     Returns the prefix of the catalogue and its manifest fields.
     """
-    source = open_source(config, scratch=scratch, stop=stop)
+    source = open_source(config, scratch=scratch, stop=stop, retry=retry)
     content: dict[str, JsonValue] = {
         "format": FORMAT_VERSION,
         "content": [partition.content_id for partition in source.partitions],
@@ -178,7 +179,9 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
         lock = ctx.scratch / "embed" / "gather.lock"
         # Only one worker per machine reads the data. The others wait and then use its files.
         with os_errors("writing", f"file://{lock}"), atomic.exclusive(lock, ctx.stop):
-            prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
+            prefix, info = gather_products(
+                data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop, retry=ctx.settings.storage
+            )
     else:
         files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
         attributes = files.text_attributes(data.attributes, ctx.console.warn)

@@ -87,7 +87,7 @@ class Models:
             "chunks": chunks if chunks > 1 else "",
             "embed_precision": precision if precision != "fp32" else "",
             "row_tokens": limit,
-            "catalogue": open_catalogue(retrieval, path, ctx.stop).content if path else "",
+            "catalogue": open_catalogue(retrieval, path, ctx.stop, settings.storage).content if path else "",
             "golden": fingerprint([settings.gate.golden, golden]) if golden else "",
         }
         return {

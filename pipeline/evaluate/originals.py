@@ -45,7 +45,9 @@ def with_originals(
 
     def windows() -> Iterator[dict[Text, str]]:
         attributes = {"attributes": info.attributes}
-        source, num_rows = open_source(config.model_copy(update=attributes), scratch=ctx.scratch, stop=ctx.stop), 0
+        own = config.model_copy(update=attributes)
+        source = open_source(own, scratch=ctx.scratch, stop=ctx.stop, retry=ctx.settings.storage)
+        num_rows = 0
         newest_first = replace(source, partitions=source.partitions[::-1])
         for batch in read_products(newest_first, ctx.stop, ("query", "title", "text")):
             window = {("query", info.query_prefix + query): query for query in field_texts(batch, "query")}

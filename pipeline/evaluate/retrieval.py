@@ -40,6 +40,7 @@ from pipeline.evaluate.metrics.scored_rows import PerQuery
 from pipeline.evaluate.report import MAX_TEXT, FoundProduct, GoldenReport, MovedQuery
 from pipeline.evaluate.score import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
+from pipeline.io.requests import RetryPolicy
 from pipeline.model.config import Attribute, InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.retrieval.products import decode_tokens, distinct_products, join_tokens
@@ -214,9 +215,11 @@ class JudgedCatalogue:
             yield batch
 
 
-def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> JudgedCatalogue:
+def open_catalogue(
+    config: RetrievalConfig, path: str, stop: StopSignal, retry: RetryPolicy | None = None
+) -> JudgedCatalogue:
     """Open a catalogue file or folder. Raises DataError if there are no files."""
-    return JudgedCatalogue(config, open_files(path, "auto", stop, "--evaluate.retrieval.catalogue"))
+    return JudgedCatalogue(config, open_files(path, "auto", stop, "--evaluate.retrieval.catalogue", retry))
 
 
 def field_texts(batch: RawBatch, field: str) -> list[str]:
@@ -569,7 +572,8 @@ class ModelSearch:
             batches, name = self._catalogue.batches(("id", "title")), "id"
         else:
             data = self.settings.data.model_copy(update={"attributes": self.sets[0].info.attributes})
-            source = open_source(data, scratch=self.ctx.scratch, stop=self.ctx.stop)
+            retry = self.settings.storage
+            source = open_source(data, scratch=self.ctx.scratch, stop=self.ctx.stop, retry=retry)
             batches, name = read_products(source, self.ctx.stop), "product_id"
         for batch in batches:
             columns = name, "title", "text", *(n for n in batch.columns.schema.names if base_of(n) == "title")
@@ -601,7 +605,7 @@ class ModelSearch:
         config = self.settings.evaluate.retrieval
         if not config.catalogue:
             return None
-        catalogue = open_catalogue(config, config.catalogue, self.ctx.stop)
+        catalogue = open_catalogue(config, config.catalogue, self.ctx.stop, self.settings.storage)
         return catalogue.with_attributes(self.sets[0].info.attributes, self.warn)
 
     def _widths(self, checkpoint: Checkpoint) -> list[int]:

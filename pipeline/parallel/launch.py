@@ -32,6 +32,7 @@ from pipeline.core.errors import (
     TransientError,
     TrnpipeError,
     exit_code_of,
+    reported_name,
 )
 from pipeline.core.interpreter import OWN_MODULE
 from pipeline.core.stop import StopSignal
@@ -298,7 +299,7 @@ def _print_error(error: BaseException) -> None:
     Frames of the launcher are removed from the traceback.
     """
     if isinstance(error, TrnpipeError):
-        sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {reported_name(error)}: {error}\n")
         return
     frames: TracebackType | None = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):

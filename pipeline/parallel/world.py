@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.core.errors import ConfigError, Preempted, TransientError
+from pipeline.core.errors import ConfigError, Preempted, TransientError, reported_name
 from pipeline.core.format import format_duration
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, join_key
@@ -375,7 +375,7 @@ class Nodes:
         except BaseException as error:
             if self.num_nodes > 1:
                 try:
-                    self.fail(str(error) if isinstance(error, Preempted) else f"{type(error).__name__}: {error}")
+                    self.fail(str(error) if isinstance(error, Preempted) else f"{reported_name(error)}: {error}")
                 except Exception as second:
                     error.add_note(f"this failure could not be reported to the other nodes: {second}")
             raise

@@ -51,6 +51,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         worker=job_index(config.workers, os.environ, "data"),
         events=ctx.events.emit,
         stop=ctx.stop,
+        retry=settings.storage,
     )
     ctx.console.info(summary(data))
     if data.missing:

@@ -43,6 +43,7 @@ class CrossEncoderTeacher:
         self._folder = source.local(CONFIG, scratch).parent
         source.local(_WEIGHTS, scratch)
         self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.data.decode())
+        self._tokenizer.no_padding()
         config, self._pad_id = json.loads(source.read(CONFIG)), tokenizer.pad_id
         family = FAMILIES.get(config.get("model_type", ""))
         offset = family.offset(self._pad_id) if family else 0

@@ -86,15 +86,15 @@ def gather_taught(workspace: Storage, outputs: Mapping[str, str], token_sets: Se
     """
     infos = {prefix: find_taught(workspace, prefix) for prefix in outputs.values()}
     by_source = {info.source: prefix for prefix, info in infos.items() if info is not None}
+    width = max((info.width for info in infos.values() if info is not None), default=0)
     missing = [name for name in token_sets if name not in by_source]
-    if missing or (MINED in outputs and negatives and negatives not in by_source):
+    if missing or (not width and negatives and negatives not in by_source):  # a teacher without vectors scores pairs
         what = f"{len(missing)} of {len(token_sets)} prepared partitions" if missing else "the mined negatives"
         raise ConfigError(
             f"train.teacher requires what the teacher computed, but it is missing for {what}",
             expected="the result of the teach stage for the data of this run",
             next_command=f"{TEACH}, with the settings of this run, or --train.teacher ''",
         )
-    width = max(info.width for info in infos.values() if info is not None)
     return Taught(workspace, {name: by_source[name] for name in token_sets}, by_source.get(negatives), width)
 
 

@@ -137,7 +137,7 @@ def _announce(run: Run, cadence: Cadence) -> None:
         world_size=ctx.world.world_size,
         backend=run.backend.name,
         precision=train.precision,
-        parent=parent,
+        parent=parent.prefix if parent else None,
         new_partitions=[p.name for p in inputs.selection.new],
         old_partitions=[p.name for p in inputs.selection.old],
         batches_by_row_tokens=dict(zip(map(str, pools.new.lengths), run.plan.batches_by_bucket, strict=True)),
@@ -160,14 +160,14 @@ class BestStep:
         searching = metric in ("retrieval_ndcg", "combined")
         figures = _score(run, run.metric_rows, self.cadence.rows, searching=searching)
         value: float | None = getattr(figures, metric)
-        if value is None or value != value:  # no later value would ever beat NaN, and JSON cannot represent it
-            if math.isfinite(figures.loss):
-                raise metric_undefined_error(train)
+        if not math.isfinite(figures.loss):  # the metric may be finite, because NaN has a rank and a most likely class
             raise NumericError(
                 f"the model's scores on the validation split are not finite at step {step}",
                 expected="a finite loss and finite embeddings",
                 next_command="lower train.optimizer.learning_rate and start a new cycle (--cycle NAME)",
             )
+        if value is None or math.isnan(value):  # no later value would ever beat NaN, and JSON cannot represent it
+            raise metric_undefined_error(train)
         self.latest = Best(step=step, metric=metric, value=value)
         self.fitted = figures.temperature if train.loss.trains_head else 1.0
         is_best = self.best is None or value > self.best.value
@@ -190,7 +190,8 @@ class BestStep:
 def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
     """Evaluate and save the last step, then load the best step and score it on all rows of each split."""
     try:
-        best.evaluate(step)
+        if best.latest.step != step:  # if an evaluation has ended training, it was that of the last step
+            best.evaluate(step)
     finally:  # save the last steps even if the evaluation is stopped or fails
         best.save(step)
         run.saver.wait_saved(step)
@@ -327,7 +328,7 @@ class TrainLoop:
                 converged = False
                 if evaluating and not stopping:
                     (is_best, converged), stopping = self._evaluate()
-                    saving = saving or is_best or converged or stopping
+                    saving = saving or is_best or stopping
                 if saving and (stopping or not late):  # the caller saves the last step, after evaluating it
                     self.save(self.step)
                 if evaluating or saving:

@@ -60,13 +60,14 @@ def part_guard(workspace: Storage, plan: Plan) -> GraphWatch:
     return open_part_guard(workspace, plan, NoCounters(), CompileConfig(), Console(quiet=True))
 
 
-SAMPLES = ("replay_share", "queries_per_topic", "link_queries", "seed")
+SAMPLES = ("replay_share", "queries_per_topic", "link_queries", "repeat_positives", "seed")
 LENGTH = ("epochs", "max_steps", "evaluate_every", "evaluate_rows", "patience", "deadline", "on_deadline")
 TRAVELS_WITH_A_STEP = ("optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup_fraction")
 ON_THE_HOST = (
     "start",
     "teacher",
     "metric",
+    "metric_rows",
     "collective_timeout_s",
     "guard.patience",
     "parallel",

@@ -1,9 +1,14 @@
 """The error family and its exit codes."""
 
+import io
+from contextlib import redirect_stderr
+
 import pytest
 
+from pipeline.command_line import run_program
 from pipeline.core import errors
 from pipeline.core.errors import EXIT_TABLE, ConfigError, TrnpipeError, exit_code_of
+from pipeline.io.storage import DiskFull, KeyNotFound
 
 # design.md, "Errors and exit codes". AWS Batch rules and operators' scripts rest on these numbers.
 TABLE = {
@@ -113,6 +118,20 @@ def test_the_error_in_a_log(log: str, code: int | None, first: str, last: str | 
     found = errors.error_in_log(log.split("\n"), code)
     assert found[0] == first and last in (None, found[-1])
     assert headline in (None, errors.headline(found))
+
+
+def test_an_error_of_a_more_special_class_is_found_by_the_name_of_its_exit_code() -> None:
+    names = {kind: errors.reported_name(kind("x")) for kind in (KeyNotFound, DiskFull, errors.GateRefused, OSError)}
+    assert [*names.values()] == ["DataError", "TransientError", "GateRefused", "OSError"]
+    said = io.StringIO()
+
+    def fail(name: str, arguments: list[str]) -> int:
+        raise KeyNotFound("s3://b/x does not exist", next_command="check the URI")
+
+    with redirect_stderr(said):
+        assert run_program("trnpipe", {"embed": ""}, fail, ["embed"]) == 65
+    found = errors.error_in_log(said.getvalue().splitlines(), 65)
+    assert (found[0], errors.headline(found)) == ("DataError: s3://b/x does not exist", "s3://b/x does not exist")
 
 
 def test_an_empty_log_has_no_error() -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from pipeline.core.arrays import Int64s
 from pipeline.data.shards import Arrays, TokenRows
-from pipeline.data.training_groups import MAX_LINKED, NONE, GroupedRows, Links, MinedProducts, TrainingPools
+from pipeline.data.training_groups import (
+    MAX_LINKED,
+    NONE,
+    GroupedRows,
+    Links,
+    MinedGroups,
+    MinedProducts,
+    TrainingPools,
+)
 from tests.train.rows import PAD, make_rows, mined_from
 
 SLOTS = 4
@@ -351,6 +359,10 @@ def test_a_query_that_nothing_was_mined_for(tmp_path: Path) -> None:
     assert empty.choose(np.array([0, NONE]), np.array([3, 4])).tolist() == [[NONE, NONE]] * 2
     nobody = MinedProducts(mined.rows, PAD, np.zeros(0, np.int64), np.zeros((0, 3), np.int64), 2, 1)
     assert nobody.choose(nobody.indices(np.array([4])), np.array([0])).tolist() == [[NONE, NONE]]
+    scored = MinedGroups.build(replace(nobody, score=np.zeros((0, 3), np.float32)), [np.array([4])])
+    first = np.zeros(1, np.int64)
+    chosen = scored.choose(first, first, 0)
+    assert np.isnan(scored.scores(first, first, chosen)).all()
 
 
 def test_there_is_room_for_whichever_are_chosen(tmp_path: Path) -> None:

@@ -83,6 +83,9 @@ def foreign(case: Case) -> Callable[[str], Path]:
         else:
             transformers.BertForSequenceClassification(config).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+            padded = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            padded.enable_padding(length=128)  # as those of published models
+            padded.save(str(folder / "tokenizer.json"))
         return folder
 
     return make
@@ -159,7 +162,10 @@ def test_a_cross_encoder_gives_its_logit_of_the_original_words(
     case: Case, foreign: Callable[[str], Path], kind: str
 ) -> None:
     folder = foreign(kind)
+    case.run(f"--train.teacher={folder}", stage="teach")
     case.run(*MINED, stage="mine")
+    early = case.run(*MINED, f"--train.teacher={folder}", stage="train", code=78)
+    assert "it is missing for the mined negatives" in early
     case.run(*MINED, f"--train.teacher={folder}", stage="teach")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -207,6 +213,8 @@ def test_a_sentence_transformers_folder_gives_its_vectors(case: Case, foreign: C
         assert case.storage.stat(f"{prefix}/score.npy") is None
     train = (f"--train.teacher={folder}", "--checkpoint.every-steps=5")
     case.run(*train, stage="train")
+    compared = case.run("cpu", "cpu:bf16", *train, "--parity.steps=2", "--parity.max-difference=1", stage="parity")
+    assert "parity of A cpu.fp32 and B cpu.bf16" in compared
     weights = case.storage.read_bytes(f"{case.trained()}/model.safetensors")
     case.storage.delete_prefix(case.trained())
     case.storage.delete(["cycles/c1/train/result.json"])

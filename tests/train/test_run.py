@@ -327,6 +327,7 @@ def test_an_incremental_run_takes_new_partitions_and_replays_old_ones(cycle: Cyc
     cycle.events.clear()
     outcome = cycle.run(parent)
     (started,) = [fields for name, fields in cycle.events if name == EventName.TRAIN_STARTED]
+    assert started["parent"] == "checkpoints/c/step-6"
     assert started["new_partitions"] == ["dt=2026-01-02"] and started["old_partitions"] == ["dt=2026-01-01"]
     new, replayed = re.findall(r"(\d+) new and (\d+) replayed groups of up to 2 samples", cycle.said.getvalue())[-1]
     assert int(replayed) == pytest.approx(0.25 * int(new), abs=1), "a fifth of all"
@@ -458,14 +459,18 @@ def test_a_holdout_without_gains_fails_before_training_where_the_metric_is_of_ga
         cycle.run()
 
 
-@pytest.mark.parametrize(("loss", "error"), [(1.0, DataError), (float("nan"), NumericError)])
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("loss", "ndcg", "error"), [(1.0, NAN, DataError), (NAN, NAN, NumericError), (NAN, 0.7, NumericError)]
+)
 def test_a_metric_that_is_no_number_at_the_end_costs_no_step(
-    cycle: Cycle, monkeypatch: pytest.MonkeyPatch, loss: float, error: type[TrnpipeError]
+    cycle: Cycle, monkeypatch: pytest.MonkeyPatch, loss: float, ndcg: float, error: type[TrnpipeError]
 ) -> None:
-    """The holdout cannot give it, or the scores are not finite."""
+    """The holdout cannot give it, or the scores are not finite, which a metric need not show."""
     cycle.train = CONFIG.model_copy(update={"metric": "ndcg", "evaluate_every": 0})
-    nan = float("nan")
-    figures = HoldoutFigures(rows=1, loss=loss, accuracy=1.0, macro_f1=1.0, positive_f1=1.0, ndcg=nan)
+    figures = HoldoutFigures(rows=1, loss=loss, accuracy=1.0, macro_f1=1.0, positive_f1=1.0, ndcg=ndcg)
     monkeypatch.setattr("pipeline.train.loop.evaluate_holdout", lambda *given, **more: figures)
     with pytest.raises(error):
         cycle.run()
@@ -491,6 +496,7 @@ def test_training_ends_when_it_no_longer_gets_better_and_a_resume_agrees(
     )
     outcome = cycle.run()  # nothing is learnt, so nothing gets better than the first evaluation
     assert (outcome.step, outcome.steps_done) == (1, steps)
+    assert cycle.said.getvalue().count(f"valid at step {steps}:") == 1
     events = len(cycle.losses())
     again = cycle.run()
     assert (again.step, again.steps_done) == (1, steps)

@@ -116,6 +116,7 @@ def job_name(plan: JobPlan, job: JobSpec, submission: int) -> str:
 
 MAX_DEFINITION_BYTES, MAX_OVERRIDE_CHARACTERS = 24 * 1024, 8192
 MAX_IMAGE_CHARACTERS = 255
+SHARED = "s3://"  # start of the URI of a workspace that the containers of all jobs can use
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,127}$")
 MAX_SUBMISSION = 999
 """The largest submission number for which the job name, which contains it, is checked against the limit."""
@@ -132,6 +133,8 @@ def _problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
     name, placement = job_name(plan, job, MAX_SUBMISSION), placement_of(plan, job)
     if not _NAME.match(name):
         yield f"job name {name!r}, expected letters, digits, - and _, beginning with a letter or digit, at most 128"
+    if not plan.workspace.startswith(SHARED):
+        yield f"workspace {plan.workspace} is not on S3, expected {SHARED}..., which all jobs share"
     if not placement.queue:
         yield "no queue, expected its name or ARN (jobs.queue)"
     if not SHARE.match(placement.share_identifier):

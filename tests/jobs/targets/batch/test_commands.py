@@ -13,6 +13,7 @@ from jobs.cycle.cycle_store import LEASE_S, CycleStore
 from jobs.cycle.job_states import Closed, SubmittedJob
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, make_plan
+from jobs.targets.batch import requests
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
@@ -95,8 +96,9 @@ class Commands(Setting):
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    """With a cycle that was submitted."""
+    """With a cycle that was submitted, in a folder that the jobs could not share."""
     made = Commands(tmp_path)
+    monkeypatch.setattr(requests, "SHARED", "file://")
     monkeypatch.setattr(submit, "open_cycle", made.open_cycle)
     for module in (submit, setup):
         monkeypatch.setattr(

@@ -41,6 +41,12 @@ def test_each_rule_names_what_breaks_it(fields: dict[str, Any], problem: str) ->
         check_plan(broken)
 
 
+def test_jobs_need_a_workspace_that_they_share() -> None:
+    local = cycle().model_copy(update={"workspace": "file:///w"})
+    with pytest.raises(ConfigError, match="every job: workspace file:///w is not on S3, expected s3://"):
+        check_plan(local)
+
+
 def requests(of: JobPlan) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     ids = {one.name: f"id-of-{one.name}" for one in of.jobs}
     return [(definition_request(of, one), submit_request(of, one, definition="d:3", ids=ids)) for one in of.jobs]
