@@ -93,7 +93,10 @@ class Settings(BaseSettings):
         "workspace", min_length=1, description="Folder or URI (file://, s3://) for all data that cycles read and write"
     )
     cycle: str = Field(
-        "", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$", description="Name of this cycle (default: today's date in UTC)"
+        "",
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$",
+        max_length=100,
+        description="Name of this cycle (default: today's date in UTC)",
     )
     model_name: str = Field(
         "relevance", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Name of the model in the registry"

@@ -178,7 +178,7 @@ def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoin
     """
     uri = storage.uri(prefix)
     try:
-        next_command = "use a checkpoint such as <workspace>/checkpoints/<cycle>/step-<n>, or --train.start scratch"
+        next_command = "use a checkpoint such as <workspace>/checkpoints/<cycle>/step-<n>"
         manifest = checkpoint_manifest(storage, prefix, next_command=next_command)
         folder = fetch_dir(storage, prefix, cache_dir)
         state = parse_state((folder / STATE).read_bytes())

@@ -20,8 +20,9 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.attributes import COLUMNS, ValueStats, attribute_pairs, find_columns, with_columns
 from pipeline.data.config import CategoricalFeature, DataConfig
 from pipeline.data.input_files import open_files
+from pipeline.data.readers import TO_UTF8
 from pipeline.data.rows import LIKELY_NAMES, SLICE, ColumnPlan, by_spelling
-from pipeline.data.survey import common_labels, infer_gains
+from pipeline.data.survey import MAX_LABELS, common_labels, infer_gains
 from pipeline.evaluate.gate.judge import HALF_WIDTH, fraction_for
 from pipeline.io.atomic import create_atomic
 from pipeline.io.storage import os_errors
@@ -53,13 +54,19 @@ class Column:
     name: str
     rows: int = 0
     empty: int = 0
+    damaged: int = 0
+    """Number of cells that are not UTF-8."""
     characters: int = 0
     words: int = 0
     values: Counter[str] = field(default_factory=Counter)
 
     def add(self, values: Iterable[bytes | None]) -> None:
         for value in values:
-            text = (value or b"").decode(errors="replace").strip()
+            try:
+                text = (value or b"").decode().strip()
+            except UnicodeDecodeError:
+                text = (value or b"").decode(errors="replace").strip()
+                self.damaged += 1
             self.rows += 1
             self.empty += not text
             self.characters += len(text)
@@ -157,7 +164,18 @@ def read_columns(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[
         if num_rows >= MAX_ROWS:
             break
     if not num_rows:
-        raise DataError(f"{path} has no readable rows", expected="rows with a query, a title and a label")
+        raise DataError(
+            f"{path} has no readable rows",
+            expected="rows with a query, a title and a label",
+            next_command="correct FILE",
+        )
+    damaged = max(columns.values(), key=lambda column: column.damaged)
+    if damaged.damaged > config.max_bad_fraction * damaged.rows:
+        raise DataError(
+            f"{path}: {damaged.damaged:,} of {damaged.rows:,} values in column {damaged.name!r} are not UTF-8",
+            expected="files in UTF-8",
+            next_command=TO_UTF8,
+        )
     return columns, first
 
 
@@ -178,6 +196,17 @@ def guess_columns(columns: Mapping[str, Column], config: DataConfig | None = Non
             f"{path} has no column {', '.join(map(repr, absent))}",
             expected=f"one of the columns {', '.join(columns)}",
             next_command=f"{command} with a different --data.columns.*, .numeric, .categorical or .attributes",
+        )
+    if not_numbers := [name for name in config.numeric if columns and not columns[name].is_number]:
+        raise DataError(
+            f"column {not_numbers[0]!r} of {path} has values that are not numbers",
+            expected="only numbers and empty cells in --data.numeric",
+            next_command=f"{command} with --data.categorical or --data.attributes for it",
+        )
+    if headers := [name for name in columns if re.fullmatch(r"[+-]?\d+([.,]\d+)?", name)]:
+        guess.notes.append(
+            f"the name of column {headers[0]!r} is a number. IF THE FILE HAS NO HEADER, add one, because the first row"
+            " is read as one"
         )
     for name in configured:
         rest.pop(name, None)
@@ -242,6 +271,12 @@ def _fits(field_name: str, column: Column) -> bool:
 def _guess_labels(guess: Guess, column: Column) -> None:
     """Guess the labels and their order, ignoring rare ones that look like mistakes."""
     counts = column.values
+    if len(counts) > MAX_LABELS:
+        raise DataError(
+            f"column {column.name!r} has {len(counts):,} different values",
+            expected=f"at most {MAX_LABELS} labels, or a column of gains from 0 to 1",
+            next_command="a different --data.columns.label, or --data.columns.gain",
+        )
     names = [*counts] if infer_gains([*counts]) is not None else common_labels(counts)
     if rare := ", ".join(f"{name} ({rows})" for name, rows in counts.items() if name not in names):
         guess.notes.append(f"labels {rare} don't match the others, so these rows will be quarantined as bad rows")
@@ -317,8 +352,10 @@ def _split(
             *lines,
             "splits by column: " + ", ".join(f"{name} {count:,} rows" for name, count in counts.items()),
         ]
-    fraction = settings.data.test_fraction
-    if fraction * queries < 1.5 * needed:  # not every query is included in the metric
+    if settings.data.split_by != "query":
+        return None, [*lines, f"rows are split by {settings.data.split_by}: trnpipe prepare prints the sizes"]
+    fraction, is_set = settings.data.test_fraction, "test_fraction" in settings.data.model_fields_set
+    if not is_set and fraction * queries < 1.5 * needed:  # not every query is included in the metric
         fraction = fraction_for(queries, round(1.5 * needed)) or fraction_for(queries, needed) or fraction
     sizes = {"test": fraction * queries, "valid": settings.data.valid_fraction * queries}
     sizes = {"train": queries - sum(sizes.values()), **sizes}

@@ -166,7 +166,7 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
         raise DataError(
             f"{path} does not exist",
             expected="an existing file or folder",
-            next_command=f"correct {setting}" + (", or remove it" if setting.startswith("--") else ""),
+            next_command=f"correct {setting}",
         )
     if not is_local and "//" in urlsplit(path).path:
         raise DataError(
@@ -235,7 +235,7 @@ def choose_files(listing: Listing, default_format: str, path: str, setting: str 
         raise DataError(
             f"{len(unknown)} of {len(listing.stats)} files in {path} have no known suffix: {names_of(unknown)}",
             expected="*.parquet, *.csv, *.tsv or *.jsonl files, optionally with .gz",
-            next_command="move them out of the input, or set their format with"
+            next_command="move them out of the input, convert them, or if only their names are unusual, set"
             f" {setting.rpartition('.')[0] or '--data'}.format csv (or parquet, jsonl)",
         )
     if not entries:

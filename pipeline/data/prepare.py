@@ -11,6 +11,7 @@ coordinate, because the labels, the tokenizer and the names depend only on the i
 to finish finds all partitions committed.
 """
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +22,16 @@ from pathlib import Path
 from pipeline.core.batch_order import LONGEST
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.format import shortened
 from pipeline.core.stop import StopSignal
 from pipeline.data.attributes import like_parent
 from pipeline.data.buckets import choose_buckets
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import ChunkRecord, ChunkTask, Staging, encode_chunk
-from pipeline.data.input_files import InputFile, InputPartition
+from pipeline.data.input_files import FLAT, InputFile, InputPartition
 from pipeline.data.judgements import count_judgements
 from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
+from pipeline.data.readers import TO_UTF8
 from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.sources import Source, list_input_objects, open_source, reading_progress
@@ -45,7 +48,7 @@ from pipeline.data.token_sets import (
     TokenSetInfo,
 )
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
-from pipeline.data.validate import RowRules, merge_names
+from pipeline.data.validate import UNKNOWN_LABEL, UNKNOWN_SPLIT, RowRules, merge_names
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.requests import RetryPolicy
@@ -55,7 +58,7 @@ from pipeline.proc.pool import run_tasks
 from pipeline.telemetry.events import EventName
 
 Emit = Callable[..., object]  # logs an event, given its name and its fields as keyword arguments
-_TOP_REASONS = 3
+_TOP_REASONS, _SHOWN_CHARACTERS = 3, 200
 
 
 @dataclass(frozen=True)
@@ -487,15 +490,22 @@ def _check_bad_fraction(
         sample = f"tokens/{config.name}/refused/{info.fingerprint}.jsonl"
         workspace.write_bytes(sample, quarantine_lines(bad))
         position = f"line {bad[0].line}" if bad[0].line else f"row {bad[0].row}"
-        first = f" (first: {bad[0].file}, {position}: {bad[0].reason})"
+        content = bad[0].content if isinstance(bad[0].content, str) else json.dumps(bad[0].content, ensure_ascii=False)
+        first = f" (first: {bad[0].file}, {position}: {bad[0].reason}: {shortened(content, _SHOWN_CHARACTERS)})"
     top = ", ".join(f"{reason} ({count})" for reason, count in Counter(info.reasons).most_common(_TOP_REASONS))
-    remedy = "fix the input, correct --data.columns / --data.labels"
+    remedy, expected = "fix the input, correct --data.columns / --data.labels", list[str]()
     if any(reason.startswith("feature ") for reason in info.reasons):
-        remedy = "write a number or nothing in each row, take the column out of --data.numeric"
+        remedy = "write a number or nothing in each row, take the column out of --data.numeric or --data.attributes"
+    if UNKNOWN_LABEL in info.reasons:
+        expected.append(f"the labels {', '.join(info.labels)} (data.labels)")
+    if UNKNOWN_SPLIT in info.reasons:
+        expected.append("the splits train, valid and test")
+    if any(reason.endswith("not UTF-8") for reason in info.reasons):
+        remedy = f"convert the files with {TO_UTF8}"
     raise DataError(
-        f"{info.partition}: {info.rows_bad} of {info.rows_read} rows are bad"
+        f"{'' if info.partition == FLAT else f'{info.partition}: '}{info.rows_bad} of {info.rows_read} rows are bad"
         f" ({info.rows_bad / info.rows_read:.1%}): {top}{first}",
-        expected=f"at most {config.max_bad_fraction:.1%} (data.max_bad_fraction)",
+        expected=", ".join([f"at most {config.max_bad_fraction:.1%} (data.max_bad_fraction)", *expected]),
         next_command=f"look at the bad rows in {workspace.uri(sample)}, then {remedy},"
         " or leave them out with a higher --data.max-bad-fraction",
     )

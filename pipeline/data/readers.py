@@ -33,6 +33,7 @@ from pipeline.io.storage import HEAD_BYTES, ObjectStat, Storage, check_downloade
 
 NOT_AN_OBJECT = "malformed row: not a JSON object"
 KEY_TWICE = "malformed row: a key occurs twice"
+TO_UTF8 = "iconv -f LATIN1 -t UTF-8 FILE > CONVERTED"
 _PARQUET_BUFFER_BYTES = 8 * 2**20
 _BATCH_BYTES = 8 * 2**20
 _LINE_BYTES = 16 * 2**20

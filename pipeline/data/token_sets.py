@@ -155,6 +155,28 @@ class TokenSetInfo(Record):
         """Number of good rows in all splits."""
         return sum(sum(shard.rows) for shards in self.splits.values() for shard in shards)
 
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest text in any bucket."""
+        buckets = [Bucket.parse(name) for name in self.buckets]
+        return max(max(bucket.query_tokens, bucket.product_tokens) for bucket in buckets)
+
+
+def check_trainable(info: TokenSetInfo, max_positions: int) -> None:
+    """Raise DataError if prepared data has fewer than two labels, or ConfigError if its texts are too long."""
+    if len(info.labels) < 2:
+        raise DataError(
+            f"the prepared data has {len(info.labels)} relevance classes ({', '.join(info.labels)})",
+            expected="a label column with at least two classes",
+            next_command="set --data.columns.label NAME and run trnpipe prepare again",
+        )
+    if info.longest > max_positions:
+        raise ConfigError(
+            f"the longest bucket has {info.longest} tokens, but model.max_positions is {max_positions}",
+            expected="buckets that fit the position embeddings",
+            next_command=f"--model.max-positions {info.longest}, or smaller data.buckets",
+        )
+
 
 # Selection of the partitions for an incremental run.
 

@@ -13,7 +13,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.evaluate.config import OnGolden
 from pipeline.evaluate.gate.compare import GateCheck, Outcome
 from pipeline.evaluate.report import GoldenOutcome, GoldenReport
-from pipeline.io.storage import open_parent
+from pipeline.io.storage import KeyNotFound, open_parent
 from pipeline.settings import Settings
 
 _SHOWN = 5  # missed products that a verdict lists
@@ -48,6 +48,12 @@ def read_golden(settings: Settings, stop: StopSignal) -> tuple[GoldenQuery, ...]
         if deep := [query for query in queries if query.top > depth]:
             raise ValueError(f"top is {deep[0].top} for {deep[0].query!r}, but only {depth} results are retrieved")
         return queries
+    except KeyNotFound as error:
+        raise DataError(
+            error.seen,
+            expected="an existing file with golden queries (evaluate.golden)",
+            next_command="correct --evaluate.golden",
+        ) from error
     except ValueError as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else first_line(error)

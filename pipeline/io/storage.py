@@ -5,6 +5,7 @@ Use `open_storage` to open a URI. This module also contains the implementation f
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -355,6 +356,12 @@ def open_storage(uri: str, *, retry: RetryPolicy | None = None, stop: StopSignal
     file. Note that error messages don't contain an invalid URI, because it may include a password.
     """
     stop = stop or StopSignal()
+    if start := re.match(r"(?:s3|file):/?(?!/)", uri):
+        raise ConfigError(
+            f"a storage URI begins with {start[0]}",
+            expected="s3://bucket/prefix, file:///folder or a plain path",
+            next_command="correct the URI in the settings",
+        )
     if "://" not in uri:
         return _open_local(uri, stop)
     parts = urlsplit(uri)

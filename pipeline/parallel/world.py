@@ -149,9 +149,10 @@ def job_index(jobs: int, env: Mapping[str, str], stage: str, job: int | None = N
         return 0
     index = job if job is not None else int(array_index) if array_index.isdecimal() else jobs
     if index >= jobs or (job is None and jobs == 1):  # if jobs is 1 in an array, every job would do all of the work
+        source = ARRAY_INDEX if job is None else f"--{stage}.worker"
         raise ConfigError(
             f"{stage}: worker {(array_index or 'unknown') if job is None else job} of {jobs}",
-            expected=f"{ARRAY_INDEX} (set in array jobs) or --{stage}.worker to be less than --{stage}.workers",
+            expected=f"{source} from 0 to {jobs - 1} (array jobs set {ARRAY_INDEX})",
             next_command=f"set --{stage}.workers to the size of the array",
         )
     return index

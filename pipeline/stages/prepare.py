@@ -14,7 +14,7 @@ from pipeline.data.buckets import given_buckets
 from pipeline.data.input_files import names_of
 from pipeline.data.judgements import prepared_warnings, shared_products, sum_judgements
 from pipeline.data.prepare import PreparedData, prepare
-from pipeline.data.token_sets import QUARANTINE, store_digest
+from pipeline.data.token_sets import QUARANTINE, check_trainable, store_digest
 from pipeline.evaluate.gate.judge import count_queries, precision_warning, size_advice
 from pipeline.evaluate.golden import read_golden
 from pipeline.parallel.world import job_index
@@ -57,6 +57,9 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     if data.missing:
         ctx.console.info(f"prepare: {data.missing} partition(s) have not been prepared by other workers yet")
         return ctx.finish(NAME, started, inputs={}, outputs={}, figures={"partitions_missing": data.missing})
+    check_trainable(data.infos[0], settings.model.max_positions)  # before machines with accelerators are started
+    if config.path is None:
+        ctx.console.info("prepare: data.path is not set, so this is a synthetic shop")
     with_bad = [prefix for prefix, info in zip(data.token_set_prefixes, data.infos, strict=True) if info.rows_bad]
     if with_bad:
         others = f" and {len(with_bad) - 1} other partition(s)" if len(with_bad) > 1 else ""

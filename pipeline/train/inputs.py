@@ -4,11 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.checkpoint.store import Checkpoint, Parent
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import with_retired
 from pipeline.data.judgements import training_warnings
-from pipeline.data.token_sets import Selection, TokenSet, TokenSetInfo, read_token_sets, select_partitions, spec_of
+from pipeline.data.token_sets import (
+    Selection,
+    TokenSet,
+    TokenSetInfo,
+    check_trainable,
+    read_token_sets,
+    select_partitions,
+    spec_of,
+)
 from pipeline.data.training_groups import GroupedRows
 from pipeline.io.storage import Storage
 from pipeline.mine.store import MINE, NegativeSet, check_negatives, find_negatives
@@ -73,7 +81,7 @@ class RunInputs:
     def max_tokens(self) -> int:
         """Number of tokens of the longest text that the encoder is trained on, in this run or by its parent."""
         inherited = self.parent.state.max_tokens if self.parent else None
-        return max(inherited or 0, _longest(self.sets[0].info))
+        return max(inherited or 0, self.sets[0].info.longest)
 
 
 def gather_inputs(
@@ -96,19 +104,7 @@ def gather_inputs(
     spec = spec_of(info)
     if parent is not None:
         spec = spec.continuing(parent.state.inputs)
-    if spec.num_classes < 2:
-        raise DataError(
-            f"the prepared data has {spec.num_classes} relevance classes",
-            expected="a label column with at least two classes",
-            next_command="set --data.columns.label NAME and run trnpipe prepare again",
-        )
-    longest = _longest(info)
-    if longest > model.max_positions:
-        raise ConfigError(
-            f"the longest bucket has {longest} tokens, but model.max_positions is {model.max_positions}",
-            expected="buckets that fit the position embeddings",
-            next_command=f"--model.max-positions {longest}, or smaller data.buckets",
-        )
+    check_trainable(info, model.max_positions)
     if parent is not None:
         _check_parent(parent, spec, info.tokenizer_fingerprint, model)
     selection = select_partitions(
@@ -135,11 +131,6 @@ def gather_inputs(
         train, model, spec, selection, info.buckets, *digests, teacher.identity if teacher else ""
     )
     return RunInputs(tuple(sets), selection, spec, parent, train.replay_share > 0, mined, teacher, identity)
-
-
-def _longest(info: TokenSetInfo) -> int:
-    """Return the number of tokens of the longest text in any bucket."""
-    return max(max(int(side) for side in bucket.split("x")) for bucket in info.buckets)
 
 
 def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: str, model: ModelConfig) -> None:

@@ -196,6 +196,51 @@ def test_a_file_without_judgements_is_refused() -> None:
         guess_columns(columns(query=QUERIES, title=TITLES))
 
 
+@pytest.mark.parametrize(
+    ("header", "flags", "seen"),
+    [
+        ("query,title,label,brand", ("--data.numeric=brand",), "'brand' of mine.csv has values that are not numbers"),
+        ("query,title,label,größe", ("--data.columns.label=größe",), "has 1,200 different values"),
+        ("query,title,label,größe", (), "1,200 of 1,200 values in column 'größe' are not UTF-8"),
+    ],
+)
+def test_what_prepare_would_refuse_is_refused(
+    header: str,
+    flags: tuple[str, ...],
+    seen: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [f"query {at // 4},title of {at},{at % 2},größe {at}\n" for at in range(1200)]
+    content = "".join([f"{header}\n", *rows])
+    Path("mine.csv").write_bytes(header.encode() + content[len(header) :].encode("utf-8" if flags else "latin1"))
+    assert cli.main(["init", "mine.csv", *flags]) == DataError.exit_code
+    assert seen in capsys.readouterr().err and not Path(PROJECT_FILE).exists()
+
+
+def test_sizes_of_splits_are_those_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{query},{title},{at % 2}\n" for at, (query, title) in ROWS]
+    Path("mine.csv").write_text("query,title,label\n" + "".join(rows))
+    for flag, said, fraction in (
+        ("--data.test-fraction=0.2", "test about 20", 0.2),
+        ("--data.split-by=product", "rows are split by product", None),
+    ):
+        assert cli.main(["init", "mine.csv", flag]) == 0
+        assert said in capsys.readouterr().out
+        assert tomllib.loads(Path(PROJECT_FILE).read_text())["data"].get("test_fraction") == fraction
+        Path(PROJECT_FILE).unlink()
+
+
+def test_a_file_without_a_header_is_noticed() -> None:
+    guess = guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, **{"84.74": ["1"] * 400}))
+    assert any("IF THE FILE HAS NO HEADER" in note for note in guess.notes)
+
+
 def test_the_project_file_is_toml_whatever_columns_are_called() -> None:
     guess = guess_columns(columns(**{'que"ry\\': QUERIES}, title=TITLES, label=GRADES, **{"größe": GRADES[:200] * 2}))
     parsed = tomllib.loads(project_text("s3://bucket/a b/", guess, 0.2))

@@ -42,6 +42,12 @@ def test_an_unwritable_root_is_a_config_error(tmp_path: Path) -> None:
             open_storage(root).write_bytes("a", b"")
 
 
+@pytest.mark.parametrize("uri", ["s3:/bucket/w", "s3:bucket", "file:/x/y"])
+def test_a_uri_without_its_slashes_is_no_local_folder(uri: str) -> None:
+    with pytest.raises(ConfigError, match=r"begins with (s3|file):"):
+        open_storage(uri)
+
+
 @pytest.mark.parametrize("failing", ["write", "fsync"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_leaves_the_old_object_and_no_temp(

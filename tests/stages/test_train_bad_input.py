@@ -18,6 +18,7 @@ from tests.fault.harness import TINY, Place, copy_of_prepared, forget
 pytestmark = [pytest.mark.stage, pytest.mark.timeout(300)]
 
 LABELS = ("bad", "fair", "good")
+SPLIT = ("query", "title", "label", "split")
 Row = dict[str, str]
 
 
@@ -89,7 +90,24 @@ def bad_titles(rows: list[Row]) -> list[Row]:
         (csv_of(good_rows(40), ("query", "label")), (), 65, ("title", "rows.csv")),
         ("query,title,label\n", (), 65, ("rows.csv",)),
         ("", (), 65, ("rows.csv",)),
-        (csv_of(good_rows(60)), ("--data.labels=fair,good",), 65, ("unknown label (20)", "20 of 60")),
+        (
+            csv_of(good_rows(60)),
+            ("--data.labels=fair,good",),
+            65,
+            ("unknown label (20)", "20 of 60", '"label": "bad"', "the labels fair, good (data.labels)"),
+        ),
+        (
+            csv_of([row | {"split": "tran"} for row in good_rows(60)], SPLIT),
+            (f"--data.labels={','.join(LABELS)}",),
+            65,
+            ('"split": "tran"', "train, valid"),
+        ),
+        (csv_of([row | {"query": "sofá"} for row in good_rows(60)]), (), 65, ("query is not UTF-8", "iconv -f LATIN1")),
+        (csv_of([row | {"label": "good"} for row in good_rows(60)]), (), 65, ("1 relevance classes (good)",)),
+        (csv_of(good_rows(60)), ("--data.buckets=16x1000",), 78, ("longest bucket has 1000",)),
+        (None, ("--evaluate.golden=none.toml",), 65, ("none.toml does not exist", "--evaluate.golden")),
+        (None, (f"--cycle={'x' * 101}",), 78, ("at most 100",)),
+        (None, ("--data.workers=2",), 78, ("worker unknown of 2", "TRNJOBS_INDEX from 0 to 1")),
         (csv_of(bad_titles(good_rows(200))), (), 65, ("60 of 200 rows are bad (30.0%)", "empty title (60)")),
     ],
 )
@@ -97,7 +115,7 @@ def test_input_that_cannot_be_used(
     refused: Refused, tmp_path: Path, text: str | None, flags: tuple[str, ...], code: int, seen: tuple[str, ...]
 ) -> None:
     if text is not None:
-        (tmp_path / "rows.csv").write_text(text)
+        (tmp_path / "rows.csv").write_text(text, encoding="latin1")
         flags = (f"--data.path={tmp_path}/rows.csv", *flags)
     said = refused("prepare", *flags, code=code)
     assert all(word in said for word in seen), said
