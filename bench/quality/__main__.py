@@ -34,7 +34,7 @@ def main() -> None:
 
 def run_incremental(arguments: argparse.Namespace) -> None:
     """Every arm that is not kept yet; one that was ended goes on."""
-    arms = [Arm(share, rate, arguments.days) for share in arguments.replay for rate in arguments.later_rate]
+    arms = [Arm(share, arguments.days) for share in arguments.replay]
     arms = [TOGETHER, *arms] if arguments.days == DAYS else arms
     names = ("task", "data", "model", "split", "steps", "batch", "precision", "device", "seed")
     for arm in arms:
@@ -69,9 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--variant", default="", help="name of the settings after --; it is no row of the table")
     parser.add_argument("--replay", type=float, nargs="+", default=[0.1], help="shares of older days, an arm each")
-    parser.add_argument(
-        "--later-rate", type=float, nargs="+", default=[1.0], help="peaks after the first day, as shares"
-    )
     parser.add_argument("--days", type=int, default=DAYS, help="number of days that the rows are dealt to")
     parser.add_argument("--workspace", type=Path, help="of ours; kept, so that what a teacher computed is reused")
     parser.add_argument("--keep", type=Path, default=KEPT, help="folder of the parts' results")

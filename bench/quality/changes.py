@@ -62,6 +62,8 @@ TRIED = (
     Change("days-zero-warmup", "ten daily cycles: a warm-up of 40 % of the steps after the first", _ZERO),
     Change("days-moments", "ten daily cycles: optimizer moments of the parent, not zero", _ZERO, kept=True),
     Change("days-moments-nearest", "ten daily cycles: the old queries nearest to the new ones replayed", _MOMENTS),
+    Change("days-moments-rate05", "ten daily cycles: half the learning rate after the first", _MOMENTS),
+    Change("days-moments-replay08", "ten daily cycles: four fifths of the samples from older days, not half", _MOMENTS),
     Change("days-moments-averaged", "ten daily cycles: weights averaged with the parent's if better", _MOMENTS),
     Change(
         "days5-averaged",

@@ -53,17 +53,14 @@ class Arm:
 
     replay: float | None = None
     """Share of a cycle's samples; None: all days in one training."""
-    later_rate: float = 1.0
-    """Peak learning rate of the days after the first, as a share of the first's."""
     days: int = DAYS
 
     @property
     def name(self) -> str:
         if self.replay is None:
             return "together"
-        rate = "" if self.later_rate == 1.0 else f"-later-rate-{self.later_rate:g}"
         days = "" if self.days == DAYS else f"-days-{self.days}"
-        return f"replay-{self.replay:g}{rate}{days}"
+        return f"replay-{self.replay:g}{days}"
 
     @property
     def cycles(self) -> int:
@@ -152,9 +149,6 @@ class Chain:
         flags = [*self._files(workspace, days, day, steps, self._name(cycle)), *_PROMOTE]
         if self.arm.replay is not None:
             flags += ["--train.replay-share", f"{self.arm.replay:g}"]
-        if cycle > 1 and self.arm.later_rate != 1.0:
-            peak = resolve([ours.CONFIG], {}, []).settings.train.optimizer.learning_rate
-            flags += ["--train.optimizer.learning-rate", repr(peak * self.arm.later_rate)]
         return flags + (_CHEAP if cycle < self.arm.cycles else [])
 
     def _files(self, workspace: Path, days: Path, day: int, steps: int, cycle: str) -> list[str]:
