@@ -98,7 +98,7 @@ def _trainium(name: str, *, link_bytes_s: float, network_gbit_s: float, is_nativ
     machine = MACHINES[name]
     return Fabric(
         name,
-        machine.num_cores,
+        machine.rank_counts[-1],
         machine.core_memory_bytes,
         machine.core_tflops_bf16,
         machine.core_tflops_fp32,

@@ -48,7 +48,7 @@ from pipeline.registry.checkpoints import locate_start
 from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared, mined_negatives, taught_outputs
 from pipeline.telemetry.events import EventLog, EventName, read_events
-from pipeline.train.build import RunConfig, open_run
+from pipeline.train.build import open_run
 from pipeline.train.config import CheckpointConfig
 from pipeline.train.inputs import gather_inputs, identity_parts
 from pipeline.train.loop import train as train_model
@@ -404,11 +404,10 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
     # This is a regular training run, except that its checkpoints and events are stored next to the record.
     work = open_storage(f"{task.uri.rstrip('/')}/work", retry=settings.storage, stop=StopSignal())
     log = EventLog(work, EVENTS)
-    config = RunConfig(settings.backend, model, train, settings.checkpoint, settings.log, settings.health)
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
     try:
         with open_run(
-            config, replace(ctx, workspace_after_stop=work, cycle="parity", events=log), inputs, tokenizer
+            settings, replace(ctx, workspace_after_stop=work, cycle="parity", events=log), inputs, tokenizer
         ) as opened:
             train_model(opened)
     finally:

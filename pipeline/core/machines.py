@@ -25,12 +25,10 @@ class Machine:
 
     name: str
     vcpus: int
-    memory_gib: int
     job_memory_mib: int
     """Memory available to AWS Batch jobs, which excludes the memory that the kernel and the ECS agent need. A job that
     requests more is never scheduled."""
     num_devices: int
-    num_cores: int
     core_memory_bytes: int
     """On trn2 this is 24 GiB. According to users, out-of-memory errors report it as 25.8 GB."""
     core_tflops_bf16: float
@@ -77,10 +75,8 @@ class Machine:
 _TRN1 = Machine(
     "trn1.32xlarge",
     vcpus=128,
-    memory_gib=512,
     job_memory_mib=490_000,
     num_devices=16,
-    num_cores=32,
     core_memory_bytes=16 * GIB,
     core_tflops_bf16=95.0,
     core_tflops_fp32=23.75,
@@ -92,10 +88,8 @@ _TRN1 = Machine(
 _TRN2 = Machine(
     "trn2.48xlarge",
     vcpus=192,
-    memory_gib=2048,
     job_memory_mib=1_960_000,
     num_devices=16,
-    num_cores=64,
     core_memory_bytes=24 * GIB,
     core_tflops_bf16=166.75,
     core_tflops_fp32=45.25,
@@ -111,10 +105,8 @@ MACHINES: Mapping[str, Machine] = {
             _TRN1,
             name="trn1.2xlarge",
             vcpus=8,
-            memory_gib=32,
             job_memory_mib=28_000,
             num_devices=1,
-            num_cores=2,
             num_efa=0,
             rank_counts=(1, 2),
             bus_gib_s=52.0,
@@ -126,10 +118,8 @@ MACHINES: Mapping[str, Machine] = {
             _TRN2,
             name="trn2.3xlarge",
             vcpus=12,
-            memory_gib=128,
             job_memory_mib=116_000,
             num_devices=1,
-            num_cores=4,
             num_efa=0,
             rank_counts=(1, 2, 4),
             usd_per_hour=2.235,

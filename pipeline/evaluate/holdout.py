@@ -176,13 +176,10 @@ def open_holdout(
             next_command=f"raise --data.{split}-fraction or add a split column and prepare again,"
             " or use a different --evaluate.split",
         )
-    query_ids = [np.zeros(0, dtype=np.int64)] * len(rows.sizes)
-    for bucket, size in ((bucket, size) for bucket, size in enumerate(rows.sizes) if size):
-        numbers = np.arange(size, dtype=np.int64)
-        query_ids[bucket] = rows.read(np.full(size, bucket), numbers, bucket, ("query_id",))["query_id"]
-    order = choose_rows(query_ids, max_rows)
+    ids = np.concatenate([block["query_id"] for block in rows.read_blocks(("query_id",))])
+    order = choose_rows(np.split(ids, np.cumsum(rows.sizes)[:-1]), max_rows)
     if not order.total:
-        largest = int(np.unique(np.concatenate(query_ids), return_counts=True)[1].max())
+        largest = int(np.unique(ids, return_counts=True)[1].max())
         raise DataError(
             f"{setting} is {max_rows:,}, but the first query selected from split {split} has more rows",
             expected=f"at least {largest:,}, the number of rows of the largest query, or 0 for all rows",

@@ -31,7 +31,7 @@ from pipeline.data.shards import Arrays, text_hashes
 from pipeline.data.token_sets import TokenSetInfo
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.holdout import HoldoutOrder, Span, some_rows
-from pipeline.evaluate.metrics.labels import accuracy, fit_temperature, label_f1
+from pipeline.evaluate.metrics.labels import accuracy, fit_temperature, label_f1, log_loss
 from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements, Ranking, ndcg_by_query
 from pipeline.evaluate.metrics.scored_rows import QueryGroups, ScoredRows, SliceColumn, mean_over_queries, value_of
@@ -517,15 +517,14 @@ def figures(
     """
     probabilities = to_probabilities(joined["logits"] / temperature)
     label, predicted = joined["label"].astype(np.int64), probabilities.argmax(axis=1)
-    chosen = probabilities[label >= 0, label[label >= 0]]
-    if not len(chosen):
+    if not (label >= 0).any():
         raise DataError("no labelled rows to score", expected="at least one row with a label in the holdout")
     queries, classes = QueryGroups.of(joined["query_id"]), probabilities.shape[1]
     ranking = Ranking.of(queries, probabilities @ np.array(label_gains))
     by_query = ndcg_by_query(ranking, joined["gain"].astype(np.float64), _DEPTH)
     return HoldoutFigures(
         rows=len(label),
-        loss=float(-np.log(np.maximum(chosen, 1e-30)).mean()),
+        loss=value_of(log_loss(queries, label, probabilities)),
         accuracy=value_of(accuracy(queries, label, predicted)),
         macro_f1=value_of(label_f1(queries, label, predicted, classes)),
         positive_f1=float(np.nan_to_num(value_of(label_f1(queries, label, predicted, classes, classes - 1)))),

@@ -47,11 +47,6 @@ class Spread(Record):
             raise ValueError(f"shard state does not support tensor_degree {self.tensor_degree}, expected shard all")
         return self
 
-    @property
-    def shards_parameters(self) -> bool:
-        """Return whether the parameters are sharded with FSDP."""
-        return self.shard == "all" and self.shard_degree != 1
-
     def as_plan(self, precision: Literal["fp32", "bf16"] = "fp32") -> "Plan":
         """Convert these settings to a plan with the given precision."""
         return Plan(**self.model_dump(), precision=precision)

@@ -63,7 +63,7 @@ def check_plan(plan: Spread, backend: Backend) -> None:
     This should be called before anything is traced or allocated.
     """
     requested = {
-        "parameters": plan.shards_parameters or (backend.compiles_steps and plan.shard_degree != 1),
+        "parameters": plan.shard_degree != 1 and (plan.shard == "all" or backend.compiles_steps),
         "tensor": plan.tensor_degree > 1,
         "offload": plan.offload,
         "process_group": plan.process_group != "",

@@ -14,7 +14,7 @@ from pipeline.core.format import format_duration
 from pipeline.registry.checkpoints import key_in
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_parent, load_prepared, mined_negatives, taught_outputs
-from pipeline.train.build import RunConfig, open_run
+from pipeline.train.build import open_run
 from pipeline.train.inputs import RunInputs, check_identity, gather_inputs
 from pipeline.train.loop import Outcome, train
 
@@ -48,9 +48,6 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.console.info(f"train: no new partitions, using the parent as the candidate: {parent.uri}")
         return result
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
-    config = RunConfig(
-        settings.backend, settings.model, settings.train, settings.checkpoint, settings.log, settings.health
-    )
 
     def open_watch(buckets: Sequence[Bucket], share: RankSlice, backend: Backend) -> GraphWatch:
         """Open the guard that verifies that graphs are in the manifest, if the device compiles graphs."""
@@ -60,7 +57,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         graphs = graph_plan(settings, inputs.spec, buckets, share, backend.device_name(), width)
         return open_guard(ctx.workspace, graphs, backend, settings.compile, ctx.console)
 
-    with open_run(config, ctx, inputs, tokenizer, open_watch) as opened:
+    with open_run(settings, ctx, inputs, tokenizer, open_watch) as opened:
         outcome = train(opened)
     figures = _figures(outcome) | _start(opened.saver.base.published)
     result = _commit(ctx, inputs, outcome.prefix, figures, started)

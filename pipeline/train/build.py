@@ -39,15 +39,14 @@ from pipeline.evaluate.trained import mark_trained
 from pipeline.health.config import HealthConfig
 from pipeline.health.device import diagnose_device_error
 from pipeline.mine.store import open_negatives
-from pipeline.model.config import ModelConfig
 from pipeline.model.hf import from_hf, hf_config, to_hf
 from pipeline.model.weights import digest_of_initial, initial_model
 from pipeline.parallel.mesh import check_plan, check_same
 from pipeline.parallel.process_group import ProcessGroup, open_ranks
 from pipeline.registry.records import checkpoints_in_use
-from pipeline.settings import LogConfig
+from pipeline.settings import Settings
 from pipeline.telemetry.events import EventName
-from pipeline.train.config import CheckpointConfig, TrainConfig, batch_lengths, groups_per_batch, rank_slice, run_layout
+from pipeline.train.config import TrainConfig, batch_lengths, groups_per_batch, rank_slice, run_layout
 from pipeline.train.inputs import RunInputs, check_identity
 from pipeline.train.optimizer import SKIPPED
 from pipeline.train.step import TrainProgram, open_program
@@ -145,18 +144,6 @@ class Position:
     """The best evaluation result so far."""
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """The sections of the settings that are used by a training run."""
-
-    backend: str
-    model: ModelConfig
-    train: TrainConfig
-    checkpoint: CheckpointConfig
-    log: LogConfig
-    health: HealthConfig
-
-
 OpenWatch = Callable[[Sequence[Bucket], RankSlice, Backend], GraphWatch]
 """Returns the graph watch to use for a run with the given buckets."""
 
@@ -165,7 +152,7 @@ OpenWatch = Callable[[Sequence[Bucket], RankSlice, Backend], GraphWatch]
 class Run:
     """One rank of a training run, with the weights of `start` already on the device."""
 
-    config: RunConfig
+    config: Settings
     ctx: StageContext
     inputs: RunInputs
     share: RankSlice
@@ -198,7 +185,7 @@ class Run:
 
 @contextmanager
 def open_run(
-    config: RunConfig,
+    config: Settings,
     ctx: StageContext,
     inputs: RunInputs,
     tokenizer: bytes,

@@ -27,7 +27,7 @@ from pipeline.parallel.process_group import ProcessGroup
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import Cadence, batch_lengths, groups_per_batch, needs_two_passes, rank_slice
-from pipeline.train.loop import EvaluationOutcome, TrainLoop
+from pipeline.train.loop import TrainLoop
 from pipeline.train.step import open_program
 from pipeline.train.stream import BatchStream
 
@@ -162,9 +162,9 @@ class Trial:
             program.restore(*copy)
         del copy
 
-        def evaluate(step: int) -> EvaluationOutcome:
+        def evaluate(step: int) -> tuple[bool, bool]:
             self._score(program.outputs)
-            return EvaluationOutcome(is_best=False)
+            return False, False
 
         def save(step: int) -> None:
             program.snapshot()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pipeline.backends import Batch
 from pipeline.checkpoint.store import Best, prefix_of
@@ -153,7 +153,7 @@ class BestStep:
         self.fitted = 1.0
         """The temperature that was fitted by the latest evaluation."""
 
-    def evaluate(self, step: int) -> "EvaluationOutcome":
+    def evaluate(self, step: int) -> tuple[bool, bool]:
         """Score the validation split. Return whether this is the best step so far and whether training should stop."""
         run, train, started = self.run, self.run.config.train, time.monotonic()
         metric = train.best_metric
@@ -180,7 +180,7 @@ class BestStep:
         # Stop if there was no improvement for too long. This depends only on the state in the checkpoint, so that a
         # resumed run makes the same decision.
         wait = self.cadence.wait
-        return EvaluationOutcome(is_best, bool(wait) and self.best is not None and step - self.best.step >= wait)
+        return is_best, bool(wait) and self.best is not None and step - self.best.step >= wait
 
     def save(self, step: int) -> None:
         """Queue a checkpoint for saving. Unless its step was evaluated, it has no temperature."""
@@ -259,14 +259,6 @@ def _load_best(run: Run, steps: BestStep) -> tuple[Best, float]:
 Ended = Literal["complete", "stopped", "late", "converged"]
 
 
-class EvaluationOutcome(NamedTuple):
-    """Whether an evaluation is the best so far, and whether training should stop because of it."""
-
-    is_best: bool
-    should_stop: bool = False
-    """True if further training is not expected to improve the model."""
-
-
 @dataclass
 class TrainLoop:
     """Runs the steps of a training run or a trial run, with logging, evaluation and saving between them."""
@@ -277,7 +269,7 @@ class TrainLoop:
     stop: StopSignal
     console: Console
     cadence: Cadence
-    evaluate: Callable[[int], EvaluationOutcome]
+    evaluate: Callable[[int], tuple[bool, bool]]
     """Scores the validation split after the given step."""
     save: Callable[[int], None]
     emit: Callable[..., None]
@@ -373,7 +365,7 @@ class TrainLoop:
     def _midway(self, every: int) -> bool:
         return self._due(every) and self.step < self.max_steps
 
-    def _evaluate(self) -> tuple[EvaluationOutcome, bool]:
+    def _evaluate(self) -> tuple[tuple[bool, bool], bool]:
         """Evaluate, and return the outcome and whether the evaluation was interrupted by a stop.
 
         The exception is handled here, so that the caller can still save the steps since the last checkpoint.
@@ -383,7 +375,7 @@ class TrainLoop:
         except (Preempted, TransientError):  # a TransientError if another rank noticed the stop first and exited
             if not self.stop.is_set():
                 raise
-            return EvaluationOutcome(is_best=False), True
+            return (False, False), True
 
     def _report(self) -> bool:
         """Read, log and check the metrics since the last report. Return True if the run must end at its deadline."""

@@ -33,7 +33,7 @@ from pipeline.model.hf import from_hf
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.events import EventLog, EventName
 from pipeline.train import build, optimizer, stream
-from pipeline.train.build import RunConfig, open_run
+from pipeline.train.build import open_run
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.loop import train
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
@@ -84,8 +84,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     store("prepare", {"token_set_0000": "tokens/d/print", "tokenizer": "tokens/d/tokenizers/tok"})
     on_cpu = settings.model_copy(update={"backend": "cpu"})
     inputs = gather_inputs(storage, ["tokens/d/print"], None, TRAIN, MODEL)
-    config = RunConfig("cpu", MODEL, TRAIN, on_cpu.checkpoint, on_cpu.log, on_cpu.health)
-    with open_context(on_cpu, StopSignal(), {}) as ctx, open_run(config, ctx, inputs, b"{}") as opened:
+    with open_context(on_cpu, StopSignal(), {}) as ctx, open_run(on_cpu, ctx, inputs, b"{}") as opened:
         store("train", {"checkpoint": train(opened).prefix})
     return Case(folder, settings)
 

@@ -26,7 +26,7 @@ from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import Cadence, GuardConfig, TrainConfig
-from pipeline.train.loop import EvaluationOutcome, TrainLoop
+from pipeline.train.loop import TrainLoop
 from pipeline.train.optimizer import learning_rate_at
 from pipeline.train.step import TrainProgram
 from pipeline.train.stream import BatchStream, Pace
@@ -84,10 +84,10 @@ class Bench:
     def run(self) -> str:
         return self.loop().run()
 
-    def _evaluate(self, step: int) -> EvaluationOutcome:
+    def _evaluate(self, step: int) -> tuple[bool, bool]:
         self.calls.append(("evaluate", step))
         self.on_evaluate()
-        return EvaluationOutcome(self.best, should_stop=step == self.enough_at)
+        return self.best, step == self.enough_at
 
     def _save(self, step: int) -> None:
         self.calls.append(("save", step))

@@ -37,7 +37,7 @@ from pipeline.registry.records import Author, Decision
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, EventName
-from pipeline.train.build import RunConfig, Saver, open_run
+from pipeline.train.build import Saver, open_run
 from pipeline.train.config import CheckpointConfig, TrainConfig
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.loop import Outcome, train
@@ -109,8 +109,8 @@ class Cycle:
             code_version="v",
         )
         inputs = gather_inputs(self.storage, self.prefixes, parent, self.train, self.model, self.negatives)
-        config = RunConfig("cpu", self.model, self.train, settings.checkpoint, settings.log, settings.health)
-        with open_run(config, ctx, inputs, b"tokenizer") as opened:
+        settings = settings.model_copy(update={"backend": "cpu", "model": self.model, "train": self.train})
+        with open_run(settings, ctx, inputs, b"tokenizer") as opened:
             return train(opened)
 
     def stop_at(self, event: EventName, step: int, parent: Checkpoint | None = None) -> None:
