@@ -24,7 +24,7 @@ from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money
 from jobs.plan.spec import JobPlan
 from jobs.setup import OpenCycle, open_cycle
-from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError, TrnpipeError
 from pipeline.core.format import format_duration, shortened
 from pipeline.core.optional import missing_package
 from pipeline.core.progress import Say
@@ -123,7 +123,7 @@ def send_messages(
     except Preempted:
         raise
     except Exception as error:  # including bugs. Don't print unknown errors, because they may contain an address.
-        seen = error.seen if isinstance(error, ConfigError) else type(error).__name__
+        seen = error.seen if isinstance(error, TrnpipeError) else type(error).__name__
         cycle.say(f"notify: messages could not be sent: {seen}")
         return 1
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 from s3transfer.manager import TransferConfig, TransferManager
 from s3transfer.subscribers import BaseSubscriber
 from s3transfer.utils import OSUtils
@@ -458,15 +458,7 @@ def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
             expected="s3://bucket/prefix (credentials are taken from the AWS environment)",
             next_command="correct the URI in the settings",
         )
-    prefix, root = storage.folder_key(parts.path), f"s3://{parts.netloc}"
-    try:
-        client = S3Client(retry, stop)
-    except (BotoCoreError, ValueError) as error:
-        raise ConfigError(
-            f"cannot create an S3 client for {root} ({type(error).__name__})",
-            expected="a valid AWS profile, region and AWS_ENDPOINT_URL",
-            next_command="aws configure list",
-        ) from error
+    prefix, root, client = storage.folder_key(parts.path), f"s3://{parts.netloc}", S3Client(retry, stop)
     try:
         client.attempt("opening", root, lambda raw: raw.head_bucket(Bucket=parts.netloc))
     except S3_ERRORS as error:

@@ -426,6 +426,13 @@ def test_a_key_in_kms_for_something_else(workspace: Storage, tmp_path: Path) -> 
             keys_of(tmp_path, f"awskms:///{arn}")
 
 
+def test_an_endpoint_that_is_no_url_for_a_key_in_kms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "foo")
+    with pytest.raises(ConfigError, match="client for AWS kms: ValueError"):
+        keys_of(tmp_path, "awskms:///alias/relevance")
+
+
 def test_a_manifest_that_is_no_manifest(workspace: Storage, make: Make, pair: Path) -> None:
     put(workspace, make("x"), keys_of(pair, "a", "a"))
     workspace.write_bytes(f"{prefix('x')}/{MANIFEST_NAME}", b"{}")
