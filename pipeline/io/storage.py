@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import xxhash
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from pipeline.core.errors import ConfigError, DataError, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
@@ -406,24 +406,25 @@ def open_parent(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links
     return open_storage(root or "/", retry=retry, stop=stop), check_key(name)
 
 
-R = TypeVar("R", bound=BaseModel)
+T = TypeVar("T")
 
 
 def read_record(
-    storage: Storage, key: str, kind: type[R], description: str, writer: str, *, next_command: str = ""
-) -> R | None:
+    storage: Storage, key: str, kind: type[T] | TypeAdapter[T], description: str, writer: str, *, next_command: str = ""
+) -> T | None:
     """Read and validate a record, or return None if it doesn't exist. Raises DataError if it is invalid.
 
     Args:
         storage: the storage that contains the record.
         key: key of the record.
-        kind: class of the record.
+        kind: class of the record, or a type adapter for records of another form.
         description: description of the record for the error message, such as "a stage result".
         writer: the command that writes the record, such as "trnpipe evaluate".
         next_command: how to fix an invalid record (default: delete it and run the writer again).
     """
+    parse: Callable[[bytes], T] = getattr(kind, "model_validate_json" if isinstance(kind, type) else "validate_json")
     try:
-        return kind.model_validate_json(storage.read_bytes(key))
+        return parse(storage.read_bytes(key))
     except KeyNotFound:
         return None
     except ValidationError as error:
