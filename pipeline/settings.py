@@ -351,7 +351,12 @@ def project_files(folder: Path) -> list[Path]:
         included = tomllib.loads(path.read_text(encoding="utf-8")).get("config", [])
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", next_command=f"edit {path}") from None
-    return [*(path.parent / name for name in ([included] if isinstance(included, str) else included)), path]
+    names = included if isinstance(included, list) else [included]
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"config = {included!r} ({path})", expected="a file or a list of files", next_command=f"edit {path}"
+        )
+    return [*(path.parent / name for name in names), path]
 
 
 def _project_settings(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -362,13 +367,19 @@ def _project_settings(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     settings = {name: value for name, value in tree.items() if name != "config"}
     for name in _PATHS:
         *sections, last = name.split(".")
-        table: Any = reduce(lambda table, section: table.get(section, {}), sections, settings)
+        table: Any = reduce(_table_in, sections, settings)
         value = table.get(last)
         if isinstance(value, list):
             table[last] = [_in_folder(item, folder) for item in value]
         elif value is not None:
             table[last] = _in_folder(value, folder)
     return settings
+
+
+def _table_in(table: dict[str, Any], section: str) -> dict[str, Any]:
+    """Return a section, or an empty dict if it doesn't exist or isn't a table, in which case `resolve` rejects it."""
+    inner = table.get(section)
+    return inner if isinstance(inner, dict) else {}
 
 
 def _in_folder(value: Any, folder: Path) -> Any:
