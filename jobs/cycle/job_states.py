@@ -431,7 +431,7 @@ def change_line(record: JobRecord, log: str = "") -> Change:
     """
     fields = [f"{record.name:<12} {shown_state(record):<9}"]
     if not record.attempts:
-        reason = reason_of(record) if _is_skipped(record) else record.status_reason
+        reason = reason_of(record) if is_skipped(record) else record.status_reason
         return Change("  ".join([*fields, reason]).rstrip())
     last, attempt = record.attempts[-1], f"attempt {len(record.attempts)}"
     end = f"{attempt} ended{'' if last.exit_code is None else f' with exit code {last.exit_code}'}"
@@ -510,16 +510,17 @@ def exit_code(record: JobRecord) -> int | None:
 
 def shown_state(record: JobRecord) -> str:
     """Return the state to display, which is NOT RUN if the job was skipped because of a dependency."""
-    return "NOT RUN" if _is_skipped(record) else record.state.value
+    return "NOT RUN" if is_skipped(record) else record.state.value
 
 
-def _is_skipped(record: JobRecord) -> bool:
+def is_skipped(record: JobRecord) -> bool:
+    """Return whether a job did not run because a dependency did not succeed."""
     return record.state.is_failure and record.status_reason.startswith(NOT_RUN) and not record.all_attempts()
 
 
 def reason_of(record: JobRecord) -> str:
     """Return why a job failed, as text to display."""
-    if _is_skipped(record):
+    if is_skipped(record):
         return PAGE_ANYWAY if record.name == "report" else record.status_reason.removeprefix(NOT_RUN)
     task = next((task for task in record.tasks() if task.state is record.state and task.state.is_failure), record)
     causes, error = [task.status_reason or record.status_reason], ""

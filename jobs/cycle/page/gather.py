@@ -16,6 +16,7 @@ from jobs.cycle.job_states import (
     Outcome,
     exit_code,
     failed_task,
+    is_skipped,
     preempted_attempts,
     reason_of,
 )
@@ -85,12 +86,13 @@ class Job(Record):
     why: str
     error: str = Field("", description="The error in the log, a few lines (empty: the job did not run and fail)")
     logs: str = Field("", description="Command that shows this log (empty: the job did not run and fail)")
+    is_skipped: bool = Field(False, description="Whether it did not run because a dependency did not succeed")
 
     @property
     def ending(self) -> str:
         """Return the state in lower case. A job in state FAILED is shown as `failed`, `refused` or `not run`."""
         if self.state == "FAILED":
-            return "not run" if not self.tries else "refused" if self.exit_code == GateRefused.exit_code else "failed"
+            return "not run" if self.is_skipped else "refused" if self.exit_code == GateRefused.exit_code else "failed"
         return self.state.lower()
 
 
@@ -333,6 +335,7 @@ def jobs_of(plan: JobPlan, records: Iterable[JobRecord]) -> Iterator[Job]:
             why=reason_of(record) if record and record.state.is_failure else "",
             error=failed.attempts[-1].error if failed else "",
             logs=logs_command(failed, plan.workspace, plan.cycle) if failed else "",
+            is_skipped=record is not None and is_skipped(record),
         )
 
 
