@@ -126,6 +126,10 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
     """Print the current state of each job. Raises ConfigError if the cycle has no jobs."""
+    if arguments.watch and arguments.json:
+        raise ConfigError(
+            "--watch and --json are both set", expected="one of them", next_command="trnjobs status --json"
+        )
     cycle = open_newest(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
     store = cycle.store
     if arguments.watch:
@@ -201,7 +205,9 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
     errors = list[str]()
     for name, claim in list(claims_by_age(base.store, runs=True).items())[-arguments.last :]:
         cycle = base.other(name)
-        closed, records = cycle.store.closed(), cycle.with_errors(cycle.store.records())
+        closed, records = cycle.store.closed(), cycle.store.records()
+        if claim is not None:
+            records = cycle.with_errors(records)
         errors += [line if line.startswith(" ") else f"cycle {name}: {line}" for line in cycle.failure_lines(records)]
         outcome, why = "under way", ""
         if closed is not None:

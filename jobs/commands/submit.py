@@ -82,7 +82,8 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
     jobs, command = settings.jobs, list(arguments.command)
     script, *more = strip_interpreter(command) or command
     stem = more[0].rpartition(".")[2] if script == "-m" and more else Path(script).stem
-    options = {name: getattr(arguments, name) for name in StageJob.model_fields if getattr(arguments, name, None)}
+    flags = vars(arguments).items()
+    options = {name: value for name, value in flags if name in StageJob.model_fields and value is not None}
     try:
         name = arguments.name or re.sub(r"[^A-Za-z0-9_-]", "-", stem)
         step = Step(name=name, command=tuple(command), environment=dict(arguments.environment or ()), **options)
