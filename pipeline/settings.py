@@ -77,12 +77,7 @@ class Settings(BaseSettings):
     Note that the constructor doesn't read any files or environment variables. Use `resolve` instead to do so.
     """
 
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        validate_default=False,
-        cli_kebab_case=True,
-    )
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=False)
     program: ClassVar[str] = "trnpipe"
     other_programs: ClassVar[frozenset[str]] = frozenset({"jobs"})
     """Sections that belong to other programs. These may be in the same files and are ignored."""
@@ -196,10 +191,6 @@ class SettingField:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
-
-    @property
-    def env(self) -> str:
-        return ENV_PREFIX + self.name.replace(".", "__").upper()
 
     @property
     def default(self) -> str:
@@ -513,8 +504,8 @@ def _unknown_setting(model: type[Settings], name: str, value: SourcedValue, othe
     )
 
 
-def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Return the candidates that are most similar to a name.
+def nearest(name: str, candidates: Iterable[str]) -> list[str]:
+    """Return up to three candidates that are most similar to a name.
 
     Candidates with the same last component are listed first, followed by those with the most similar spelling.
     """
@@ -523,10 +514,10 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     last = target.rpartition(".")[2].lstrip("_")
     same_last = [candidate for candidate in normalised if candidate.rpartition(".")[2].lstrip("_") == last]
     close = [
-        *difflib.get_close_matches(target, same_last, count, cutoff=0.0),
-        *difflib.get_close_matches(target, normalised, count, cutoff=0.5),
+        *difflib.get_close_matches(target, same_last, 3, cutoff=0.0),
+        *difflib.get_close_matches(target, normalised, 3, cutoff=0.5),
     ]
-    return [normalised[candidate] for candidate in dict.fromkeys(close)][:count]
+    return [normalised[candidate] for candidate in dict.fromkeys(close)][:3]
 
 
 def _validation_error(model: type[Settings], error: ValidationError, layer: Layer) -> ConfigError:

@@ -205,7 +205,7 @@ class CycleStore:
         return closed if closed.round >= max(self._all_submissions(), default=0) else None
 
     def close(self, closed: Closed) -> None:
-        self.storage.write_bytes(self.key("closed.json"), _bytes(closed))
+        self.storage.write_bytes(self.key("closed.json"), closed.to_json())
 
     def reopen(self) -> None:
         """Delete the recorded end of the cycle, so that a retry can continue it."""
@@ -273,7 +273,7 @@ class CycleStore:
         claim = Claim(
             plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S, script=script
         )
-        if not self.storage.write_if_absent(self.key("claim.json"), _bytes(claim)):
+        if not self.storage.write_if_absent(self.key("claim.json"), claim.to_json()):
             etag, existing = self._etag(), self.claim()
             if existing is None:
                 raise self._lost()
@@ -289,7 +289,7 @@ class CycleStore:
             claim = claim.model_copy(update=kept | {"script": script or existing.script})
             self._replace(claim, etag)
         write_plan = self.storage.write_bytes if is_other else self.storage.write_if_absent
-        write_plan(self.key("plan.json"), _bytes(plan))
+        write_plan(self.key("plan.json"), plan.to_json())
         etag = self._etag()
         if self.claim() != claim:  # the lease has expired in the meantime
             raise self._lost()
@@ -300,14 +300,14 @@ class CycleStore:
         return self.storage.stat(self.key("plan.json")) is None and not self.submissions()
 
     def _replace(self, claim: Claim, etag: str) -> str:
-        if not self.storage.write_if_match(self.key("claim.json"), _bytes(claim), etag):
+        if not self.storage.write_if_match(self.key("claim.json"), claim.to_json(), etag):
             raise self._lost()
         return self._etag()
 
     def _free(self, claim: Claim, etag: str) -> None:
         """Release the lease, unless a different process has taken it over."""
         free = claim.model_copy(update={"owner": "", "lease_until": 0.0})
-        self.storage.write_if_match(self.key("claim.json"), _bytes(free), etag)
+        self.storage.write_if_match(self.key("claim.json"), free.to_json(), etag)
 
     def _lost(self) -> DataError | TransientError:
         """Return the error to raise if this process no longer owns the claim."""
@@ -326,10 +326,6 @@ class CycleStore:
     def _read(self, name: str, kind: type[T] | TypeAdapter[T]) -> T | None:
         command = "restore an earlier version of it"
         return read_record(self.storage, self.key(name), kind, "a valid record", "trnjobs", next_command=command)
-
-
-def _bytes(record: Record) -> bytes:
-    return record.model_dump_json(indent=1).encode()
 
 
 def claimed_cycles(store: CycleStore, *, runs: bool = False) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import Field
 
 from jobs.plan.spec import JobPlan, JobSpec, Retry
-from pipeline.core.errors import EXIT_OK, EXIT_TABLE, GateRefused, Preempted, TransientError, headline
+from pipeline.core.errors import EXIT_NAMES, EXIT_OK, GateRefused, Preempted, TransientError, headline
 from pipeline.core.record import Record
 
 
@@ -451,8 +451,6 @@ def change_line(record: JobRecord, log: str = "") -> Change:
 
 # The outcome of a cycle, determined from the records of its jobs.
 
-_MEANINGS = {rule.exit_code: rule.name for rule in EXIT_TABLE}
-
 
 def outcome_of(plan: JobPlan, records: Sequence[JobRecord], *, cancelled: Closed | None = None) -> Closed | None:
     """Return how the cycle ended, or None if any job was not submitted or has not ended.
@@ -528,7 +526,7 @@ def reason_of(record: JobRecord) -> str:
         last = task.attempts[-1]
         causes, error = [*causes, last.reason], headline(last.error.splitlines())
         if last.exit_code is not None:
-            meaning = f" ({_MEANINGS[last.exit_code]})" if last.exit_code in _MEANINGS else ""
+            meaning = f" ({EXIT_NAMES[last.exit_code]})" if last.exit_code in EXIT_NAMES else ""
             causes = [cause for cause in causes if cause != EXITED]  # the exit code is more specific
             causes.append(f"exit code {last.exit_code}{meaning}")
     reason = ", ".join(dict.fromkeys(cause for cause in causes if cause)) or "no reason given"

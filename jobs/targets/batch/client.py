@@ -74,7 +74,7 @@ def is_missing(error: BaseException) -> bool:
 
 def is_retryable(error: BaseException) -> bool:
     """Return whether the error is due to throttling, a server error, a timeout or a broken connection."""
-    return s3_client.is_retryable(error) or name_of(error) in RETRYABLE_CODES | _THROTTLED | {"Server"}
+    return s3_client.is_retryable(error) or name_of(error) in RETRYABLE_CODES | {"Server"}
 
 
 def was_not_done(error: BaseException) -> bool:
