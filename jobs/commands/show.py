@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from jobs.cycle.costs import CycleLedger, expected_seconds
 from jobs.cycle.cycle_store import claims_by_age
-from jobs.cycle.job_states import JobRecord, JobState, outcome_of, without_error
+from jobs.cycle.job_states import JobRecord, JobState, without_error
 from jobs.cycle.page.publish import write_page
 from jobs.cycle.tables import GOODPUT, LOCAL_COST, cost_lines, plan_lines, status_lines, total_lines
 from jobs.plan.resources import prices_of
@@ -136,9 +136,7 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
         from jobs.commands.watch import watch  # imported lazily, because importing rich is slow
 
         return watch(cycle, arguments.every)
-    plan = cycle.plan()
-    records = cycle.records(plan)
-    closed = store.closed() or outcome_of(plan, records)
+    _, records, closed = cycle.state()
     if arguments.json:
         shown = {"cycle": store.cycle, "closed": closed and closed.model_dump(mode="json")}
         say(json.dumps(shown | {"jobs": [record.model_dump(mode="json") for record in records]}, indent=1))
@@ -278,10 +276,8 @@ def _newest_ledgers(base: OpenCycle, last: int, warn: Say) -> Iterator[CycleLedg
 def run_report(arguments: argparse.Namespace, say: Say) -> int:
     """Write the page of a cycle, and print a summary of the cycle. Raises ConfigError if it has no jobs."""
     cycle = open_newest(arguments.settings, say).with_stored()
-    plan, store = cycle.plan(), cycle.store
-    records = cycle.records(plan)
-    closed = store.closed() or outcome_of(plan, records)
-    report = write_page(store, plan, records, cycle.settings.jobs, closed)
+    plan, records, closed = cycle.state()
+    report = write_page(cycle.store, plan, records, cycle.settings.jobs, closed)
     for line in (
         *cycle.end_lines(plan, records, closed, report),
         *(f"warning: {line}" for line in report.unread),

@@ -62,7 +62,7 @@ def run_submit(arguments: argparse.Namespace, say: Say) -> int:
     settings: CycleSettings = arguments.settings
     # Fix the date now, so that the plan and the workspace use the same one.
     settings = settings.model_copy(update={"cycle": cycle_of(settings)})
-    with stopping_jobs(settings) as stop:
+    with stopping_jobs() as stop:
         plan, target = make_plan(settings), arguments.target or settings.jobs.target
         return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.fresh)
 
@@ -94,7 +94,7 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
     settings = settings.model_copy(
         update={"cycle": RUN_PREFIX + step.name, "jobs": jobs.model_copy(update={"steps": (step,)})}
     )
-    with stopping_jobs(settings) as stop:
+    with stopping_jobs() as stop:
         plan, target = make_run(settings), arguments.target or jobs.target
         return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.again)
 
@@ -135,7 +135,7 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
     If the last submission is incomplete, or the cycle was interrupted on this machine, that submission is resumed
     instead. Raises ConfigError if the cycle is still running or has no failed jobs.
     """
-    with stopping_jobs(arguments.settings) as stop:
+    with stopping_jobs() as stop:
         cycle = open_newest(arguments.settings, say, stop, is_shown=True)
         if unused := unused_settings(cycle):
             say(f"warning: retry uses the settings of the submission and ignores {', '.join(unused)}")
@@ -332,7 +332,7 @@ def run_driver(arguments: argparse.Namespace, say: Say) -> int:
     settings, now = arguments.settings, datetime.now(UTC)
     config = settings.jobs.schedule
     scheduled = scheduled_time(arguments.scheduled_time or os.environ.get(TIME_VARIABLE, ""), config, now)
-    with stopping_jobs(settings) as stop:
+    with stopping_jobs() as stop:
         base = open_cycle(settings, say, stop)
         return drive(config, scheduled, now, base, arguments.target or settings.jobs.target)
 

@@ -17,7 +17,7 @@ from typing import Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from jobs.cycle.costs import AttemptCost, read_ledger
+from jobs.cycle.costs import AttemptCost
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import Closed, JobRecord
 from jobs.cycle.page import charts
@@ -83,8 +83,7 @@ def write_page(
 
     `closed` is the end of the cycle, even if it is not on record yet.
     """
-    ledger = read_ledger(store, plan, records, config, closed=closed, without_report=True)
-    data = gather(store, plan, ledger, records, closed)
+    data = gather(store, plan, records, config, closed, without_report=True)
     current = row_of(store, data, closed)
     if not store.cycle.startswith(RUN_PREFIX):  # `trnjobs run` is not part of the trend
         try:
@@ -98,7 +97,7 @@ def write_page(
             ended = [row for row in earlier if row.closed_at is not None and row.closed_at <= until]
             data = data.model_copy(update={"history": tuple(ended[-(TREND - 1) :])})
             store.storage.write_bytes(INDEX_PAGE, index(cycles).encode())
-    store.storage.write_bytes(data_key(store.cycle), data.model_dump_json(indent=1).encode() + b"\n")
+    store.storage.write_bytes(data_key(store.cycle), data.to_json())
     store.storage.write_bytes(report_key(store.cycle), page(data, current).encode())
     return data
 
@@ -115,7 +114,7 @@ def add_to_index(storage: Storage, row: CycleRow) -> tuple[CycleRow, ...]:
         ordered = tuple(sorted(cycles.values(), key=lambda other: (other.claimed_at, other.cycle)))[-MAX_CYCLES:]
         if existing and existing.cycles == ordered:
             return ordered
-        text = Index(cycles=ordered).model_dump_json(indent=1).encode() + b"\n"
+        text = Index(cycles=ordered).to_json()
         if storage.write_if_match(INDEX, text, stat.etag) if stat else storage.write_if_absent(INDEX, text):
             return ordered
     raise TransientError(
