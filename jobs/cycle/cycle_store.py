@@ -27,7 +27,7 @@ from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.format import natural_key
 from pipeline.core.record import Record
 from pipeline.io.requests import run_parallel
-from pipeline.io.storage import KeyNotFound, Storage, read_record
+from pipeline.io.storage import KeyNotFound, Storage, read_record, update_file
 
 LEASE_S = 120.0
 NUM_READ_THREADS = 16
@@ -35,7 +35,6 @@ _RECORDS = TypeAdapter(tuple[JobRecord, ...])
 _SIGHTINGS = TypeAdapter(tuple[BlockedJob, ...])
 _SETTINGS = TypeAdapter(dict[str, Any])
 _CANCELS = TypeAdapter(dict[str, Cancel])
-_MAX_WRITES = 20
 _REPLACED = ("claim.json", "plan.json", "settings.json")
 T = TypeVar("T")
 
@@ -184,18 +183,12 @@ class CycleStore:
 
         Raises TransientError if other processes keep adding cancellations.
         """
-        storage, key = self.storage, self.key("cancel.json")
-        for _ in range(_MAX_WRITES):
-            stat, existing = storage.stat(key), self.cancels()
-            if cancels.keys() <= existing.keys():
-                return
-            data = _CANCELS.dump_json({**cancels, **existing})
-            if storage.write_if_match(key, data, stat.etag) if stat else storage.write_if_absent(key, data):
-                return
-        raise TransientError(
-            f"{storage.uri(key)} changed {_MAX_WRITES} times while cancellations were added to it",
-            next_command="run the same command again",
-        )
+
+        def added() -> bytes | None:
+            existing = self.cancels()
+            return None if cancels.keys() <= existing.keys() else _CANCELS.dump_json({**cancels, **existing})
+
+        update_file(self.storage, self.key("cancel.json"), added, "run the same command again")
 
     def closed(self) -> Closed | None:
         """Return how the cycle ended, or None while it is running. The end of an earlier submission is ignored."""

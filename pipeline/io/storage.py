@@ -437,6 +437,27 @@ def read_record(
         ) from error
 
 
+MAX_UPDATES = 20
+
+
+def update_file(storage: Storage, key: str, change: Callable[[], bytes | None], next_command: str) -> None:
+    """Write what `change` returns, unless that is None, so that no change of another process is lost.
+
+    `change` reads the current file. It is called again if another process has written the file meanwhile. Raises
+    TransientError if this keeps happening.
+    """
+    for _ in range(MAX_UPDATES):
+        stat, data = storage.stat(key), change()
+        if data is None or (
+            storage.write_if_match(key, data, stat.etag) if stat else storage.write_if_absent(key, data)
+        ):
+            return
+    raise TransientError(
+        f"{storage.uri(key)} was changed {MAX_UPDATES} times by other processes while it was updated",
+        next_command=next_command,
+    )
+
+
 def list_names(storage: Storage, prefix: str) -> set[str]:
     """Return the names of all files directly in a folder.
 
