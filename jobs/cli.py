@@ -8,9 +8,8 @@ from pathlib import Path
 from pipeline.command_line import COMPLETION, CommandParser, Usage, completion, run_program, show
 from pipeline.core.errors import EXIT_OK
 
-# Each command is implemented by a function `run_<name>(arguments, say)`, which returns the exit code. It is in the
-# module of jobs/commands with the same name, unless MODULES contains a different one. The settings of the cycle are
-# passed as `arguments.settings`.
+# Each command is implemented by a function `run_<name>(arguments, say)`, which returns the exit code. MODULES maps the
+# command to its module in jobs/commands. The settings of the cycle are passed as `arguments.settings`.
 COMMANDS: dict[str, str] = {
     "submit": "Run a cycle locally, on AWS Batch or on SageMaker. It is safe to repeat: no job is started twice.",
     "status": "Show the jobs of a cycle.",
@@ -36,6 +35,9 @@ MIRRORS = ["mlflow", "openlineage"]
 MODULES = {
     **dict.fromkeys(("submit", "run", "retry", "cancel", "reconcile", "driver"), "submit"),
     **dict.fromkeys(("plan", "fit", "status", "logs", "history", "cost", "report", "config"), "show"),
+    "diff": "diff",
+    "notify": "notify",
+    "mirror": "mirror",
 }
 
 
@@ -82,7 +84,7 @@ def _run(name: str, argv: list[str]) -> int:
 
     if name == "completion":
         return show(completion("trnjobs", {command: {"": _parser(command)} for command in USAGE}, argv, CycleSettings))
-    module = import_module(f"jobs.commands.{MODULES.get(name, name)}")
+    module = import_module(f"jobs.commands.{MODULES[name]}")
     end = argv.index("--") if name == "run" and "--" in argv else len(argv)
     read = _parser(name).read(argv[:end], CycleSettings)
     if read is None:
