@@ -24,8 +24,7 @@ from pydantic import Field
 
 from jobs.commands.show import log_lines
 from jobs.commands.submit import cancel_cycle, close_cycle, submit_plan
-from jobs.cycle.costs import read_ledger
-from jobs.cycle.job_states import Closed, JobRecord, Outcome, exit_code_of_cycle, outcome_of
+from jobs.cycle.job_states import Outcome, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.gather import CycleRow, Job, PageData, gather, jobs_of, row_of
 from jobs.cycle.page.publish import outcome_sentence, report_key, visible, write_page
 from jobs.plan.spec import JobPlan
@@ -246,7 +245,7 @@ class Cycle:
         if self._store.plan() is None:
             jobs = tuple(jobs_of(make_plan(self.settings), ()))
             return CycleStatus(cycle=self.name, target="", outcome="not submitted", reason="", jobs=jobs)
-        plan, records, closed = self._ended()
+        plan, records, closed = self._cycle.state()
         return CycleStatus(
             cycle=self.name,
             target=claim.target if claim else "",
@@ -257,16 +256,15 @@ class Cycle:
 
     def result(self) -> CycleResult:
         """Return the outcome and the figures reported so far. Raises ConfigError if the cycle was not submitted."""
-        plan, records, closed = self._ended()
-        ledger = read_ledger(self._store, plan, records, self._cycle.with_stored().settings.jobs, closed=closed)
-        data = gather(self._store, plan, ledger, records, closed)
+        plan, records, closed = self._cycle.state()
+        data = gather(self._store, plan, records, self._cycle.with_stored().settings.jobs, closed)
         row = row_of(self._store, data, closed)
         code = exit_code_of_cycle(closed, records) if closed else None
         return CycleResult(**row.model_dump(), exit_code=code, figures=data.figures)
 
     def report(self) -> CyclePage:
         """Write the report page of the cycle and its data. Raises ConfigError if the cycle was not submitted."""
-        plan, records, closed = self._ended()
+        plan, records, closed = self._cycle.state()
         data = write_page(self._store, plan, records, self._cycle.with_stored().settings.jobs, closed)
         return CyclePage(uri=self._store.storage.uri(report_key(self.name)), data=data)
 
@@ -281,8 +279,3 @@ class Cycle:
         """End every unfinished job and close the cycle. Raises ConfigError if the cycle was not submitted."""
         cancel_cycle(self._cycle, reason)
         return self.wait()
-
-    def _ended(self) -> tuple[JobPlan, tuple[JobRecord, ...], Closed | None]:
-        plan = self._cycle.plan()
-        records = self._cycle.records(plan)
-        return plan, records, self._store.closed() or outcome_of(plan, records)

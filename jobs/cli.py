@@ -123,24 +123,24 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             again = "run the script again, with access to the checkpoints of the earlier run"
             add("--again", action="store_true", help=again)
             add("--name", default="", help="run as the cycle run-NAME (default: the name of the script)")
-            add("--nodes", type=int, default=0, metavar="N", help="number of nodes (default: 1)")
-            add("--processes", type=int, default=0, metavar="P", help="ranks per node (default: 1)")
-            add("--instance", default="", help="instance type, such as trn1.32xlarge")
-            add("--vcpus", type=int, default=0, metavar="N", help="vCPUs per node (default: all of the instance, or 1)")
-            add("--memory-mib", type=int, default=0, metavar="MIB", help="memory per node (default: all, or 2048)")
-            add("--attempts", type=int, default=0, metavar="A", help="maximum number of attempts (default: 3)")
-            add("--timeout-s", type=int, default=0, metavar="S", help="time limit of an attempt (default: 24 h)")
-            add("--image", default="", help="override jobs.image")
-            add("--queue", default="", help="override jobs.queue")
-            add("--role", default="", help="override jobs.role")
-            variable = "environment variable to set (not for secrets)"
-            add("--environment", type=_variable, action="append", metavar="NAME=VALUE", help=variable)
+            add("--nodes", type=int, metavar="N", help="number of nodes (default: 1)")
+            add("--processes", type=int, metavar="P", help="ranks per node (default: 1)")
+            add("--instance", help="instance type, such as trn1.32xlarge")
+            add("--vcpus", type=int, metavar="N", help="vCPUs per node (default: all of the instance, or 1)")
+            add("--memory-mib", type=int, metavar="MIB", help="memory per node (default: all, or 2048)")
+            add("--attempts", type=int, metavar="A", help="maximum number of attempts (default: 3)")
+            add("--timeout-s", type=int, metavar="S", help="time limit of an attempt (default: 24 h)")
+            add("--image", help="override jobs.image")
+            add("--queue", help="override jobs.queue")
+            add("--role", help="override jobs.role")
+            text = "environment variable to set (not for secrets)"
+            add("--environment", type=variable, action="append", metavar="NAME=VALUE", help=text)
         case "logs":
             add("job", help="name as shown by trnjobs status, such as train, or embed:3 for a task of an array job")
             add("--attempt", type=int, default=0, help="attempt number, starting at 1 (default: the last attempt)")
             add("--node", type=int, default=0, help="node of a multi-node job (default: 0, the main node)")
             add("-f", "--follow", action="store_true", help="keep printing new lines until the attempt has ended")
-            add("--tail", type=_count, metavar="N", help="start with the last N lines")
+            add("--tail", type=count, metavar="N", help="start with the last N lines")
         case "notify":
             add("--test", action="store_true", help="send a test message to every address first")
         case "mirror":
@@ -151,32 +151,32 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         case "diff":
             add("cycles", nargs="*", metavar="CYCLE", help="two cycles to compare, with the earlier one first")
         case "history":
-            add("--last", type=_count, default=20, metavar="N", help="number of cycles to show (default: 20)")
+            add("--last", type=count, default=20, metavar="N", help="number of cycles to show (default: 20)")
         case "cost":
-            add("--last", type=_count, metavar="N", help="show the newest N cycles and their success rate")
+            add("--last", type=count, metavar="N", help="show the newest N cycles and their success rate")
         case "status":
             add("--watch", action="store_true", help="refresh until the cycle has ended, then exit with its exit code")
-            add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between updates (default: 5)")
+            add("--every", type=seconds, default=5.0, metavar="S", help="seconds between updates (default: 5)")
         case "driver":
             default = "default: TRNJOBS_SCHEDULED_TIME, or else the most recent scheduled time"
             add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z ({default})")
 
 
-def _variable(text: str) -> tuple[str, str]:
+def variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text}, expected NAME=VALUE")
     return name, value
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0.1 <= seconds <= 3600:
+def seconds(text: str) -> float:
+    number = float(text)
+    if not 0.1 <= number <= 3600:
         raise argparse.ArgumentTypeError(f"{text} seconds, expected 0.1 to 3600")
-    return seconds
+    return number
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text}, expected at least 1")

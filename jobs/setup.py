@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo
 
 from jobs.cycle.costs import CycleLedger, read_ledger
 from jobs.cycle.cycle_store import CycleStore, claims_by_age
-from jobs.cycle.job_states import Closed, JobRecord, without_error
+from jobs.cycle.job_states import Closed, JobRecord, outcome_of, without_error
 from jobs.cycle.page.gather import PageData, gather
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import failure_lines
@@ -109,6 +109,15 @@ class OpenCycle:
         """
         return self.with_errors((self.store.records() if self.store.closed() else ()) or self.target().records(plan))
 
+    def state(self) -> tuple[JobPlan, tuple[JobRecord, ...], Closed | None]:
+        """Return the plan, the records of `records()`, and how the cycle ended, even if that is not on record yet.
+
+        Raises ConfigError if it was not submitted.
+        """
+        plan = self.plan()
+        records = self.records(plan)
+        return plan, records, self.store.closed() or outcome_of(plan, records)
+
     def with_errors(self, records: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
         """Add to the record of each failed job the error from its log."""
         return with_errors(
@@ -156,8 +165,7 @@ class OpenCycle:
         """
         storage, claim, key = self.store.storage, self.store.claim(), report_key(self.name)
         if data is None:
-            ledger = read_ledger(self.store, plan, records, self.settings.jobs, closed=closed)
-            data = gather(self.store, plan, ledger, records, closed)
+            data = gather(self.store, plan, records, self.settings.jobs, closed)
         target, evaluated = claim.target if claim else "", data.figures.get("evaluate", {})
         lines = verdict_lines(data.ledger, data.evaluation, evaluated, data.vectors, target)
         failures, reason = self.failure_lines(records), without_error(closed.reason, records) if closed else ""
@@ -198,7 +206,7 @@ def open_newest(
 
 
 @contextmanager
-def stopping_jobs(settings: CycleSettings) -> Iterator[StopSignal]:
+def stopping_jobs() -> Iterator[StopSignal]:
     """Yield a stop signal that SIGINT and SIGTERM set, with a grace period long enough for local jobs to end."""
     stop = StopSignal()
     with stop_on_signals(stop, grace_s=PLATFORM_S + ENGINE_MARGIN_S):

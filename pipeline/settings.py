@@ -77,12 +77,7 @@ class Settings(BaseSettings):
     Note that the constructor doesn't read any files or environment variables. Use `resolve` instead to do so.
     """
 
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        validate_default=False,
-        cli_kebab_case=True,
-    )
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", validate_default=False)
     program: ClassVar[str] = "trnpipe"
     other_programs: ClassVar[frozenset[str]] = frozenset({"jobs"})
     """Sections that belong to other programs. These may be in the same files and are ignored."""
@@ -199,10 +194,6 @@ class SettingField:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
-
-    @property
-    def env(self) -> str:
-        return ENV_PREFIX + self.name.replace(".", "__").upper()
 
     @property
     def default(self) -> str:
@@ -354,7 +345,12 @@ def project_files(folder: Path) -> list[Path]:
         included = tomllib.loads(path.read_text(encoding="utf-8")).get("config", [])
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", next_command=f"edit {path}") from None
-    return [*(path.parent / name for name in ([included] if isinstance(included, str) else included)), path]
+    names = included if isinstance(included, list) else [included]
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"config = {included!r} ({path})", expected="a file or a list of files", next_command=f"edit {path}"
+        )
+    return [*(path.parent / name for name in names), path]
 
 
 def _project_settings(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -365,13 +361,19 @@ def _project_settings(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     settings = {name: value for name, value in tree.items() if name != "config"}
     for name in _PATHS:
         *sections, last = name.split(".")
-        table: Any = reduce(lambda table, section: table.get(section, {}), sections, settings)
+        table: Any = reduce(_table_in, sections, settings)
         value = table.get(last)
         if isinstance(value, list):
             table[last] = [_in_folder(item, folder) for item in value]
         elif value is not None:
             table[last] = _in_folder(value, folder)
     return settings
+
+
+def _table_in(table: dict[str, Any], section: str) -> dict[str, Any]:
+    """Return a section, or an empty dict if it doesn't exist or isn't a table, in which case `resolve` rejects it."""
+    inner = table.get(section)
+    return inner if isinstance(inner, dict) else {}
 
 
 def _in_folder(value: Any, folder: Path) -> Any:
@@ -505,8 +507,8 @@ def _unknown_setting(model: type[Settings], name: str, value: SourcedValue, othe
     )
 
 
-def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Return the candidates that are most similar to a name.
+def nearest(name: str, candidates: Iterable[str]) -> list[str]:
+    """Return up to three candidates that are most similar to a name.
 
     Candidates with the same last component are listed first, followed by those with the most similar spelling.
     """
@@ -515,10 +517,10 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     last = target.rpartition(".")[2].lstrip("_")
     same_last = [candidate for candidate in normalised if candidate.rpartition(".")[2].lstrip("_") == last]
     close = [
-        *difflib.get_close_matches(target, same_last, count, cutoff=0.0),
-        *difflib.get_close_matches(target, normalised, count, cutoff=0.5),
+        *difflib.get_close_matches(target, same_last, 3, cutoff=0.0),
+        *difflib.get_close_matches(target, normalised, 3, cutoff=0.5),
     ]
-    return [normalised[candidate] for candidate in dict.fromkeys(close)][:count]
+    return [normalised[candidate] for candidate in dict.fromkeys(close)][:3]
 
 
 def _validation_error(model: type[Settings], error: ValidationError, layer: Layer) -> ConfigError:

@@ -84,12 +84,15 @@ def test_later_sources_win_and_are_named(tmp_path: Path, num_sources: int) -> No
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.name)
 def test_every_default_can_be_typed_back(leaf: SettingField) -> None:
     """What help and `trnpipe config` show is what flags and variables take, for every setting."""
-    text = format_value(value_of(Resolved(Settings(), {}), leaf))
+    text, env = (
+        format_value(value_of(Resolved(Settings(), {}), leaf)),
+        f"TRNPIPE_{leaf.name.replace('.', '__').upper()}",
+    )
     by_flag = resolve([], {}, [(leaf.flag, text)])
-    by_env = resolve([], {leaf.env: text}, [])
+    by_env = resolve([], {env: text}, [])
     assert by_flag.settings == by_env.settings == Settings()
     assert by_flag.sources[leaf.name] == f"flag {leaf.flag}"
-    assert by_env.sources[leaf.name] == f"env {leaf.env}"
+    assert by_env.sources[leaf.name] == f"env {env}"
 
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.name)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from jobs.cycle.costs import read_ledger
 from jobs.cycle.cycle_store import Claim, CycleStore, claims_by_age
 from jobs.cycle.job_states import Closed, outcome_of
 from jobs.cycle.page.gather import PageData, gather
@@ -92,9 +91,7 @@ def _mirror_class(name: str) -> Callable[[], Mirror]:
 def _read_cycle(cycle: OpenCycle, claim: Claim, plan: JobPlan) -> StoredCycle:
     store, records = cycle.store, cycle.store.records()
     closed = store.closed() or outcome_of(plan, records)
-    ledger = read_ledger(store, plan, records, cycle.settings.jobs, closed=closed)
-    data = gather(store, plan, ledger, records, closed)
-    return StoredCycle(store, claim, plan, closed, data)
+    return StoredCycle(store, claim, plan, closed, gather(store, plan, records, cycle.settings.jobs, closed))
 
 
 def request_error(name: str, address: str, error: Exception, status: int | None = None) -> ConfigError | TransientError:

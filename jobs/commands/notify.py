@@ -24,7 +24,7 @@ from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money
 from jobs.plan.spec import JobPlan
 from jobs.setup import OpenCycle, open_cycle
-from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError, TrnpipeError
 from pipeline.core.format import format_duration, shortened
 from pipeline.core.optional import missing_package
 from pipeline.core.progress import Say
@@ -96,7 +96,7 @@ def _put(cycle: OpenCycle, name: str, event: str, lines: Sequence[str] = (), *, 
     title = f"{cycle.settings.jobs.name} {store.cycle}: {event}"
     body = "\n".join(plain(line) for line in (*lines, storage.uri(report_key(store.cycle))) if line)
     message = Notification(title=plain(title), body=body, at=store.clock() if at is None else at)
-    storage.write_if_absent(f"{OUTBOX}/{cycle.name}/{name}.json", message.model_dump_json(indent=1).encode())
+    storage.write_if_absent(f"{OUTBOX}/{cycle.name}/{name}.json", message.to_json())
     storage.write_if_absent(store.key(f"told/{name}"), b"")
 
 
@@ -123,7 +123,7 @@ def send_messages(
     except Preempted:
         raise
     except Exception as error:  # including bugs. Don't print unknown errors, because they may contain an address.
-        seen = error.seen if isinstance(error, ConfigError) else type(error).__name__
+        seen = error.seen if isinstance(error, TrnpipeError) else type(error).__name__
         cycle.say(f"notify: messages could not be sent: {seen}")
         return 1
 
@@ -168,7 +168,7 @@ def _send(cycle: OpenCycle) -> int:
         waiting += 1
         if taken != set(message.taken_by):
             remaining = message.model_copy(update={"taken_by": tuple(sorted(taken))})
-            storage.write_bytes(key, remaining.model_dump_json(indent=1).encode())
+            storage.write_bytes(key, remaining.to_json())
     for index in sorted(failed):
         cycle.say(f"notify: address {index + 1} of jobs.notify did not accept a message, which remains pending")
     return waiting

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from jobs.cycle.costs import CycleLedger, expected_seconds
 from jobs.cycle.cycle_store import claims_by_age
-from jobs.cycle.job_states import JobRecord, JobState, outcome_of, without_error
+from jobs.cycle.job_states import JobRecord, JobState, without_error
 from jobs.cycle.page.publish import write_page
 from jobs.cycle.tables import GOODPUT, LOCAL_COST, cost_lines, plan_lines, status_lines, total_lines
 from jobs.plan.resources import prices_of
@@ -126,15 +126,17 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
     """Print the current state of each job. Raises ConfigError if the cycle has no jobs."""
+    if arguments.watch and arguments.json:
+        raise ConfigError(
+            "--watch and --json are both set", expected="one of them", next_command="trnjobs status --json"
+        )
     cycle = open_newest(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
     store = cycle.store
     if arguments.watch:
         from jobs.commands.watch import watch  # imported lazily, because importing rich is slow
 
         return watch(cycle, arguments.every)
-    plan = cycle.plan()
-    records = cycle.records(plan)
-    closed = store.closed() or outcome_of(plan, records)
+    _, records, closed = cycle.state()
     if arguments.json:
         shown = {"cycle": store.cycle, "closed": closed and closed.model_dump(mode="json")}
         say(json.dumps(shown | {"jobs": [record.model_dump(mode="json") for record in records]}, indent=1))
@@ -201,7 +203,9 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
     errors = list[str]()
     for name, claim in list(claims_by_age(base.store, runs=True).items())[-arguments.last :]:
         cycle = base.other(name)
-        closed, records = cycle.store.closed(), cycle.with_errors(cycle.store.records())
+        closed, records = cycle.store.closed(), cycle.store.records()
+        if claim is not None:
+            records = cycle.with_errors(records)
         errors += [line if line.startswith(" ") else f"cycle {name}: {line}" for line in cycle.failure_lines(records)]
         outcome, why = "under way", ""
         if closed is not None:
@@ -272,10 +276,8 @@ def _newest_ledgers(base: OpenCycle, last: int, warn: Say) -> Iterator[CycleLedg
 def run_report(arguments: argparse.Namespace, say: Say) -> int:
     """Write the page of a cycle, and print a summary of the cycle. Raises ConfigError if it has no jobs."""
     cycle = open_newest(arguments.settings, say).with_stored()
-    plan, store = cycle.plan(), cycle.store
-    records = cycle.records(plan)
-    closed = store.closed() or outcome_of(plan, records)
-    report = write_page(store, plan, records, cycle.settings.jobs, closed)
+    plan, records, closed = cycle.state()
+    report = write_page(cycle.store, plan, records, cycle.settings.jobs, closed)
     for line in (
         *cycle.end_lines(plan, records, closed, report),
         *(f"warning: {line}" for line in report.unread),

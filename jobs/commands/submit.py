@@ -62,7 +62,7 @@ def run_submit(arguments: argparse.Namespace, say: Say) -> int:
     settings: CycleSettings = arguments.settings
     # Fix the date now, so that the plan and the workspace use the same one.
     settings = settings.model_copy(update={"cycle": cycle_of(settings)})
-    with stopping_jobs(settings) as stop:
+    with stopping_jobs() as stop:
         plan, target = make_plan(settings), arguments.target or settings.jobs.target
         return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.fresh)
 
@@ -82,7 +82,8 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
     jobs, command = settings.jobs, list(arguments.command)
     script, *more = strip_interpreter(command) or command
     stem = more[0].rpartition(".")[2] if script == "-m" and more else Path(script).stem
-    options = {name: getattr(arguments, name) for name in StageJob.model_fields if getattr(arguments, name, None)}
+    flags = vars(arguments).items()
+    options = {name: value for name, value in flags if name in StageJob.model_fields and value is not None}
     try:
         name = arguments.name or re.sub(r"[^A-Za-z0-9_-]", "-", stem)
         step = Step(name=name, command=tuple(command), environment=dict(arguments.environment or ()), **options)
@@ -93,7 +94,7 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
     settings = settings.model_copy(
         update={"cycle": RUN_PREFIX + step.name, "jobs": jobs.model_copy(update={"steps": (step,)})}
     )
-    with stopping_jobs(settings) as stop:
+    with stopping_jobs() as stop:
         plan, target = make_run(settings), arguments.target or jobs.target
         return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.again)
 
@@ -134,7 +135,7 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
     If the last submission is incomplete, or the cycle was interrupted on this machine, that submission is resumed
     instead. Raises ConfigError if the cycle is still running or has no failed jobs.
     """
-    with stopping_jobs(arguments.settings) as stop:
+    with stopping_jobs() as stop:
         cycle = open_newest(arguments.settings, say, stop, is_shown=True)
         if unused := unused_settings(cycle):
             say(f"warning: retry uses the settings of the submission and ignores {', '.join(unused)}")
@@ -331,7 +332,7 @@ def run_driver(arguments: argparse.Namespace, say: Say) -> int:
     settings, now = arguments.settings, datetime.now(UTC)
     config = settings.jobs.schedule
     scheduled = scheduled_time(arguments.scheduled_time or os.environ.get(TIME_VARIABLE, ""), config, now)
-    with stopping_jobs(settings) as stop:
+    with stopping_jobs() as stop:
         base = open_cycle(settings, say, stop)
         return drive(config, scheduled, now, base, arguments.target or settings.jobs.target)
 

@@ -6,33 +6,35 @@ submitted/round-<n>/     one file per job of submission n (`trnjobs submit` or `
 records.json             the newest records of the jobs (because AWS Batch only keeps them for a week)
 records/round-<n>.json   the final records of submission n, stored before the next submission and never overwritten
 earlier/round-<n>/       the claim, plan and settings that `--fresh` replaced after submission n
+cancel.json              which jobs were cancelled, when and why
 blocked.json             which jobs are blocked, and since when
 closed.json              the outcome of the newest submission (the next cycle may start once this file exists)
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from jobs.cycle.job_states import BlockedJob, Closed, JobRecord, SubmittedJob
+from jobs.cycle.job_states import BlockedJob, Cancel, Closed, JobRecord, SubmittedJob
 from jobs.plan.cycle import RUN_PREFIX
 from jobs.plan.spec import JobPlan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.format import natural_key
 from pipeline.core.record import Record
 from pipeline.io.requests import run_parallel
-from pipeline.io.storage import KeyNotFound, Storage
+from pipeline.io.storage import KeyNotFound, Storage, read_record, update_file
 
 LEASE_S = 120.0
 NUM_READ_THREADS = 16
 _RECORDS = TypeAdapter(tuple[JobRecord, ...])
 _SIGHTINGS = TypeAdapter(tuple[BlockedJob, ...])
 _SETTINGS = TypeAdapter(dict[str, Any])
+_CANCELS = TypeAdapter(dict[str, Cancel])
 _REPLACED = ("claim.json", "plan.json", "settings.json")
 T = TypeVar("T")
 
@@ -96,11 +98,11 @@ class CycleStore:
 
     def claim(self) -> Claim | None:
         """Return the claim of the cycle, or None if it is not claimed."""
-        return self._read("claim.json", Claim.model_validate_json)
+        return self._read("claim.json", Claim)
 
     def plan(self) -> JobPlan | None:
         """Return the submitted plan, or None if there is none. Raises DataError if it cannot be read."""
-        return self._read("plan.json", JobPlan.model_validate_json)
+        return self._read("plan.json", JobPlan)
 
     def save_settings(self, settings: Mapping[str, Any]) -> None:
         """Store the settings that all jobs of the cycle use, unless settings are already stored."""
@@ -108,7 +110,7 @@ class CycleStore:
 
     def settings(self) -> dict[str, Any] | None:
         """Return the submitted settings as a nested dict, or None. Raises DataError if they cannot be read."""
-        return self._read("settings.json", _SETTINGS.validate_json)
+        return self._read("settings.json", _SETTINGS)
 
     def submissions(self) -> list[int]:
         """Return the numbers of all submissions of the plan, starting from the `first_round` of its claim."""
@@ -124,7 +126,7 @@ class CycleStore:
         jobs = dict[str, SubmittedJob]()
         for name in self._names(f"submitted/round-{submission}"):
             key = self.key(name)
-            job = self._submitted.get(key) or self._read(name, SubmittedJob.model_validate_json)
+            job = self._submitted.get(key) or self._read(name, SubmittedJob)
             if job is not None:
                 jobs[job.job] = self._submitted[key] = job
         return jobs
@@ -138,7 +140,7 @@ class CycleStore:
         name = f"submitted/round-{submission}/{submitted_job.job}.json"
         if self.storage.write_if_absent(self.key(name), submitted_job.model_dump_json().encode()):
             return
-        existing = self._read(name, SubmittedJob.model_validate_json)
+        existing = self._read(name, SubmittedJob)
         if existing is None or existing.id != submitted_job.id:
             raise TransientError(
                 f"{self.storage.uri(self.key(name))}: another process submitted this job", next_command="trnjobs status"
@@ -146,7 +148,7 @@ class CycleStore:
 
     def records(self) -> tuple[JobRecord, ...]:
         """Return the stored records of the jobs, or an empty tuple if there are none."""
-        return self._read("records.json", _RECORDS.validate_json) or ()
+        return self._read("records.json", _RECORDS) or ()
 
     def save_records(self, records: tuple[JobRecord, ...]) -> None:
         """Store the records of the jobs, unless the cycle is closed, because its records are final."""
@@ -162,25 +164,41 @@ class CycleStore:
         """Return archived records, in order of submission, excluding those that are among the newest `records`."""
         archived = dict[str, JobRecord]()
         for name in sorted(self._names("records"), key=natural_key):  # round-9 before round-10
-            archived |= {record.id: record for record in self._read(name, _RECORDS.validate_json) or ()}
+            archived |= {record.id: record for record in self._read(name, _RECORDS) or ()}
         newest = {record.id for record in records}
         return tuple(record for record in archived.values() if record.id not in newest)
 
     def blocked_jobs(self) -> tuple[BlockedJob, ...]:
-        return self._read("blocked.json", _SIGHTINGS.validate_json) or ()
+        return self._read("blocked.json", _SIGHTINGS) or ()
 
     def save_blocked_jobs(self, blocked_jobs: tuple[BlockedJob, ...]) -> None:
         self.storage.write_bytes(self.key("blocked.json"), _SIGHTINGS.dump_json(blocked_jobs, indent=1))
 
+    def cancels(self) -> dict[str, Cancel]:
+        """Return the recorded cancellations by job id. Raises DataError if they cannot be read."""
+        return self._read("cancel.json", _CANCELS) or {}
+
+    def save_cancels(self, cancels: Mapping[str, Cancel]) -> None:
+        """Record cancellations by job id. If a job was already cancelled, its first reason is kept.
+
+        Raises TransientError if other processes keep adding cancellations.
+        """
+
+        def added() -> bytes | None:
+            existing = self.cancels()
+            return None if cancels.keys() <= existing.keys() else _CANCELS.dump_json({**cancels, **existing})
+
+        update_file(self.storage, self.key("cancel.json"), added, "run the same command again")
+
     def closed(self) -> Closed | None:
         """Return how the cycle ended, or None while it is running. The end of an earlier submission is ignored."""
-        closed = self._read("closed.json", Closed.model_validate_json)
+        closed = self._read("closed.json", Closed)
         if closed is None or closed.round is None:
             return closed
         return closed if closed.round >= max(self._all_submissions(), default=0) else None
 
     def close(self, closed: Closed) -> None:
-        self.storage.write_bytes(self.key("closed.json"), _bytes(closed))
+        self.storage.write_bytes(self.key("closed.json"), closed.to_json())
 
     def reopen(self) -> None:
         """Delete the recorded end of the cycle, so that a retry can continue it."""
@@ -214,14 +232,15 @@ class CycleStore:
         try:
             if submissions:
                 folder = f"earlier/round-{submissions[-1]}"
-                earlier = self.plan() or self._read(f"{folder}/plan.json", JobPlan.model_validate_json)
+                earlier = self.plan() or self._read(f"{folder}/plan.json", JobPlan)
                 if earlier is None:
                     uri = self.storage.uri(self.key("plan.json"))
                     raise DataError(f"{uri} does not exist", next_command="restore it, or use a different --cycle")
                 self.archive_records(submissions[-1], end(earlier))
                 renew()  # ending the jobs may have taken longer than the lease
                 for name in _REPLACED:
-                    if (data := self._read(name, bytes)) is not None:
+                    with suppress(KeyNotFound):
+                        data = self.storage.read_bytes(self.key(name))
                         self.storage.write_if_absent(self.key(f"{folder}/{name}"), data)
             # If this process is killed here, submitting the earlier plan again restores the plan and its settings.
             self.storage.delete([self.key(name) for name in ("closed.json", "plan.json", "settings.json")])
@@ -247,7 +266,7 @@ class CycleStore:
         claim = Claim(
             plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S, script=script
         )
-        if not self.storage.write_if_absent(self.key("claim.json"), _bytes(claim)):
+        if not self.storage.write_if_absent(self.key("claim.json"), claim.to_json()):
             etag, existing = self._etag(), self.claim()
             if existing is None:
                 raise self._lost()
@@ -263,7 +282,7 @@ class CycleStore:
             claim = claim.model_copy(update=kept | {"script": script or existing.script})
             self._replace(claim, etag)
         write_plan = self.storage.write_bytes if is_other else self.storage.write_if_absent
-        write_plan(self.key("plan.json"), _bytes(plan))
+        write_plan(self.key("plan.json"), plan.to_json())
         etag = self._etag()
         if self.claim() != claim:  # the lease has expired in the meantime
             raise self._lost()
@@ -274,14 +293,14 @@ class CycleStore:
         return self.storage.stat(self.key("plan.json")) is None and not self.submissions()
 
     def _replace(self, claim: Claim, etag: str) -> str:
-        if not self.storage.write_if_match(self.key("claim.json"), _bytes(claim), etag):
+        if not self.storage.write_if_match(self.key("claim.json"), claim.to_json(), etag):
             raise self._lost()
         return self._etag()
 
     def _free(self, claim: Claim, etag: str) -> None:
         """Release the lease, unless a different process has taken it over."""
         free = claim.model_copy(update={"owner": "", "lease_until": 0.0})
-        self.storage.write_if_match(self.key("claim.json"), _bytes(free), etag)
+        self.storage.write_if_match(self.key("claim.json"), free.to_json(), etag)
 
     def _lost(self) -> DataError | TransientError:
         """Return the error to raise if this process no longer owns the claim."""
@@ -297,22 +316,9 @@ class CycleStore:
         stat = self.storage.stat(self.key("claim.json"))
         return stat.etag if stat else ""
 
-    def _read(self, name: str, parse: Callable[[bytes], T]) -> T | None:
-        key = self.key(name)
-        try:
-            return parse(self.storage.read_bytes(key))
-        except KeyNotFound:
-            return None
-        except ValidationError as error:
-            raise DataError(
-                f"{self.storage.uri(key)} is not a valid record: {error.errors(include_url=False)[0]['msg']}",
-                expected="a record written by trnjobs",
-                next_command="restore an earlier version of it",
-            ) from error
-
-
-def _bytes(record: Record) -> bytes:
-    return record.model_dump_json(indent=1).encode()
+    def _read(self, name: str, kind: type[T] | TypeAdapter[T]) -> T | None:
+        command = "restore an earlier version of it"
+        return read_record(self.storage, self.key(name), kind, "a valid record", "trnjobs", next_command=command)
 
 
 def claimed_cycles(store: CycleStore, *, runs: bool = False) -> list[str]:

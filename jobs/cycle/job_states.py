@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import Field
 
 from jobs.plan.spec import JobPlan, JobSpec, Retry
-from pipeline.core.errors import EXIT_OK, EXIT_TABLE, GateRefused, Preempted, TransientError, headline
+from pipeline.core.errors import EXIT_NAMES, EXIT_OK, GateRefused, Preempted, TransientError, headline
 from pipeline.core.record import Record
 
 
@@ -431,7 +431,7 @@ def change_line(record: JobRecord, log: str = "") -> Change:
     """
     fields = [f"{record.name:<12} {shown_state(record):<9}"]
     if not record.attempts:
-        reason = reason_of(record) if _is_skipped(record) else record.status_reason
+        reason = reason_of(record) if is_skipped(record) else record.status_reason
         return Change("  ".join([*fields, reason]).rstrip())
     last, attempt = record.attempts[-1], f"attempt {len(record.attempts)}"
     end = f"{attempt} ended{'' if last.exit_code is None else f' with exit code {last.exit_code}'}"
@@ -450,8 +450,6 @@ def change_line(record: JobRecord, log: str = "") -> Change:
 
 
 # The outcome of a cycle, determined from the records of its jobs.
-
-_MEANINGS = {rule.exit_code: rule.name for rule in EXIT_TABLE}
 
 
 def outcome_of(plan: JobPlan, records: Sequence[JobRecord], *, cancelled: Closed | None = None) -> Closed | None:
@@ -510,16 +508,17 @@ def exit_code(record: JobRecord) -> int | None:
 
 def shown_state(record: JobRecord) -> str:
     """Return the state to display, which is NOT RUN if the job was skipped because of a dependency."""
-    return "NOT RUN" if _is_skipped(record) else record.state.value
+    return "NOT RUN" if is_skipped(record) else record.state.value
 
 
-def _is_skipped(record: JobRecord) -> bool:
+def is_skipped(record: JobRecord) -> bool:
+    """Return whether a job did not run because a dependency did not succeed."""
     return record.state.is_failure and record.status_reason.startswith(NOT_RUN) and not record.all_attempts()
 
 
 def reason_of(record: JobRecord) -> str:
     """Return why a job failed, as text to display."""
-    if _is_skipped(record):
+    if is_skipped(record):
         return PAGE_ANYWAY if record.name == "report" else record.status_reason.removeprefix(NOT_RUN)
     task = next((task for task in record.tasks() if task.state is record.state and task.state.is_failure), record)
     causes, error = [task.status_reason or record.status_reason], ""
@@ -527,7 +526,7 @@ def reason_of(record: JobRecord) -> str:
         last = task.attempts[-1]
         causes, error = [*causes, last.reason], headline(last.error.splitlines())
         if last.exit_code is not None:
-            meaning = f" ({_MEANINGS[last.exit_code]})" if last.exit_code in _MEANINGS else ""
+            meaning = f" ({EXIT_NAMES[last.exit_code]})" if last.exit_code in EXIT_NAMES else ""
             causes = [cause for cause in causes if cause != EXITED]  # the exit code is more specific
             causes.append(f"exit code {last.exit_code}{meaning}")
     reason = ", ".join(dict.fromkeys(cause for cause in causes if cause)) or "no reason given"

@@ -26,7 +26,7 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError
 
 from jobs.plan.spec import JobPlan, JobSpec
-from pipeline.core.errors import EXIT_OK, EXIT_TABLE, AttemptsExhausted, ConfigError, TransientError
+from pipeline.core.errors import EXIT_NAMES, EXIT_OK, AttemptsExhausted, ConfigError, TransientError
 from pipeline.core.format import quotable
 from pipeline.core.record import Record
 from pipeline.io.storage import Storage, list_names
@@ -173,7 +173,6 @@ TRAINING_JOB = "TRAINING_JOB_NAME"  # set by SageMaker in every container
 ML_ROOT = "TRNJOBS_ML_ROOT"  # a folder to use instead of /opt/ml, which allows tests on other machines
 MAX_FAILURE_BYTES = 1024
 RESOLVE_PAUSE_S = 1.0
-_NAMES = {rule.exit_code: rule.name for rule in EXIT_TABLE}
 
 
 def sagemaker_variables(env: Mapping[str, str], *, gather_s: float) -> dict[str, str]:
@@ -228,7 +227,7 @@ def write_failure(env: Mapping[str, str], code: int, reason: str) -> None:
     if TRAINING_JOB not in env or code == EXIT_OK:
         return
     detail, file = quotable(" ".join(reason.split())), _ml_root(env) / "output" / "failure"
-    text = f"exit {code} {_NAMES.get(code, 'error')}" + (f": {detail}" if detail else "")
+    text = f"exit {code} {EXIT_NAMES.get(code, 'error')}" + (f": {detail}" if detail else "")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(text.encode()[:MAX_FAILURE_BYTES].decode(errors="ignore").encode())

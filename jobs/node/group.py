@@ -27,6 +27,7 @@ from pydantic import Field, ValidationError
 from jobs.node.environment import NodeIdentity, Start, Timing
 from pipeline.core.errors import EXIT_BUG, EXIT_OK, Preempted, TransientError
 from pipeline.core.format import format_duration
+from pipeline.core.progress import Say
 from pipeline.core.record import Record
 from pipeline.parallel.launch import ranks_exit_code
 
@@ -74,7 +75,7 @@ class NodeGroup:
         self,
         identity: NodeIdentity,
         timing: Timing,
-        say: Callable[[str], None],
+        say: Say,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start listening if this is the main node. Raises TransientError if the port is not available."""

@@ -44,6 +44,7 @@ from pipeline.core.errors import (
     headline,
     reported_name,
 )
+from pipeline.core.progress import Say
 from pipeline.core.secrets import secret_values, without_secrets
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, open_storage
@@ -54,7 +55,6 @@ from pipeline.proc.tool import guarded_temp_folder
 from pipeline.telemetry.events import code_version, read_events
 
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "numpy", "pyarrow", "boto3")
-Say = Callable[[str], None]
 EVENTS_BYTES = 512 * 1024
 MIN_BUNDLE_S = 1.0
 LINGER_S = 1.0

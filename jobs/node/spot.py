@@ -48,6 +48,7 @@ def _poll(stop: StopSignal, endpoint: str) -> None:
             if failures >= MAX_FAILURES and not token:
                 return
             continue
+        failures = 0
         if answer.status == 401:  # the token has expired
             token = ""
         elif answer.status == 200:

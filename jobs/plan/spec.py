@@ -112,11 +112,6 @@ class JobSpec(Record):
     timeout_s: int = Field(description="Time limit of each attempt")
     depends_on: tuple[Dependency, ...] = ()
 
-    @property
-    def vcpus(self) -> int:
-        """Return the total number of vCPUs of all nodes or array tasks."""
-        return self.resources.vcpus * max(1, self.num_nodes, self.array_size)
-
 
 class JobPlan(Record):
     """A DAG of jobs, which are listed in topological order (see `ordered` in cycle.py).

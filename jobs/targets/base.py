@@ -9,11 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import (
-    Cancel,
     JobRecord,
     SubmittedJob,
     Task,
@@ -160,25 +159,6 @@ def no_log(record: JobRecord, attempt: int, node: int) -> ConfigError:
         expected=f"one of its {attempts} attempts on one of {nodes} nodes (for an array, of a child such as name:0)",
         next_command="trnjobs status",
     )
-
-
-CANCELS = "cancel.json"
-_CANCELS = TypeAdapter(dict[str, Cancel])
-
-
-def read_cancels(store: CycleStore) -> dict[str, Cancel]:
-    """Return the recorded cancellations by job id."""
-    try:
-        return _CANCELS.validate_json(store.storage.read_bytes(store.key(CANCELS)))
-    except KeyNotFound:
-        return {}
-
-
-def save_cancels(store: CycleStore, cancels: Mapping[str, Cancel]) -> None:
-    """Record cancellations by job id. If a job was already cancelled, its first reason is kept."""
-    existing = read_cancels(store)
-    if not cancels.keys() <= existing.keys():
-        store.storage.write_bytes(store.key(CANCELS), _CANCELS.dump_json({**cancels, **existing}))
 
 
 def seconds_of(milliseconds: float | None) -> float | None:

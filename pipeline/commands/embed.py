@@ -52,7 +52,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             if "--json" not in call.switches:
                 say(check.line())
         digest, key = make_digest(checks, vectors), digest_key(ctx.cycle)
-        ctx.workspace.write_bytes(key, digest.model_dump_json(indent=1).encode() + b"\n")
+        ctx.workspace.write_bytes(key, digest.to_json())
         if "--json" in call.switches:
             say(digest.model_dump_json(indent=1, include={"cycle", "rows", "checks"}))
         if not digest.passed:

@@ -20,7 +20,7 @@ from pipeline.convert.exporting import ExportPlan, destination, write_export
 from pipeline.convert.folder import Format, open_source
 from pipeline.convert.importing import ForeignModel, ImportDefaults, read_model, store_import
 from pipeline.core.batch_order import Bucket
-from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
+from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
@@ -28,6 +28,7 @@ from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.data.tokenizer import TextTokenizer, given_tokenizer
 from pipeline.embed.vectors import find_vectors, write_matrix
+from pipeline.inference.model import served_vectors
 from pipeline.io import atomic
 from pipeline.io.paths import user_path
 from pipeline.model.config import PRESETS, ModelConfig
@@ -179,18 +180,9 @@ def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall) -> tuple[
             expected="a model in production, unless a checkpoint is specified",
             next_command="trnpipe export checkpoints/<cycle>/step-<n> --out DIR",
         )
-    checkpoint = open_signed(ctx.workspace, stored[0].checkpoint, cache_dir, settings)
-    _check_digest(checkpoint.uri, checkpoint.digest, stored[0].digest, "registry")
-    return checkpoint, stored[0].checkpoint
-
-
-def _check_digest(uri: str, digest: str, expected: str, tool: str) -> None:
-    if digest != expected:
-        raise CheckpointError(
-            f"{uri} has digest {digest}",
-            expected=f"{expected}, as recorded in the registry",
-            next_command=f"trnpipe {tool} rollback --reason TEXT",
-        )
+    promoted = stored[0]
+    checkpoint = open_signed(ctx.workspace, promoted.checkpoint, cache_dir, settings, digest=promoted.digest)
+    return checkpoint, promoted.checkpoint
 
 
 def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix: str, call: ToolCall) -> ExportPlan:
@@ -241,10 +233,7 @@ def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCa
                 expected="vectors that passed trnpipe embed verify, unless a cycle is specified",
                 next_command=f"trnpipe export vectors CYCLE {OUT} DIR",
             )
-        vectors = find_vectors(ctx.workspace, served[0].vectors.cycle if served else call.arguments[0])
-        if served:
-            uri, digest = ctx.workspace.uri(vectors.prefix), served[0].vectors.digest
-            _check_digest(uri, vectors.manifest.digest, digest, "serving")
+        vectors = served_vectors(ctx.workspace, served[0]) if served else find_vectors(ctx.workspace, call.arguments[0])
         done = write_matrix(vectors, user_path(out), stop)
     say(f"export: {vectors.info.rows:,} vectors of cycle {vectors.info.cycle}, embedded by {vectors.info.model.place}")
     say(f"committed: {out}, {format_bytes(done.size_bytes)} (open it with trnpipe.open_vectors)")

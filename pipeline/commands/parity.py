@@ -240,7 +240,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         for line in report.lines():
             say(line)
         key = f"cycles/{ctx.cycle}/parity/{report.a}-{report.b}/parity.json"
-        ctx.workspace.write_bytes(key, report.model_dump_json(indent=1).encode() + b"\n")
+        ctx.workspace.write_bytes(key, report.to_json())
         say(f"report {ctx.workspace.uri(key)}")
     if report.failed:
         raise GateRefused(
@@ -432,7 +432,7 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
         code_version=ctx.code_version,
         finished=datetime.now(UTC),
     )
-    storage.write_bytes(RECORD, side.model_dump_json(indent=1).encode() + b"\n")
+    storage.write_bytes(RECORD, side.to_json())
     storage.delete_prefix("work/checkpoints/")  # only needed to resume training
     ctx.console.info(f"parity: recorded {task.name} in {storage.root}")
 

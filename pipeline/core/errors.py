@@ -116,6 +116,7 @@ EXIT_TABLE: tuple[ExitRule, ...] = tuple(
         Preempted,
     )
 )
+EXIT_NAMES = {rule.exit_code: rule.name for rule in EXIT_TABLE}
 
 
 def reported_name(error: BaseException) -> str:

@@ -24,6 +24,10 @@ class Record(BaseModel):
     def _without_retired(cls, value: Any) -> Any:
         return without_retired(cls.retired, value)
 
+    def to_json(self) -> bytes:
+        """Return the record as it is stored: indented JSON and a newline."""
+        return self.model_dump_json(indent=1).encode() + b"\n"
+
 
 def without_retired(retired: Mapping[str, Any], value: Any) -> Any:
     """Remove retired fields from a mapping. Raises ValueError if one of them has a value that is no longer accepted."""

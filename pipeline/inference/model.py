@@ -14,7 +14,7 @@ from pipeline.backends import Backend, Batch
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import check_workspace, load_result, scratch_folder
 from pipeline.core.arrays import Float32s, Float64s, Int64s
-from pipeline.core.errors import ConfigError, DataError, NumericError
+from pipeline.core.errors import CheckpointError, ConfigError, DataError, NumericError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import bucket_arrays, encode_rows
@@ -34,7 +34,7 @@ from pipeline.model.relevance import RelevanceInputs
 from pipeline.parallel.process_group import open_device
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import CHECKPOINTS, locate
-from pipeline.registry.model import Registry, resolve_model_name
+from pipeline.registry.model import DeployedPair, Registry, resolve_model_name
 from pipeline.registry.signing import open_signed
 from pipeline.retrieval.search import fuse_by_rank
 from pipeline.settings import Settings, project_files, resolve
@@ -318,7 +318,7 @@ def open_model(settings: Settings, workspace: Storage, named: str, cycle: str, s
         registry = Registry(workspace, resolve_model_name(settings, workspace))
         pair, production = registry.serving(), registry.production()
         if pair is not None:
-            vectors = find_vectors(workspace, pair.vectors.cycle)
+            vectors = served_vectors(workspace, pair)
             location, digest = pair.checkpoint, pair.digest
         elif production is not None:
             location, digest = production.checkpoint, production.digest
@@ -330,6 +330,18 @@ def open_model(settings: Settings, workspace: Storage, named: str, cycle: str, s
             )
     checkpoint = open_signed(*locate(location, settings, workspace), scratch, settings, digest=digest)
     return Model(checkpoint, settings, workspace, vectors, stop)
+
+
+def served_vectors(workspace: Storage, pair: DeployedPair) -> VectorSet:
+    """Find the vectors of a deployed pair. Raises CheckpointError if these have been replaced since."""
+    vectors = find_vectors(workspace, pair.vectors.cycle)
+    if vectors.manifest.digest != pair.vectors.digest:
+        raise CheckpointError(
+            f"{workspace.uri(vectors.prefix)} has digest {vectors.manifest.digest}",
+            expected=f"{pair.vectors.digest}, as recorded in the registry",
+            next_command="trnpipe serving rollback --reason TEXT",
+        )
+    return vectors
 
 
 def load_model(model: str = "", *, workspace: str = "", cycle: str = "", backend: str = "cpu") -> Model:

@@ -175,20 +175,16 @@ def remove_tree(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sweep_temps(folder: Path, min_age_s: float | None = None) -> int:
+def sweep_temps(folder: Path, min_age_s: float | None = None) -> None:
     """Remove temp files and folders that were left behind by killed writers directly in `folder`.
 
     Args:
         folder: the folder to clean up. Subfolders are not visited.
         min_age_s: minimum number of seconds since the last change (default: SWEEP_MIN_AGE_S). A live writer must have
             locked its file by then.
-
-    Returns:
-        The number of files and folders that were removed.
     """
     if not folder.is_dir():
-        return 0
-    removed = 0
+        return
     for path in [Path(entry.path) for entry in os.scandir(folder) if is_temp(entry.name)]:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -200,12 +196,10 @@ def sweep_temps(folder: Path, min_age_s: float | None = None) -> int:
                 continue
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            removed += 1
         except OSError:  # locked by a live writer, or the file system doesn't support locks
             continue
         finally:
             os.close(descriptor)
-    return removed
 
 
 def mark_in_use(descriptor: int) -> None:

@@ -3,30 +3,22 @@
 from collections.abc import Callable
 from typing import Any
 
-from botocore.config import Config
-
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy, call_with_retry
-from pipeline.io.s3_client import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, S3_ERRORS, error_code, is_retryable, new_client
+from pipeline.io.s3_client import S3_ERRORS, error_code, is_retryable, new_client
 
 SCHEME = "awskms:///"
 """Prefix of a key URI, as in cosign and other tools of Sigstore. An ARN, an alias or the id of a key follows."""
 
 
 class KmsKey:
-    """A key of AWS KMS with the usage SIGN_VERIFY, given by its URI."""
+    """A key of AWS KMS with the usage SIGN_VERIFY, given by its URI. Raises the errors of `new_client`."""
 
     def __init__(self, uri: str, *, retry: RetryPolicy, stop: StopSignal) -> None:
         self.uri, self.key_id, self.retry, self.stop = uri, uri.removeprefix(SCHEME), retry, stop
         region = self.key_id.split(":")[3] if self.key_id.count(":") >= 5 else None  # an ARN may be of another region
-        config = Config(
-            region_name=region,
-            retries={"total_max_attempts": 1},
-            connect_timeout=CONNECT_TIMEOUT_S,
-            read_timeout=READ_TIMEOUT_S,
-        )
-        self._client = self._call("opening", lambda: new_client("kms", config))
+        self._client = new_client("kms", region_name=region)
 
     def public_key(self) -> bytes:
         """Return the public key in DER format. Raises ConfigError if the key cannot be used, and TransientError."""

@@ -7,7 +7,6 @@ import io
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 from s3transfer.manager import TransferConfig, TransferManager
 from s3transfer.subscribers import BaseSubscriber
 from s3transfer.utils import OSUtils
@@ -43,18 +42,8 @@ DELETE_BATCH = 1000  # the limit of DeleteObjects
 WRITER_TAG = "trnpipe-writer"
 MIB = 2**20
 BODY_BLOCK_BYTES = MIB
-
-
-@dataclass(frozen=True)
-class TransferSettings:
-    """The part size and the number of threads for transfers.
-
-    S3 requires parts of at least 5 MiB. A download needs `num_threads * part_bytes` of memory, which is 128 MiB by
-    default.
-    """
-
-    part_bytes: int = 16 * MIB
-    num_threads: int = 8
+PART_BYTES, NUM_TRANSFER_THREADS = 16 * MIB, 8
+"""S3 requires parts of at least 5 MiB. A download needs memory for one part per thread."""
 
 
 # A seekable file that is read with ranged GET requests.
@@ -227,9 +216,8 @@ def _age_s(response: Mapping[str, Any], modified: datetime) -> float | None:
 class S3Storage:
     """Storage under `s3://bucket/prefix`."""
 
-    def __init__(self, client: S3Client, bucket: str, prefix: str, transfer: TransferSettings | None = None) -> None:
+    def __init__(self, client: S3Client, bucket: str, prefix: str) -> None:
         self._client, self._bucket, self._prefix = client, bucket, prefix
-        self._transfer = transfer or TransferSettings()
         self.root = f"s3://{storage.join_key(bucket, prefix)}" if prefix else f"s3://{bucket}"
 
     @property
@@ -330,7 +318,7 @@ class S3Storage:
         sizes = {key: local.stat().st_size if local.exists() else 0 for key, local in files.items()}
         with (
             progress(doing, sum(sizes.values()), "bytes") as advance,
-            self._manager(OSUtils(), self._transfer.part_bytes + 1) as manager,
+            self._manager(OSUtils(), PART_BYTES + 1) as manager,
         ):
             futures = {}
             for key, local in files.items():
@@ -360,8 +348,8 @@ class S3Storage:
     def _manager(self, files: OSUtils, multipart_threshold: int) -> TransferManager:
         config = TransferConfig(
             multipart_threshold=multipart_threshold,
-            multipart_chunksize=self._transfer.part_bytes,
-            max_request_concurrency=self._transfer.num_threads,
+            multipart_chunksize=PART_BYTES,
+            max_request_concurrency=NUM_TRANSFER_THREADS,
             max_io_queue_size=64,
             io_chunksize=BODY_BLOCK_BYTES,
             num_download_attempts=1,  # retries are handled by S3Client
@@ -458,15 +446,7 @@ def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
             expected="s3://bucket/prefix (credentials are taken from the AWS environment)",
             next_command="correct the URI in the settings",
         )
-    prefix, root = storage.folder_key(parts.path), f"s3://{parts.netloc}"
-    try:
-        client = S3Client(retry, stop)
-    except (BotoCoreError, ValueError) as error:
-        raise ConfigError(
-            f"cannot create an S3 client for {root} ({type(error).__name__})",
-            expected="a valid AWS profile, region and AWS_ENDPOINT_URL",
-            next_command="aws configure list",
-        ) from error
+    prefix, root, client = storage.folder_key(parts.path), f"s3://{parts.netloc}", S3Client(retry, stop)
     try:
         client.attempt("opening", root, lambda raw: raw.head_bucket(Bucket=parts.netloc))
     except S3_ERRORS as error:

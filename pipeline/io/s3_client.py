@@ -174,12 +174,28 @@ _LOADER = botocore.loaders.create_loader()
 _CREATE_LOCK = threading.Lock()
 
 
-def new_client(service: str, config: Config | None = None) -> Any:
-    """Create a boto3 client that is configured by the standard AWS environment. This doesn't send any requests."""
-    with _CREATE_LOCK:
-        core = botocore.session.Session()
-        core.register_component("data_loader", _LOADER)
-        return boto3.session.Session(botocore_session=core).client(service, config=config)
+def new_client(service: str, **options: Any) -> Any:
+    """Create a boto3 client that is configured by the standard AWS environment and doesn't retry.
+
+    This doesn't send any requests to the service. `options` are those of botocore's Config.
+
+    Raises ConfigError if the region, profile, credentials or endpoint is missing or invalid, and TransientError if the
+    credentials could not be fetched.
+    """
+    limits = {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
+    config = Config(retries={"total_max_attempts": 1}, user_agent_extra="trnpipe", **limits | options)
+    try:
+        with _CREATE_LOCK:
+            core = botocore.session.Session()
+            core.register_component("data_loader", _LOADER)
+            return boto3.session.Session(botocore_session=core).client(service, config=config)
+    except (boto.BotoCoreError, ValueError) as error:
+        # Omit the text of the error, because it may contain an endpoint with a password.
+        raise (TransientError if is_retryable(error) else ConfigError)(
+            f"cannot create a client for AWS {service}: {type(error).__name__}",
+            expected="an existing region and profile, valid credentials, and AWS_ENDPOINT_URL unset or a URL",
+            next_command="aws configure list, or export AWS_DEFAULT_REGION=us-west-2",
+        ) from error
 
 
 class S3Client:
@@ -216,14 +232,6 @@ class S3Client:
 
     def _connect(self) -> Any:
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        config = Config(
-            retries={"total_max_attempts": 1},
-            connect_timeout=CONNECT_TIMEOUT_S,
-            read_timeout=READ_TIMEOUT_S,
-            max_pool_connections=MAX_CONNECTIONS,
-            tcp_keepalive=True,
-            # Most S3-compatible services don't support virtual-hosted addresses such as bucket.host.
-            s3={"addressing_style": "path"} if endpoint else None,
-            user_agent_extra="trnpipe",
-        )
-        return new_client("s3", config)
+        # Most S3-compatible services don't support virtual-hosted addresses such as bucket.host.
+        addresses = {"addressing_style": "path"} if endpoint else None
+        return new_client("s3", max_pool_connections=MAX_CONNECTIONS, tcp_keepalive=True, s3=addresses)

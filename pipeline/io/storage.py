@@ -14,7 +14,7 @@ from typing import BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import xxhash
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from pipeline.core.errors import ConfigError, DataError, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
@@ -413,24 +413,25 @@ def open_parent(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links
     return open_storage(root or "/", retry=retry, stop=stop), check_key(name)
 
 
-R = TypeVar("R", bound=BaseModel)
+T = TypeVar("T")
 
 
 def read_record(
-    storage: Storage, key: str, kind: type[R], description: str, writer: str, *, next_command: str = ""
-) -> R | None:
+    storage: Storage, key: str, kind: type[T] | TypeAdapter[T], description: str, writer: str, *, next_command: str = ""
+) -> T | None:
     """Read and validate a record, or return None if it doesn't exist. Raises DataError if it is invalid.
 
     Args:
         storage: the storage that contains the record.
         key: key of the record.
-        kind: class of the record.
+        kind: class of the record, or a type adapter for records of another form.
         description: description of the record for the error message, such as "a stage result".
         writer: the command that writes the record, such as "trnpipe evaluate".
         next_command: how to fix an invalid record (default: delete it and run the writer again).
     """
+    parse: Callable[[bytes], T] = getattr(kind, "model_validate_json" if isinstance(kind, type) else "validate_json")
     try:
-        return kind.model_validate_json(storage.read_bytes(key))
+        return parse(storage.read_bytes(key))
     except KeyNotFound:
         return None
     except ValidationError as error:
@@ -441,6 +442,27 @@ def read_record(
             expected=f"a file written by {writer}",
             next_command=next_command or f"delete it and run {writer} again",
         ) from error
+
+
+MAX_UPDATES = 20
+
+
+def update_file(storage: Storage, key: str, change: Callable[[], bytes | None], next_command: str) -> None:
+    """Write what `change` returns, unless that is None, so that no change of another process is lost.
+
+    `change` reads the current file. It is called again if another process has written the file meanwhile. Raises
+    TransientError if this keeps happening.
+    """
+    for _ in range(MAX_UPDATES):
+        stat, data = storage.stat(key), change()
+        if data is None or (
+            storage.write_if_match(key, data, stat.etag) if stat else storage.write_if_absent(key, data)
+        ):
+            return
+    raise TransientError(
+        f"{storage.uri(key)} was changed {MAX_UPDATES} times by other processes while it was updated",
+        next_command=next_command,
+    )
 
 
 def list_names(storage: Storage, prefix: str) -> set[str]:

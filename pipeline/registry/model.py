@@ -283,7 +283,7 @@ def _replace_pair(
     written = unnamed.model_copy(update={"id": unnamed.fingerprint})
     if current is not None:
         _add_to_history(workspace, current)  # in case the process that wrote it died before adding it
-    key, data = pair_key(pair.model), _to_json(written)
+    key, data = pair_key(pair.model), written.to_json()
     if not (workspace.write_if_match(key, data, etag) if current else workspace.write_if_absent(key, data)):
         raise TransientError(
             f"another process has changed {workspace.uri(key)}",
@@ -295,11 +295,7 @@ def _replace_pair(
 
 
 def _add_to_history(workspace: Storage, pair: DeployedPair) -> None:
-    workspace.write_if_absent(f"{FOLDER}/{pair.model}/pairs/{pair.generation:08d}.json", _to_json(pair))
-
-
-def _to_json(pair: DeployedPair) -> bytes:
-    return pair.model_dump_json(indent=1).encode() + b"\n"
+    workspace.write_if_absent(f"{FOLDER}/{pair.model}/pairs/{pair.generation:08d}.json", pair.to_json())
 
 
 def _rolled_back_vectors(pairs: Iterable[DeployedPair]) -> frozenset[str]:

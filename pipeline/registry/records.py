@@ -229,7 +229,7 @@ def verdict_key(cycle: str) -> str:
 def store_verdict(workspace: Storage, verdict: StoredVerdict) -> str:
     """Store a verdict and return its key."""
     key = verdict_key(verdict.cycle)
-    workspace.write_bytes(key, verdict.model_dump_json(indent=1).encode() + b"\n")
+    workspace.write_bytes(key, verdict.to_json())
     return key
 
 
@@ -269,13 +269,13 @@ def stored_decision(
 # The author of a change.
 
 
-def current_user(env: Mapping[str, str] = os.environ) -> str:
+def current_user() -> str:
     """Return `user@host`, followed by the id of the job if any."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # in a container, the user id may not have a name
         user = str(os.getuid())
-    job = env.get("TRNJOBS_JOB_ID", "")
+    job = os.environ.get("TRNJOBS_JOB_ID", "")
     return f"{user}@{socket.gethostname()}{f' (job {job})' if job else ''}"
 
 

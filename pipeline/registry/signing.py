@@ -208,19 +208,19 @@ def sign_folder(folder: Path, keys: ModelKeys) -> None:
 def open_signed(storage: Storage, prefix: str, cache_dir: Path, settings: Settings, *, digest: str = "") -> Checkpoint:
     """Open a checkpoint, and verify the signature of its local files if `registry.verify_key` is set.
 
-    In this case, also verify that it has the `digest` that the registry has recorded, if any, because a different
-    checkpoint may have been copied here together with its signature. Raises CheckpointError if the checkpoint is
-    missing, damaged, unsigned, or has changed since it was signed.
+    Also verify that it has the `digest` that the registry has recorded, if any, because a different checkpoint may have
+    been copied here, even together with its signature. Raises CheckpointError if the checkpoint is missing, damaged,
+    different or unsigned, or has changed since it was signed.
     """
     keys = open_keys(settings, storage.stop)
     checkpoint = open_checkpoint(storage, prefix, cache_dir)
+    if digest not in ("", checkpoint.digest):
+        raise _refused(
+            f"{checkpoint.uri} has digest {checkpoint.digest}",
+            expected=f"{digest}, as recorded in the registry",
+            next_command="restore the promoted files, or trnpipe registry rollback --reason TEXT",
+        )
     if keys.public:
-        if digest not in ("", checkpoint.digest):
-            raise _refused(
-                f"{checkpoint.uri} has digest {checkpoint.digest}",
-                expected=f"{digest}, as recorded in the registry",
-                next_command="restore the promoted files, or trnpipe registry rollback --reason TEXT",
-            )
         files, folder = dict[str, str](), checkpoint.folder
         try:
             verify_dir(open_storage(str(folder.parent), stop=storage.stop), folder.name, deep=True, sha256=files)

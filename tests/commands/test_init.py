@@ -291,3 +291,19 @@ def test_a_project_file_names_others_and_lies_below_them(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="not valid TOML"):
         project_files(tmp_path)
     assert project_files(Path("/")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ('data = "judgements.csv"', r"data = 'judgements.csv' \(.*trnpipe.toml\) is a section"),
+        ("registry = 3", "registry = 3 .* is a section"),
+        ("[data]\ntokenizer = true", "data.tokenizer = True .* is a section"),
+        ("config = 3", r"config = 3 \(.*trnpipe.toml\)"),
+        ("config = [3]", r"config = \[3\] "),
+    ],
+)
+def test_a_project_file_with_a_value_of_another_kind(tmp_path: Path, text: str, seen: str) -> None:
+    (tmp_path / PROJECT_FILE).write_text(text)
+    with pytest.raises(ConfigError, match=seen):
+        resolve(project_files(tmp_path), {})

@@ -22,7 +22,7 @@ from pipeline.checkpoint.save import commit_snapshot
 from pipeline.checkpoint.store import KIND, WEIGHTS
 from pipeline.commands.ask import two_columns
 from pipeline.convert.folder import PRODUCT, QUERY
-from pipeline.core.errors import ConfigError, DataError, NumericError
+from pipeline.core.errors import CheckpointError, ConfigError, DataError, NumericError
 from pipeline.core.fingerprint import hash63
 from pipeline.embed.vectors import find_vectors
 from pipeline.evaluate.metrics import labels
@@ -66,6 +66,13 @@ def test_search_equals_exact_search_over_the_committed_vectors(served: Storage) 
     assert [hit.ranks["hybrid"] for hit in both] == [1, 2, 3, 4, 5]
     gains = [sum(1 / (60 + rank) for order, rank in hit.ranks.items() if order != "hybrid") for hit in both]
     assert gains == sorted(gains, reverse=True)
+
+
+def test_vectors_that_were_replaced_after_they_were_deployed(served: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = find_vectors(served, "c0")
+    monkeypatch.setattr("pipeline.inference.model.find_vectors", lambda storage, cycle: other)
+    with pytest.raises(CheckpointError, match="trnpipe serving rollback"):
+        trnpipe.load_model(workspace=str(served.local_path("")))
 
 
 def test_the_index_is_written_once_and_read_by_the_next_process(served: Storage, cache: Path) -> None:

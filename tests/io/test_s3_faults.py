@@ -13,7 +13,7 @@ from botocore.exceptions import ClientError
 from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.s3 import S3Storage, TransferSettings
+from pipeline.io.s3 import S3Storage
 from pipeline.io.s3_client import S3Client, translate
 from pipeline.io.storage import Storage, open_storage
 from tests.io.conftest import Fault, Proxy
@@ -22,13 +22,14 @@ from tests.kit.storages import BUCKET, FAST
 
 pytestmark = pytest.mark.fault
 MIB = 2**20
-PARTS = TransferSettings(part_bytes=5 * MIB, num_threads=4)
 
 
 @pytest.fixture
-def parted(proxy: Proxy, s3_uri: str, stop: StopSignal) -> S3Storage:
+def parted(proxy: Proxy, s3_uri: str, stop: StopSignal, monkeypatch: pytest.MonkeyPatch) -> S3Storage:
     """Storage with the smallest parts that S3 allows."""
-    return S3Storage(S3Client(FAST, stop), BUCKET, s3_uri.split("/", 3)[3], PARTS)
+    monkeypatch.setattr("pipeline.io.s3.PART_BYTES", 5 * MIB)
+    monkeypatch.setattr("pipeline.io.s3.NUM_TRANSFER_THREADS", 4)
+    return S3Storage(S3Client(FAST, stop), BUCKET, s3_uri.split("/", 3)[3])
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.core.errors import ConfigError, DataError, Preempted
+from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import KeyNotFound, Storage, list_names, open_storage
+from pipeline.io.storage import KeyNotFound, Storage, list_names, open_storage, update_file
 
 PARTS = st.lists(st.sampled_from(["a", "b", "dt=2026-01-01", "ä b", "z.txt", "a-"]), min_size=1, max_size=3)
 
@@ -223,3 +223,19 @@ def test_other_uris_are_refused_without_their_secrets(uri: str) -> None:
 def test_a_folder_that_cannot_be_looked_at_is_an_error_of_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         open_storage(str(tmp_path / ("x" * 300)))
+
+
+def test_an_update_loses_nothing_and_gives_up_if_the_file_never_stands_still(storage: Storage) -> None:
+    others = iter(range(3))
+
+    def added() -> bytes:
+        seen = storage.read_bytes("x") if storage.stat("x") else b""
+        if (number := next(others, None)) is not None:
+            storage.write_bytes("x", seen + b"%d" % number)
+        return seen + b"+"
+
+    update_file(storage, "x", added, "again")
+    assert storage.read_bytes("x") == b"012+"
+    others = iter(range(1000))
+    with pytest.raises(TransientError, match="next: again"):
+        update_file(storage, "x", added, "again")

@@ -426,6 +426,22 @@ def test_a_key_in_kms_for_something_else(workspace: Storage, tmp_path: Path) -> 
             keys_of(tmp_path, f"awskms:///{arn}")
 
 
+def test_another_checkpoint_is_refused_without_keys_too(workspace: Storage, make: Make, tmp_path: Path) -> None:
+    put(workspace, make("x"), keys_of(tmp_path))
+    pointer, settings = production(workspace), signing_settings(tmp_path, "")
+    assert pointer is not None
+    assert open_signed(workspace, prefix("x"), tmp_path / "cache", settings, digest=pointer.digest)
+    with pytest.raises(CheckpointError, match=f"expected: {'0' * 32}, as recorded in the registry"):
+        open_signed(workspace, prefix("x"), tmp_path / "cache", settings, digest="0" * 32)
+
+
+def test_an_endpoint_that_is_no_url_for_a_key_in_kms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "foo")
+    with pytest.raises(ConfigError, match="client for AWS kms: ValueError"):
+        keys_of(tmp_path, "awskms:///alias/relevance")
+
+
 def test_a_manifest_that_is_no_manifest(workspace: Storage, make: Make, pair: Path) -> None:
     put(workspace, make("x"), keys_of(pair, "a", "a"))
     workspace.write_bytes(f"{prefix('x')}/{MANIFEST_NAME}", b"{}")

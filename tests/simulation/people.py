@@ -241,7 +241,7 @@ def product_in_world() -> Iterator[None]:
         (submit, "open_newest", _open),
         (submit, "open_target", lambda cycle, *more: _ACCOUNT[-1].open_target(cycle, *more)),
         (setup, "open_target", lambda cycle, *more: _ACCOUNT[-1].open_target(cycle, *more)),
-        (submit, "stopping_jobs", lambda settings: nullcontext()),
+        (submit, "stopping_jobs", nullcontext),
         (submit, "submitter", lambda: _ACCOUNT[-1].process.name),
         (submit, "make_plan", lambda settings: _ACCOUNT[-1].plan_of(settings.cycle)),
         (submit, "write_page", _write_page),

@@ -8,7 +8,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from pydantic import Field
 
-from jobs.cycle.costs import CycleEvent, CycleLedger, read_cycle_events
+from jobs.cycle.costs import CycleEvent, CycleLedger, read_cycle_events, read_ledger
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import (
     Closed,
@@ -16,6 +16,7 @@ from jobs.cycle.job_states import (
     Outcome,
     exit_code,
     failed_task,
+    is_skipped,
     preempted_attempts,
     reason_of,
 )
@@ -23,7 +24,7 @@ from jobs.cycle.page.charts import Point, thin
 from jobs.cycle.tables import logs_command, ran_seconds
 from jobs.cycle.verdict import SEARCH, measures, reasons
 from jobs.plan.spec import JobPlan
-from jobs.settings import differences
+from jobs.settings import JobsConfig, differences
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError, GateRefused
 from pipeline.core.format import natural_key
@@ -85,12 +86,13 @@ class Job(Record):
     why: str
     error: str = Field("", description="The error in the log, a few lines (empty: the job did not run and fail)")
     logs: str = Field("", description="Command that shows this log (empty: the job did not run and fail)")
+    is_skipped: bool = Field(False, description="Whether it did not run because a dependency did not succeed")
 
     @property
     def ending(self) -> str:
         """Return the state in lower case. A job in state FAILED is shown as `failed`, `refused` or `not run`."""
         if self.state == "FAILED":
-            return "not run" if not self.tries else "refused" if self.exit_code == GateRefused.exit_code else "failed"
+            return "not run" if self.is_skipped else "refused" if self.exit_code == GateRefused.exit_code else "failed"
         return self.state.lower()
 
 
@@ -231,9 +233,18 @@ class PageData(Record):
 
 
 def gather(
-    store: CycleStore, plan: JobPlan, ledger: CycleLedger, records: Sequence[JobRecord], closed: Closed | None
+    store: CycleStore,
+    plan: JobPlan,
+    records: Sequence[JobRecord],
+    config: JobsConfig,
+    closed: Closed | None,
+    *,
+    without_report: bool = False,
 ) -> PageData:
-    """Read the results of all stages. A damaged result is reported in `unread`, and the others are still read."""
+    """Read the results of all stages. A damaged result is reported in `unread`, and the others are still read.
+
+    `closed` and `without_report` are those of `read_ledger`.
+    """
     storage, cycle, unread = store.storage, store.cycle, list[str]()
 
     def read(default: T, load: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -271,7 +282,7 @@ def gather(
         model=json.dumps(settings.get("model_name", "")).strip('"'),
         workspace=storage.root,
         reason=closed.reason if closed else "",
-        ledger=ledger,
+        ledger=read_ledger(store, plan, records, config, closed=closed, without_report=without_report),
         jobs=tuple(jobs_of(plan, records)),
         figures=figures,
         evaluation=evaluation,
@@ -333,6 +344,7 @@ def jobs_of(plan: JobPlan, records: Iterable[JobRecord]) -> Iterator[Job]:
             why=reason_of(record) if record and record.state.is_failure else "",
             error=failed.attempts[-1].error if failed else "",
             logs=logs_command(failed, plan.workspace, plan.cycle) if failed else "",
+            is_skipped=record is not None and is_skipped(record),
         )
 
 

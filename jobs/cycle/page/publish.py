@@ -17,7 +17,7 @@ from typing import Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from jobs.cycle.costs import AttemptCost, read_ledger
+from jobs.cycle.costs import AttemptCost
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import Closed, JobRecord
 from jobs.cycle.page import charts
@@ -28,14 +28,14 @@ from jobs.cycle.verdict import SEARCH, WITHOUT, cost_text, measures, metric_name
 from jobs.plan.cycle import RUN_PREFIX
 from jobs.plan.spec import JobPlan
 from jobs.settings import JobsConfig
-from pipeline.core.errors import DataError, TransientError
+from pipeline.core.errors import DataError
 from pipeline.core.format import format_duration, format_percent, usd
 from pipeline.core.record import Record
 from pipeline.data.token_sets import PartitionDigest
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck
 from pipeline.evaluate.report import part_table, table_lines
-from pipeline.io.storage import Storage, read_record
+from pipeline.io.storage import Storage, read_record, update_file
 
 INDEX = "reports/index.json"
 INDEX_PAGE = "reports/index.html"
@@ -44,7 +44,6 @@ MAX_CYCLES = 2000
 TREND = 20
 """Number of cycles in the trend, including the current one."""
 MAX_LANES = 60
-_MAX_WRITES = 20
 _UNITS: dict[str, tuple[str, float, tuple[float, ...]]] = {
     "share of time waiting for data": ("time waiting for data, %", 100, (0, 1)),
     "memory, bytes": ("memory, GiB", 2**-30, (0,)),
@@ -83,8 +82,7 @@ def write_page(
 
     `closed` is the end of the cycle, even if it is not on record yet.
     """
-    ledger = read_ledger(store, plan, records, config, closed=closed, without_report=True)
-    data = gather(store, plan, ledger, records, closed)
+    data = gather(store, plan, records, config, closed, without_report=True)
     current = row_of(store, data, closed)
     if not store.cycle.startswith(RUN_PREFIX):  # `trnjobs run` is not part of the trend
         try:
@@ -98,7 +96,7 @@ def write_page(
             ended = [row for row in earlier if row.closed_at is not None and row.closed_at <= until]
             data = data.model_copy(update={"history": tuple(ended[-(TREND - 1) :])})
             store.storage.write_bytes(INDEX_PAGE, index(cycles).encode())
-    store.storage.write_bytes(data_key(store.cycle), data.model_dump_json(indent=1).encode() + b"\n")
+    store.storage.write_bytes(data_key(store.cycle), data.to_json())
     store.storage.write_bytes(report_key(store.cycle), page(data, current).encode())
     return data
 
@@ -108,20 +106,17 @@ def add_to_index(storage: Storage, row: CycleRow) -> tuple[CycleRow, ...]:
 
     Raises DataError if the index cannot be read, or TransientError if other processes keep changing it.
     """
-    for _ in range(_MAX_WRITES):
-        stat = storage.stat(INDEX)
+    ordered: tuple[CycleRow, ...] = ()
+
+    def added() -> bytes | None:
+        nonlocal ordered
         existing = read_index(storage)
         cycles = {other.cycle: other for other in (existing.cycles if existing else ())} | {row.cycle: row}
         ordered = tuple(sorted(cycles.values(), key=lambda other: (other.claimed_at, other.cycle)))[-MAX_CYCLES:]
-        if existing and existing.cycles == ordered:
-            return ordered
-        text = Index(cycles=ordered).model_dump_json(indent=1).encode() + b"\n"
-        if storage.write_if_match(INDEX, text, stat.etag) if stat else storage.write_if_absent(INDEX, text):
-            return ordered
-    raise TransientError(
-        f"{storage.uri(INDEX)} changed {_MAX_WRITES} times while a row was added to it",
-        next_command=f"trnjobs report --cycle {row.cycle}",
-    )
+        return None if existing and existing.cycles == ordered else Index(cycles=ordered).to_json()
+
+    update_file(storage, INDEX, added, f"trnjobs report --cycle {row.cycle}")
+    return ordered
 
 
 def read_index(storage: Storage) -> Index | None:

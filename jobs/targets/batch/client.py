@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from botocore import exceptions as boto
-from botocore.config import Config
 
 from jobs.targets.batch.requests import Request
 from pipeline.core.errors import ConfigError, TransientError, TrnpipeError
@@ -17,34 +16,27 @@ from pipeline.io import s3_client
 from pipeline.io.requests import RetryPolicy, call_with_retry
 from pipeline.io.s3_client import RETRYABLE_CODES, S3_ERRORS, error_code, http_status
 
-CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 20
+SECRET_RETRY = RetryPolicy(max_wait_s=2.0, total_deadline_s=10.0)
+"""Secrets are read while a cycle is closed, which must not wait long for a notification."""
 
 
 def connect(service: str) -> Any:
-    """Return a boto3 client that is configured by the environment and does not retry.
-
-    Raises ConfigError if the region, profile or endpoint is missing or invalid.
-    """
-    retries, limits = {"total_max_attempts": 1}, {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
-    config = Config(retries=retries, user_agent_extra="trnpipe", **limits)
-    try:
-        return s3_client.new_client(service, config)
-    except (boto.NoRegionError, boto.InvalidRegionError, boto.ProfileNotFound, ValueError) as error:
-        raise ConfigError(  # omits the text of the error, because it may contain an endpoint with a password
-            f"cannot create a client for AWS {service}: {type(error).__name__}",
-            expected="an existing region and profile, and AWS_ENDPOINT_URL unset or a URL",
-            next_command="export AWS_DEFAULT_REGION=us-west-2",
-        ) from error
+    """Return a boto3 client for a service whose requests may take up to 20 s. Raises the errors of `new_client`."""
+    return s3_client.new_client(service, read_timeout=READ_TIMEOUT_S)
 
 
 def secret_text(name: str) -> str:
-    """Return the value of a secret in AWS Secrets Manager by name or ARN. Raises ConfigError if it cannot be read."""
+    """Return the value of a secret in AWS Secrets Manager by name or ARN.
+
+    Raises ConfigError if it cannot be read, and TransientError if AWS does not answer within about 10 s.
+    """
+    client = AwsClient(connect("secretsmanager"), policy=SECRET_RETRY)
     try:
-        return str(connect("secretsmanager").get_secret_value(SecretId=name).get("SecretString", ""))
-    except (boto.BotoCoreError, boto.ClientError) as error:
+        return str(client.call(f"reading secret {name}", "get_secret_value", SecretId=name).get("SecretString", ""))
+    except ConfigError as error:
         raise ConfigError(
-            f"cannot read secret {name}: {error_code(error) or type(error).__name__}",
+            f"cannot read secret {name}: {error.seen}",
             expected="a secret that this role may read (secretsmanager:GetSecretValue)",
             next_command=f"aws secretsmanager describe-secret --secret-id {name}",
         ) from error
@@ -82,7 +74,7 @@ def is_missing(error: BaseException) -> bool:
 
 def is_retryable(error: BaseException) -> bool:
     """Return whether the error is due to throttling, a server error, a timeout or a broken connection."""
-    return s3_client.is_retryable(error) or name_of(error) in RETRYABLE_CODES | _THROTTLED | {"Server"}
+    return s3_client.is_retryable(error) or name_of(error) in RETRYABLE_CODES | {"Server"}
 
 
 def was_not_done(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from jobs.cycle.job_states import (
     unneeded_jobs,
 )
 from jobs.plan.spec import JobPlan, JobSpec
-from jobs.targets.base import More, Target, log_stream, no_log, placement_of, read_cancels, save_cancels, seconds_of
+from jobs.targets.base import More, Target, log_stream, no_log, placement_of, seconds_of
 from jobs.targets.batch.account import ensure_definition, preflight
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome, is_unknown
 from jobs.targets.batch.requests import definition_request, job_name, submit_request
@@ -78,7 +78,7 @@ class BatchTarget(Target):
         described = self.client.describe_jobs([job.id for job in current.values()])
         described |= self.client.describe_jobs([part for job in described.values() for part in _part_ids(job)])
         records = [self._record(current[job.name], described, stored) for job in plan.jobs if job.name in current]
-        return normalize_batch_records(plan, records, read_cancels(self.store))
+        return normalize_batch_records(plan, records, self.store.cancels())
 
     def advance(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         """End jobs that are no longer needed, and return the records."""
@@ -88,7 +88,7 @@ class BatchTarget(Target):
         newest = self.store.submitted(max(self.store.submissions(), default=0))
         tasks = [Task(plan.job(name)) for name in records if name in newest]
         for name, reason in unneeded_jobs(tasks, records).items():
-            save_cancels(self.store, {records[name].id: Cancel(reason=reason, at=self.store.clock())})
+            self.store.save_cancels({records[name].id: Cancel(reason=reason, at=self.store.clock())})
             self.client.terminate_job(records[name].id, reason)
         return tuple(records.values())
 
@@ -108,7 +108,7 @@ class BatchTarget(Target):
         # Include one more than recorded, because a retry may have died before it recorded its first job.
         submissions = range(1, max(self.store.submissions(), default=0) + 2)
         running = {record.name: record.id for record in self.records(plan) if not record.state.is_final}
-        save_cancels(self.store, dict.fromkeys(running.values(), Cancel(reason=reason, at=self.store.clock())))
+        self.store.save_cancels(dict.fromkeys(running.values(), Cancel(reason=reason, at=self.store.clock())))
         for job in reversed(plan.jobs):
             named = [job_id for submission in submissions for job_id in self._live_ids(plan, job, submission)]
             for job_id in sorted({*named, *([running[job.name]] if job.name in running else [])}):

@@ -25,11 +25,10 @@ from jobs.plan.cycle import ENTRY
 from jobs.plan.resources import has_accelerator, ml_machine
 from jobs.plan.spec import JobPlan, JobSpec, Retry, refuse
 from jobs.targets.base import placement_of, sagemaker_placement_of
-from jobs.targets.batch.requests import SHARE
+from jobs.targets.batch.requests import SHARE, Request
 from pipeline.core.fingerprint import fingerprint
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT
 
-Request = dict[str, Any]
 PLAN = "TRNJOBS_PLAN"
 """Environment variable of every job that contains the id of its plan."""
 SERVICE_JOB_TYPE = "SAGEMAKER_TRAINING"

@@ -20,9 +20,7 @@ from jobs.targets.base import (
     latest_records,
     log_stream,
     no_log,
-    read_cancels,
     sagemaker_placement_of,
-    save_cancels,
 )
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.batch.target import next_command, reason_in
@@ -146,11 +144,11 @@ class SageMakerTarget(Target):
         """Stop every training job, starting with the last one of the plan. Tasks that are waiting are never started."""
         ids = [record.id for record in self.records(plan) if not record.state.is_final]
         if ids:
-            save_cancels(self.store, dict.fromkeys(ids, Cancel(reason=reason, at=self.store.clock())))
+            self.store.save_cancels(dict.fromkeys(ids, Cancel(reason=reason, at=self.store.clock())))
             self.advance(plan)
 
     def _decide(self, cycle: CycleRun, latest: LatestRecords) -> "CycleActions":
-        cancels = read_cancels(self.store)
+        cancels = self.store.cancels()
         job_ids = {name: job_id_of(record) for name, record in latest.records.items()}
         cancelled = {name: cancels[job_id] for name, job_id in job_ids.items() if job_id in cancels}
         observed = dict[tuple[str, int], ObservedAttempt | None]()

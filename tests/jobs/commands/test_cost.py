@@ -76,6 +76,13 @@ def test_a_cycle_without_a_claim_or_a_plan_is_left_out(workspace: Path, name: st
         assert said("history", workspace, last=9)[1].endswith(seen)
 
 
+def test_the_history_of_a_failed_cycle_whose_claim_is_damaged(workspace: Path) -> None:
+    (workspace / "cycles" / NIGHTLY[0] / "jobs" / "claim.json").write_text("{")
+    lines = said("history", workspace, last=9)
+    assert lines[1].endswith("its claim.json is not a valid record")
+    assert sorted(cycles("history", workspace, 9)) == NIGHTLY
+
+
 def test_for_people_and_for_machines(workspace: Path) -> None:
     *_, summed, goodput, charge = said("cost", workspace, last=9)
     assert "goodput" in goodput and charge.startswith("local: no charge")

@@ -82,6 +82,12 @@ def test_a_run_is_named_after_its_script(
     assert seen == [name]
 
 
+@pytest.mark.parametrize("flag", ["--attempts", "--nodes", "--timeout-s", "--vcpus"])
+def test_a_run_with_none_of_something_is_refused(flag: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words(place), f"{flag}=0", "--", "./script.sh"]) == 78
+    assert f"{flag[2:].replace('-', '_')} 0: " in capsys.readouterr().err
+
+
 def test_a_command_and_its_retries(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """75 is tried again, 3 is an error; what it is on record as is found by every other command."""
     code = (

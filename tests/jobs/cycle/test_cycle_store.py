@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jobs.cycle.cycle_store import LEASE_S, Claim, CycleStore, claimed_cycles, claims_by_age, unclosed_cycles
-from jobs.cycle.job_states import BlockedJob, Closed, JobRecord, JobState, SubmittedJob
+from jobs.cycle.job_states import BlockedJob, Cancel, Closed, JobRecord, JobState, SubmittedJob
 from jobs.plan.spec import JobPlan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.io.storage import Storage, open_storage
@@ -251,7 +251,16 @@ def test_the_end_of_an_earlier_round_is_no_end(store: CycleStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["plan.json", "records.json", "closed.json", "blocked.json", "claim.json", "submitted/round-1/train.json"]
+    "name",
+    [
+        "plan.json",
+        "records.json",
+        "closed.json",
+        "blocked.json",
+        "cancel.json",
+        "claim.json",
+        "submitted/round-1/train.json",
+    ],
 )
 def test_a_file_that_is_no_such_record(store: CycleStore, name: str) -> None:
     store.storage.write_bytes(store.key(name), b'{"a": 1}')
@@ -260,10 +269,20 @@ def test_a_file_that_is_no_such_record(store: CycleStore, name: str) -> None:
         "records": store.records,
         "closed": store.closed,
         "blocked": store.blocked_jobs,
+        "cancel": store.cancels,
     }
     read |= {"claim": store.claim, "submitted/round-1/train": partial(store.submitted, 1)}
     with pytest.raises(DataError, match=f"{name} is not a valid record"):
         read[name.removesuffix(".json")]()
+
+
+def test_cancellations_of_two_processes_at_the_same_time(storage: Storage, store: CycleStore) -> None:
+    first, later = Cancel(reason="first", at=1.0), Cancel(reason="later", at=2.0)
+    for meanwhile in (1, 2, 3):  # before one of the calls of the process below
+        storage.delete_prefix(store.key(""))
+        faults = Faults(meanwhile={meanwhile: lambda: store.save_cancels({"a": first, "b": first})})
+        replace(store, storage=faulty(storage, faults)).save_cancels({"b": later, "c": later})
+        assert store.cancels() == {"a": first, "b": first, "c": later}
 
 
 def test_claims_by_age_whatever_the_cycles_are_called(storage: Storage, store: CycleStore, clock: Clock) -> None:

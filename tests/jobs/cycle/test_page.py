@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from bench.cycle_page import STAGES, T0, make_cycle
 from jobs.cycle.costs import CycleEvent
 from jobs.cycle.cycle_store import Claim, CycleStore
-from jobs.cycle.job_states import Closed, JobRecord, JobState
+from jobs.cycle.job_states import NOT_RUN, Closed, JobRecord, JobState, shown_state
 from jobs.cycle.page.charts import (
     bars,
     columns,
@@ -29,7 +29,7 @@ from jobs.cycle.page.charts import (
     thin,
     ticks,
 )
-from jobs.cycle.page.gather import ChartSeries, CycleRow, PageData, Training, curves_of, smoothed
+from jobs.cycle.page.gather import ChartSeries, CycleRow, PageData, Training, curves_of, jobs_of, smoothed
 from jobs.cycle.page.publish import (
     INDEX,
     INDEX_PAGE,
@@ -48,6 +48,8 @@ from jobs.settings import JobsConfig
 from pipeline.evaluate.gate.compare import GateCheck
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.events import EventName
+from tests.jobs.cycle import cases
+from tests.jobs.cycle.record_cases import bad
 
 VOID = {"meta", "link"}
 HOSTILE = (
@@ -254,6 +256,21 @@ def test_every_end_has_a_page_and_made_again_it_is_the_same(storage: Storage) ->
         assert words.get(name, name.replace("failed-in-", "Failed in ")) in Outline(first[name][0].decode()).text, name
     listed = Outline(storage.read_bytes(INDEX_PAGE).decode())
     assert {f"{name}.html" for name in all_ends} <= {value for _, value in listed.attributes}
+
+
+def test_a_job_that_failed_without_an_attempt_is_not_one_that_was_skipped(storage: Storage) -> None:
+    """AWS Batch ends a job that can never start. The page calls it failed, as `trnjobs status` does."""
+    shape = cases.plan(cases.job("prepare"), cases.job("train", "prepare"))
+    records = (
+        bad("prepare", why="MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT"),
+        bad("train", why=NOT_RUN + "prepare failed"),
+    )
+    assert [found.ending for found in jobs_of(shape, records)] == ["failed", "not run"]
+    assert [shown_state(record) for record in records] == ["FAILED", "NOT RUN"]
+    store = CycleStore(storage, "2026-11-20", lambda: T0)
+    closed = Closed(outcome="failed", at=T0, reason="prepare: MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT")
+    data = write_page(store, shape, records, JobsConfig(), closed)
+    assert outcome_sentence(data) == "Failed in prepare: prepare: MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT."
 
 
 def row(cycle: str, metric: str = "", value: float | None = None, **more: object) -> CycleRow:

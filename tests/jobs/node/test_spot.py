@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import urllib3
 
 from jobs.node import spot
 from pipeline.core.stop import StopSignal
@@ -70,6 +73,31 @@ def test_a_notice_sets_the_stop_signal_also_after_the_token_has_expired(monkeypa
         server.notice = b'{"action": "terminate", "time": "2026-11-20T08:22:00Z"}'
         assert stop.wait(20)
         assert stop.reason == spot.SPOT_NOTICE
+
+
+def test_failures_that_are_apart_do_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these is a single timeout. In a long job, the token expires in between."""
+    timeout = urllib3.exceptions.TimeoutError()
+    answers: list[Any] = [
+        *((200, b"token"), timeout, (404, b""), timeout, (404, b""), timeout, (401, b"")),
+        *(timeout, (200, b"token"), (200, b"{}")),
+    ]
+
+    class Pool:
+        def __init__(self, **_: object) -> None:
+            """Remember nothing."""
+
+        def request(self, *_: object, **__: object) -> SimpleNamespace:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return SimpleNamespace(status=answer[0], data=answer[1])
+
+    monkeypatch.setattr(spot, "POLL_S", 0.001)
+    monkeypatch.setattr(urllib3, "PoolManager", Pool)
+    stop = StopSignal()
+    spot._poll(stop, "http://127.0.0.1")
+    assert stop.reason == spot.SPOT_NOTICE and not answers
 
 
 @pytest.mark.parametrize(

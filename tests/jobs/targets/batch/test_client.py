@@ -1,10 +1,12 @@
 """Pages, chunks, retries, and what an error of AWS means to the user."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from botocore import exceptions as boto
 
+from jobs.targets.batch import client
 from jobs.targets.batch.client import BatchClient, UnknownOutcome, connect
 from pipeline.core.errors import ConfigError, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
@@ -108,3 +110,43 @@ def test_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     with pytest.raises(ConfigError, match="AWS_DEFAULT_REGION"):
         connect("batch")
+
+
+@pytest.mark.parametrize("kind", ["half of the credentials", "damaged file"])
+def test_credentials_and_files_that_are_no_use(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    if kind == "damaged file":
+        (tmp_path / "config").write_text("[default\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    with pytest.raises(ConfigError, match="aws configure list"):
+        connect("batch")
+
+
+@pytest.mark.parametrize(
+    ("errors", "result"),
+    [
+        ([boto.ReadTimeoutError(endpoint_url="http://secrets")], "json://one.example"),
+        ([client_error("ThrottlingException", status=400)] * 10_000, TransientError),
+        ([client_error("ResourceNotFoundException", status=400)], ConfigError),
+    ],
+)
+def test_a_secret(errors: list[Exception], result: str | type[TrnpipeError], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A secret is read again after an error that may pass. Only an error that will not pass is one of configuration."""
+
+    class Secrets:
+        def get_secret_value(self, SecretId: str) -> dict[str, str]:
+            assert SecretId == "team"
+            if errors:
+                raise errors.pop()
+            return {"SecretString": "json://one.example"}
+
+    policy = RetryPolicy(first_wait_s=1e-5, max_wait_s=1e-4, total_deadline_s=0.05)
+    monkeypatch.setattr(client, "SECRET_RETRY", policy, raising=False)
+    monkeypatch.setattr(client, "connect", lambda service: Secrets())
+    if isinstance(result, str):
+        assert client.secret_text("team") == result
+        return
+    with pytest.raises(result, match="secret team"):
+        client.secret_text("team")
