@@ -331,7 +331,7 @@ def cycle_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkp
 def make_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint]:
     config, location = settings.embed, model_location(settings, ctx)
     digest = ""  # of the content that was promoted
-    if settings.registry.verify_key and not settings.embed.checkpoint:
+    if not settings.embed.checkpoint:
         pointer = read_pointer(ctx.workspace, settings.model_name)
         digest = pointer[0].digest if pointer and pointer[0].checkpoint == location else ""
     checkpoint = open_model(location, settings, ctx, digest)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,26 @@ def test_which_checkpoint_is_meant(settings: Settings, ctx: StageContext) -> Non
     key = f"registry/{settings.model_name}/production.json"
     ctx.workspace.write_bytes(key, b'{"checkpoint": "checkpoints/c9/step-1"}')
     assert model_location(promoted, ctx) == "checkpoints/c9/step-1"
+
+
+def test_a_promoted_checkpoint_must_have_the_content_that_was_promoted(
+    settings: Settings, ctx: StageContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = list[str]()
+
+    def open_it(*given: Any, digest: str) -> Checkpoint:
+        opened.append(digest)
+        return CHECKPOINT
+
+    monkeypatch.setattr(plan_module, "open_signed", open_it)
+    pointer = SimpleNamespace(checkpoint=PLACE, digest="promoted")
+    monkeypatch.setattr(plan_module, "read_pointer", lambda *given: (pointer, "etag"))
+    ctx.workspace.write_bytes(
+        f"registry/{settings.model_name}/production.json", f'{{"checkpoint": "{PLACE}"}}'.encode()
+    )
+    make_plan(settings.model_copy(update={"embed": EmbedConfig()}), ctx)
+    make_plan(settings, ctx)  # names a checkpoint
+    assert opened == ["promoted", ""]
 
 
 def test_what_the_plan_pins_must_be_as_it_was(settings: Settings, ctx: StageContext, tmp_path: Path) -> None:
