@@ -397,9 +397,15 @@ def _file_layer(model: type[Settings], path: Path) -> Layer:
         path.open("rb").close()  # pydantic ignores files that don't exist, so check this first
         source = JsonConfigSettingsSource(model, path) if kind == "JSON" else TomlConfigSettingsSource(model, path)
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}", expected=f"a readable {kind} file") from None
+        raise ConfigError(
+            f"--config {path}: {error.strerror}", expected=f"a readable {kind} file", next_command="correct --config"
+        ) from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid {kind}: {error}", next_command=f"edit {path}") from None
+        raise ConfigError(
+            f"{path} is not valid {kind}: {error}",
+            expected="a TOML file, or JSON if its name ends in .json",
+            next_command=f"edit {path}",
+        ) from None
     except TypeError:
         raise ConfigError(
             f"{path} does not contain an object", expected="sections and keys", next_command=f"edit {path}"
@@ -497,6 +503,12 @@ def _unknown_setting(model: type[Settings], name: str, value: SourcedValue, othe
             next_command=f"--{name}.{keys[0]} VALUE".replace("_", "-"),
         )
     as_flags = value.source.startswith("flag ")
+    if name.partition(".")[0] in model.other_programs:
+        return ConfigError(
+            f"{name} ({value.source}) is not a setting of {model.program}",
+            expected=f"settings of the sections of {model.program}",
+            next_command="use it with trnjobs, or leave it out",
+        )
     flags = {field.flag: field.flag if as_flags else f"{field.name} ({field.flag})" for field in fields}
     flags |= {flag: flag for flag in other_flags} if as_flags else {}
     similar = ", ".join(flags[flag] for flag in nearest(f"--{name}", flags))

@@ -138,7 +138,10 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
     with stopping_jobs() as stop:
         cycle = open_newest(arguments.settings, say, stop, is_shown=True)
         if unused := unused_settings(cycle):
-            say(f"warning: retry uses the settings of the submission and ignores {', '.join(unused)}")
+            say(
+                f"warning: retry uses the settings of the submission and ignores {', '.join(unused)}; to use yours:"
+                f" {cycle.command('submit')} --fresh"
+            )
         cycle = cycle.with_stored()
         plan, target, submissions = cycle.plan(), cycle.target(), cycle.store.submissions()
         records = target.records(plan)

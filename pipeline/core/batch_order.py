@@ -38,7 +38,11 @@ class Bucket:
         """Parse a bucket such as `16x32` (query x product), or `32` if both sides have the same length."""
         parts = text.lower().split("x")
         if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
-            raise ConfigError(f"invalid bucket {text!r}", expected="QUERYxPRODUCT tokens such as 16x32")
+            raise ConfigError(
+                f"invalid bucket {text!r}",
+                expected="QUERYxPRODUCT tokens such as 16x32",
+                next_command="correct --data.buckets",
+            )
         sizes = [int(part) for part in parts]
         return Bucket(sizes[0], sizes[-1])
 
