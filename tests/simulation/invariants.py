@@ -11,8 +11,9 @@
     has a recorded job in the same submission or has succeeded in an earlier one, and when a driver ends well, each job
     of its submission exists once. There are two exceptions. A driver that stood still, so that meanwhile its lease
     has expired or its cycle was cancelled, may submit a job, which it ends before it ends itself. A job that its driver
-    did not live to record may run again, which its stage notices. On SageMaker, any process may create a training job,
-    because all of them give it the same name, but each attempt of a task is created after all earlier ones have failed.
+    did not live to record may run again, which its stage notices. The next driver ends it, unless clocks differ by more
+    than the lease and the job is not listed yet. On SageMaker, any process may create a training job, because all of
+    them give it the same name, but each attempt of a task is created after all earlier ones have failed.
 5.  Every cycle ends by retry alone: people only repeat commands, and by the end of the day the cycle has succeeded or
     was refused, after a bounded number of submissions.
 """
@@ -207,7 +208,8 @@ class Invariants:
         for job_id in self.platform.processes:
             other = self.platform.jobs[job_id]
             is_same = _submission_of(other)[:2] == (cycle, name)
-            if is_same and other.get("arrayProperties", {}).get("index") == index:
+            is_lost = self._is_lost(job) or self._is_lost(other)
+            if is_same and not is_lost and other.get("arrayProperties", {}).get("index") == index:
                 self.world.violate(1, f"{name} of {cycle} starts as {job['jobId']}, while {job_id} runs")
 
     def _ended(self, job: Request) -> None:
@@ -228,8 +230,15 @@ class Invariants:
         recorded, _ = self.newest_submission(cycle)
         for name, job_id in recorded.items():
             for job in self._jobs_of(cycle, name):
-                if _is_live(job) and job["jobId"] != job_id:
+                if _is_live(job) and job["jobId"] != job_id and not self._is_lost(job):
                     self._excuse(job, f"{name} of {cycle} was submitted twice: {job['jobId']} beside {job_id}")
+
+    def _is_lost(self, job: Request) -> bool:
+        """Return whether the process that has submitted a job of AWS Batch did not live to record it."""
+        job_id = re.split("[:#]", job["jobId"])[0]
+        submitter = self.platform.submitters.get(job_id)
+        is_recorded = self.platform.target != "batch" or job_id in self.recorded_ids
+        return not self.leases_hold and submitter is not None and submitter.is_dead and not is_recorded
 
     def _excuse(self, job: Request, text: str) -> None:
         """Report a job, unless the process that has submitted it may have stood still and can still end it."""
