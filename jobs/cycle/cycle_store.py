@@ -51,6 +51,14 @@ class Claim(Record):
     script: str = Field("", description="SHA-256 of the script that trnjobs run submitted (empty: not known)")
 
 
+class AlreadySubmitted(TransientError):
+    """Raised if another process has recorded a job, which has the id `job_id` (empty: its record is gone)."""
+
+    def __init__(self, uri: str, job_id: str) -> None:
+        super().__init__(f"{uri}: another process submitted this job", next_command="trnjobs status")
+        self.job_id = job_id
+
+
 @dataclass(frozen=True)
 class CycleStore:
     """The stored state of the jobs of one cycle. `clock` returns the seconds since 1970."""
@@ -136,15 +144,13 @@ class CycleStore:
         return {name: job for submission in self.submissions() for name, job in self.submitted(submission).items()}
 
     def save_submitted(self, submission: int, submitted_job: SubmittedJob) -> None:
-        """Record a submitted job. Raises TransientError if a different process has already submitted this job."""
+        """Record a submitted job. Raises AlreadySubmitted if a different process has recorded one."""
         name = f"submitted/round-{submission}/{submitted_job.job}.json"
         if self.storage.write_if_absent(self.key(name), submitted_job.model_dump_json().encode()):
             return
         existing = self._read(name, SubmittedJob)
         if existing is None or existing.id != submitted_job.id:
-            raise TransientError(
-                f"{self.storage.uri(self.key(name))}: another process submitted this job", next_command="trnjobs status"
-            )
+            raise AlreadySubmitted(self.storage.uri(self.key(name)), existing.id if existing else "")
 
     def records(self) -> tuple[JobRecord, ...]:
         """Return the stored records of the jobs, or an empty tuple if there are none."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import product
 
-from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.cycle_store import AlreadySubmitted, CycleStore
 from jobs.cycle.job_states import (
     AttemptRecord,
     BlockedJob,
@@ -21,7 +21,6 @@ from jobs.targets.base import More, Target, log_stream, no_log, placement_of, se
 from jobs.targets.batch.account import ensure_definition, preflight
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome, is_unknown
 from jobs.targets.batch.requests import definition_request, job_name, submit_request
-from pipeline.core.errors import TransientError
 from pipeline.core.format import format_duration
 
 PLAN_TAG = "plan"
@@ -149,10 +148,9 @@ class BatchTarget(Target):
         submitted_job = SubmittedJob(job=job.name, id=job_id, definition=definition, submitted_at=self.store.clock())
         try:
             self.store.save_submitted(submission, submitted_job)
-        except TransientError:
-            recorded = self.store.submitted(submission).get(job.name)
-            if recorded is not None and recorded.id != job_id:
-                self.client.terminate_job(job_id, f"the same job as {recorded.id}, which another process submitted")
+        except AlreadySubmitted as error:
+            if error.job_id:
+                self.client.terminate_job(job_id, f"the same job as {error.job_id}, which another process submitted")
             raise
         return job_id
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from botocore.exceptions import ReadTimeoutError
 
-from jobs.cycle.cycle_store import LEASE_S
+from jobs.cycle.cycle_store import LEASE_S, CycleStore
 from pipeline.core.errors import TransientError
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.targets.batch.setting import Setting
@@ -162,4 +162,25 @@ def test_a_driver_that_slept_through_its_lease_leaves_no_job_of_its_own(
     with pytest.raises(TransientError, match=match):
         setting.drive(Faults(meanwhile={position(calls, call, number): another}))
     assert len(setting.batch.submitted) == made
+    setting.assert_one_dag()
+
+
+def test_a_copy_is_ended_although_no_other_record_can_be_read(
+    setting: Setting, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the simulation (seed 9006978)."""
+
+    def outage(*given: object) -> None:
+        raise TransientError("the storage does not answer")
+
+    with monkeypatch.context() as patch:
+
+        def another() -> None:
+            setting.clock.now += LEASE_S + 1
+            setting.drive(owner="another")
+            patch.setattr(CycleStore, "submitted", outage)
+
+        with pytest.raises(TransientError):
+            setting.drive(Faults(meanwhile={position(calls, "SubmitJob", 3): another}))
+    assert len(setting.batch.submitted) == 4
     setting.assert_one_dag()
