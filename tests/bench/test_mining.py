@@ -55,6 +55,6 @@ def test_a_small_mining_finds_everything(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_process() -> None:
     with MemoryPeak() as peak:
         before = peak.anonymous_bytes
-        held = np.ones(64 * 2**20, dtype=np.uint8)
+        held = np.ones(256 * 2**20, dtype=np.uint8)
         peak._look()
-    assert peak.resident_bytes > peak.anonymous_bytes >= before + 0.9 * len(held) > 0
+    assert peak.resident_bytes > peak.anonymous_bytes >= before + 0.7 * len(held) > 0
