@@ -89,7 +89,7 @@ def graph_key(graph_hash: str, plan: Plan) -> str:
 
 def store_manifest(workspace: Storage, manifest: GraphManifest) -> None:
     """Atomically write a manifest to the workspace."""
-    workspace.write_bytes(manifest.key, manifest.model_dump_json(indent=1).encode() + b"\n")
+    workspace.write_bytes(manifest.key, manifest.to_json())
 
 
 def load_manifest(workspace: Storage, plan: Plan) -> GraphManifest | None:

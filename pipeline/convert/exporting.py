@@ -163,7 +163,7 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
         family=state.model.architecture,
     )
     (folder / CARD).write_text(_card(record, plan), encoding="utf-8")
-    (folder / EXPORT_FILE).write_bytes(record.model_dump_json(indent=1).encode() + b"\n")
+    (folder / EXPORT_FILE).write_bytes(record.to_json())
     return record
 
 

@@ -380,7 +380,7 @@ def store_digest(
         reasons=reasons,
         samples=tuple(row for rows in samples.values() for row in rows),
     )
-    workspace.write_bytes(digest_key(cycle), digest.model_dump_json(indent=1).encode() + b"\n")
+    workspace.write_bytes(digest_key(cycle), digest.to_json())
 
 
 def load_digest(workspace: Storage, cycle: str) -> PrepareDigest | None:

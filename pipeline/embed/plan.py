@@ -255,7 +255,7 @@ def pinned_plan(workspace: Storage, cycle: str) -> EmbedPlan | None:
 
 def pin_plan(workspace: Storage, plan: EmbedPlan) -> EmbedPlan:
     """Store the plan unless another worker was faster, and return the plan that is stored."""
-    workspace.write_if_absent(plan_key(plan.cycle), plan.model_dump_json(indent=1).encode() + b"\n")
+    workspace.write_if_absent(plan_key(plan.cycle), plan.to_json())
     pinned = pinned_plan(workspace, plan.cycle)
     return pinned if pinned is not None else plan
 

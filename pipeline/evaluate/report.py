@@ -170,7 +170,7 @@ def report_key(cycle: str) -> str:
 
 
 def store_report(workspace: Storage, report: EvaluationReport) -> None:
-    workspace.write_bytes(report_key(report.cycle), report.model_dump_json(indent=1).encode() + b"\n")
+    workspace.write_bytes(report_key(report.cycle), report.to_json())
 
 
 def load_report(workspace: Storage, cycle: str) -> EvaluationReport | None:

@@ -314,7 +314,7 @@ class Evaluation:
             digest = digest.model_copy(update=originals)
         except (ConfigError, DataError) as error:  # original texts are nice to have, so do not fail the evaluation
             self.ctx.console.warn(f"the report page shows decoded instead of original texts: {error.seen}")
-        self.ctx.workspace.write_bytes(digest_key(self.ctx.cycle), digest.model_dump_json(indent=1).encode() + b"\n")
+        self.ctx.workspace.write_bytes(digest_key(self.ctx.cycle), digest.to_json())
 
     def _measure(self, model: ScoredModel, baselines: list[ScoredBaseline]) -> ModelReport:
         state, metrics, retrieval = model.checkpoint.state, self.settings.evaluate.metrics, model.retrieval

@@ -232,14 +232,14 @@ class DirectRoute(AwsClient):
         SageMaker sends SIGTERM, followed by SIGKILL after 120 s.
         """
         name = cycle.training_job(task, submission, attempt)
-        missing: list[BaseException] = []
+        refused: list[BaseException] = []
 
-        def has_ended(error: BaseException) -> bool:
-            missing.extend([error] if is_missing(error) else ())
-            return bool(missing) or "is in status" in message_of(error)
+        def is_expected(error: BaseException) -> bool:
+            refused.append(error)
+            return is_missing(error) or "is in status" in message_of(error)
 
-        self.call(f"stopping training job {name}", "stop_training_job", accepted=has_ended, TrainingJobName=name)
-        return not missing
+        self.call(f"stopping training job {name}", "stop_training_job", accepted=is_expected, TrainingJobName=name)
+        return not any(map(is_missing, refused))
 
     def describe(self, name: str) -> Detail | None:
         """Return the description of a training job, or None if it does not exist (yet)."""
