@@ -326,6 +326,7 @@ _PATHS = (
     "embed.catalogue.path",
     "evaluate.retrieval.catalogue",
     "evaluate.golden",
+    "compile.cache_url",
     "registry.sign_key",
     "registry.verify_key",
 )

@@ -5,11 +5,13 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pipeline.backends import auto_uses_xla_cpu
 from pipeline.commands import ToolCall
@@ -20,8 +22,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.attributes import COLUMNS, ValueStats, attribute_pairs, find_columns, with_columns
 from pipeline.data.config import CategoricalFeature, DataConfig
 from pipeline.data.input_files import open_files
-from pipeline.data.readers import TO_UTF8
-from pipeline.data.rows import LIKELY_NAMES, SLICE, ColumnPlan, by_spelling
+from pipeline.data.readers import TO_UTF8, UnsupportedColumn
+from pipeline.data.rows import CLICK_COLUMNS, LIKELY_NAMES, OPTIONAL, SLICE, ColumnPlan, by_spelling
 from pipeline.data.survey import MAX_LABELS, common_labels, infer_gains
 from pipeline.evaluate.gate.judge import HALF_WIDTH, fraction_for
 from pipeline.io.atomic import create_atomic
@@ -44,6 +46,8 @@ _LONG = 40
 """Texts with a longer mean length are no attributes."""
 _IDS = re.compile(r"(?i)(^|_)(id|ids|uri|url|link|cluster)(_|$)")
 _CODES = ("model", "model_number", "model_no", "mpn", "part_number", "sku", "ean", "gtin", "upc", "isbn")
+_OUTCOMES = {*LIKELY_NAMES["label"], *LIKELY_NAMES["gain"], *CLICK_COLUMNS, "clicked"} - {"rating", "score"}
+"""Names of columns that may tell the label. Ratings and scores are more often features of products."""
 _BRAND_NAMES = ("brand", "manufacturer", "maker", "vendor")
 
 
@@ -99,6 +103,8 @@ class Guess:
 
     columns: dict[str, str] = field(default_factory=dict)
     """Maps fields, such as query and title, to columns."""
+    without: list[str] = field(default_factory=list)
+    """Optional fields whose column has the default name, but the wrong content, so that it must not be read."""
     labels: tuple[str, ...] = ()
     """Labels in order, starting with the least relevant."""
     unordered: tuple[str, ...] = ()
@@ -122,14 +128,21 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             expected=f"a folder without {PROJECT_FILE}, so that no file is overwritten",
             next_command=f"edit the file, or rename it with mv {PROJECT_FILE} {PROJECT_FILE}.old",
         )
-    columns, rows = read_columns(path, settings.data, stop)
+    unsupported = list[str]()
+    while True:
+        try:
+            columns, rows = read_columns(path, settings.data, stop, unsupported)
+            break
+        except UnsupportedColumn as error:
+            unsupported.append(error.column)
     guess = guess_columns(columns, settings.data, path)
     for line in _preview(guess, rows):
         say(line)
     queries = len(columns[guess.columns.get("query_id", guess.columns["query"])].values)
     fraction, split_lines = _split(guess, columns, queries, settings)
     text = project_text(path, guess, fraction, settings)
-    for line in (*split_lines, *guess.notes, _machine(settings)):
+    notes = [f"column {name!r} is not used, because it has nested values" for name in unsupported]
+    for line in (*split_lines, *notes, *guess.notes, _machine(settings)):
         say(f"- {line}")
     with os_errors("writing", target.absolute().as_uri()):
         create_atomic(target, text.encode())
@@ -140,17 +153,20 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     return EXIT_OK
 
 
-def read_columns(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[str, Column], list[dict[str, str]]]:
+def read_columns(
+    path: str, config: DataConfig, stop: StopSignal, without: Collection[str] = ()
+) -> tuple[dict[str, Column], list[dict[str, str]]]:
     """Read up to MAX_ROWS rows, and return column statistics and the first rows.
 
-    Raises DataError if no row can be read.
+    Raises UnsupportedColumn if a column that is not in `without` has nested values, and DataError if no row can be
+    read.
     """
     file_format = "auto" if config.format == "esci" else config.format
     files = open_files(path, file_format, stop, "FILE")
     columns, first, num_rows = dict[str, Column](), list[dict[str, str]](), 0
 
     def everything(names: Sequence[str]) -> ColumnPlan:
-        return ColumnPlan(tuple((SLICE + name, name) for name in dict.fromkeys(names)))
+        return ColumnPlan(tuple((SLICE + name, name) for name in dict.fromkeys(names) if name not in without))
 
     for batch in files.read(lambda uri: everything, _BATCH_ROWS, "reading rows"):
         table = batch.columns
@@ -186,7 +202,8 @@ def guess_columns(columns: Mapping[str, Column], config: DataConfig | None = Non
     """
     config, guess, rest = config or DataConfig(), Guess(), dict(columns)
     command = f"trnpipe init {shlex.quote(path)}"
-    guess.columns.update(config.columns.model_dump(exclude_unset=True))
+    set_columns = config.columns.model_dump(exclude_unset=True)
+    guess.columns.update((name, column) for name, column in set_columns.items() if column)
     list(attribute_pairs(config.attributes, list(columns), path))  # raises DataError if one has no column
     guess.attributes = [_resolved(attribute, columns) for attribute in config.attributes]
     configured = [*guess.columns.values(), *config.numeric, *(feature.column for feature in config.categorical)]
@@ -213,8 +230,14 @@ def guess_columns(columns: Mapping[str, Column], config: DataConfig | None = Non
     spelled = by_spelling(list(columns))
     for field_name, names in LIKELY_NAMES.items():
         match = next((spelled[name] for name in names if spelled.get(name) in rest), None)
-        if match is not None and field_name not in guess.columns and _fits(field_name, rest[match]):
+        if match is None or field_name in set_columns:
+            continue
+        if _fits(field_name, rest[match]):
             guess.columns[field_name] = rest.pop(match).name
+        elif field_name in OPTIONAL and match == field_name:
+            guess.without.append(field_name)
+            expected = {"gain": "numbers from 0 to 1", "split": f"only {', '.join(sorted(_SPLITS))}"}[field_name]
+            guess.notes.append(f"column {rest.pop(match).name!r} is not used, because its values are not {expected}")
     texts = [column for column in rest.values() if not column.is_number and column.characters > 3 * column.rows]
     wanted = [name for name in ("query", "title") if name not in guess.columns]
     phrases = [column for column in texts if column.words > _BRAND_WORDS * column.rows and len(column.values) > _BRANDS]
@@ -281,7 +304,13 @@ def _guess_labels(guess: Guess, column: Column) -> None:
     if rare := ", ".join(f"{name} ({rows})" for name, rows in counts.items() if name not in names):
         guess.notes.append(f"labels {rare} don't match the others, so these rows will be quarantined as bad rows")
     order = infer_gains(names)
-    guess.labels = tuple(order or ())
+    gains = [*(order or {}).values()]
+    has_even_gains = gains == np.linspace(0, 1, len(gains)).tolist()
+    if rare or (has_even_gains and "gain" not in guess.columns):  # listed labels get evenly spaced gains
+        guess.labels = tuple(order or ())
+    elif order is not None and "gain" not in guess.columns:
+        shown = ", ".join(f"{label} {gain:.3g}" for label, gain in order.items())
+        guess.notes.append(f"gains of the labels: {shown} (with data.labels, they would be evenly spaced)")
     if column.empty:
         guess.notes.append(f"{column.empty:,} rows have no {column.name}, so they will be quarantined as bad rows")
     if order is None and "gain" not in guess.columns:  # with gains, the order is not needed
@@ -315,6 +344,9 @@ def _guess_pair(guess: Guess, attribute: Attribute, rest: dict[str, Column]) -> 
 
 def _guess_feature(guess: Guess, column: Column) -> None:
     distinct, spelled = len(column.values), next(iter(by_spelling([column.name])))
+    if spelled in _OUTCOMES:
+        guess.notes.append(f"column {column.name!r} is not used, because it may tell the label")
+        return
     is_numeric = distinct > _DISTINCT_NUMBERS and column.is_number and stats_of(column).kind == "number"
     is_category = not is_numeric and column.is_category and spelled not in _CODES
     if is_numeric:
@@ -393,7 +425,8 @@ def project_text(path: str, guess: Guess, test_fraction: float | None, settings:
     sections: dict[str, dict[str, Any]] = {
         "": {"model_name": stem, "workspace": f"workspace/{stem}"},
         "data": {name: value for name, value in data.items() if value},
-        "data.columns": {name: column for name, column in guess.columns.items() if name != column},
+        "data.columns": {name: column for name, column in guess.columns.items() if name != column}
+        | dict.fromkeys(guess.without, ""),
         "train": {"metric": "combined"},
         "health": {"min_free_gib": 1},
     }
@@ -406,6 +439,7 @@ def project_text(path: str, guess: Guess, test_fraction: float | None, settings:
         "data.path": f"all rows count as new if the file changes, so add new days as {stem}/dt=YYYY-MM-DD/",
         "data.labels": "starting with the least relevant",
         "data.attributes": "texts are appended to queries and titles and compared, numbers subtracted and divided",
+        **dict.fromkeys((f"data.columns.{name}" for name in guess.without), "do not read the column of this name"),
         "train.metric": "choose the best checkpoint by relevance scores and search",
         "health.min_free_gib": "disk space that a cycle of the tiny model needs",
     }

@@ -18,6 +18,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.click_model import ClickCounts, estimate_propensities, estimate_rates
 from pipeline.data.impressions import ClickLog
 from pipeline.data.input_files import open_files
+from pipeline.data.rows import CLICK_COLUMNS
 from pipeline.embed.catalogue import CatalogueColumns
 from pipeline.io.storage import open_parent
 from pipeline.settings import Settings
@@ -75,15 +76,14 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     columns, items = data.columns, product[pairs].tolist()
     table: dict[str, object] = {
         columns.query: [log.queries.texts[number] for number in query[pairs].tolist()],
-        columns.product_id: [log.products.texts[number] for number in items],
+        columns.product_id or "product_id": [log.products.texts[number] for number in items],
         columns.title: [titles[number] for number in items],
         columns.label: [labels[grade] for grade in grades.tolist()],
     }
-    if products:
+    if products and columns.text:
         table[columns.text] = [texts[number][1] for number in items]
-    table |= {"impressions": rates.impressions[pairs], "clicks": rates.clicks[pairs]}
-    bounds = {"click_rate": rates.rate, "click_rate_low": rates.low, "click_rate_high": rates.high}
-    table |= {name: values[pairs] for name, values in bounds.items()}
+    measured = (rates.impressions, rates.clicks, rates.rate, rates.low, rates.high)
+    table |= {name: values[pairs] for name, values in zip(CLICK_COLUMNS, measured, strict=True)}
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(table), sink)
     storage.write_bytes(key, sink.getvalue().to_pybytes())

@@ -13,7 +13,7 @@ SplitBy = Literal["query", "product", "both"]
 
 
 class ColumnMapping(Record):
-    """Names of the input columns. Optional columns may be missing from the input."""
+    """Names of the input columns. Optional columns may be missing from the input, and are not read if "" is set."""
 
     query: str = Field("query", description="Column with the query text")
     title: str = Field("title", description="Column with the product title")

@@ -117,10 +117,12 @@ class ClickLog:
 
     def _plan(self, available: Sequence[str]) -> ColumnPlan:
         names, spelled = self._config.columns, by_spelling(available)
-        pairs = [("query", names.query), ("product_id", names.product_id)]
+        pairs = [("query", names.query), ("product_id", names.product_id or "product_id")]
         pairs += [(POSITION, self._position), (CLICKED, self._clicked)]
         if ACTION in spelled and self._clicked not in available:
-            pairs = [(field, spelled.get(name, name)) for field, name in _UBI.items()]
+            is_set = {*names.model_fields_set, *([POSITION] if self._position != POSITION else [])}
+            given = {field: column for field, column in pairs if field in is_set}
+            pairs = [(field, given.get(field) or spelled.get(name, name)) for field, name in _UBI.items()]
         pairs += [("title", names.title)] if self._has_titles else []
         optional = ("query_id", "product_id") if self._has_titles else ("query_id",)
         return match_columns(pairs, available, self._file, _setting, optional)
@@ -169,10 +171,11 @@ class ClickLog:
         position = _looked_up([*np.where(is_valid, numbers, -1).astype(np.int64).tolist(), -1], encoded)
         leave_out(position < 0, BAD_POSITION)
         if self._has_titles:
-            for row in np.unique(product, return_index=True)[1].tolist():
-                title = (table["title"][row].as_py() or b"").decode(errors="replace").strip()
-                if title:
-                    self.titles.setdefault(int(product[row]), title)
+            has_title = np.array([bool((title or b"").strip()) for title in table["title"].to_pylist()])
+            usable = np.flatnonzero(has_title & (product >= 0))
+            for row in usable[np.unique(product[usable], return_index=True)[1]].tolist():
+                title = table["title"][row].as_py().decode(errors="replace").strip()
+                self.titles.setdefault(int(product[row]), title)
         if "query_id" in table.schema.names:
             searches = table["query_id"].to_pylist()
             for row in np.flatnonzero((reasons == "") & (clicks == 1)).tolist():

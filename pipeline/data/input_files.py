@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -105,12 +105,17 @@ class Files:
         found = [{side: getattr(each, side) for side in SIDES if getattr(each, side) in names} for each in texts]
         return tuple(with_columns(text, columns, "text") for text, columns in zip(texts, found, strict=True) if columns)
 
-    def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
-        """Yield batches of at most `num_rows` rows from all files. `plan` maps the URI of a file to its planner."""
+    def read(
+        self, plan: Callable[[str], Planner], num_rows: int, doing: str, versions: Sequence[str | None] = ()
+    ) -> Iterator[RawBatch]:
+        """Yield batches of at most `num_rows` rows from all files. `plan` maps the URI of a file to its planner.
+
+        Raises TransientError if `versions` are given, and a file has a different version.
+        """
         with progress(doing, sum(stat.size_bytes for stat, _ in self.entries), "bytes") as advance:
-            for stat, name in self.entries:
+            for (stat, name), version in zip_longest(self.entries, versions):
                 uri = self.storage.uri(stat.key)
-                for batch in read_file(self.storage, stat.key, name, plan(uri), num_rows):
+                for batch in read_file(self.storage, stat.key, name, plan(uri), num_rows, version):
                     self.storage.stop.raise_if_set(f"reading {uri}")
                     advance(batch.input_bytes)
                     yield batch

@@ -181,6 +181,11 @@ def prepared_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, co
             f" bucket {largest.name}. To prepare all data and compile all graphs with a larger one, use --data.buckets"
             f" {','.join((*infos[0].buckets, larger.name))}"
         )
+    if not any(sum(info.rows_by_bucket("valid")) for info in infos):
+        warnings.append(
+            "no row is in split valid, from which trnpipe train selects the best checkpoint. Raise data.valid_fraction,"
+            " or name rows of some queries valid in the split column, if there is one"
+        )
     warnings += training_warnings(infos, positive_gain, contrastive=contrastive).values()
     warnings += [text for text, few_new in shared_products(infos) if few_new]
     for split in _HOLDOUTS if infos[0].split_by == "query" else ():

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.csv_records import CsvRecords, Malformed
-from pipeline.data.rows import JOINED_FIELDS, ColumnPlan, RawBatch, join_texts, shorten, to_fields
+from pipeline.data.rows import JOINED_FIELDS, ColumnPlan, ColumnTypeError, RawBatch, join_texts, shorten, to_fields
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.io.storage import HEAD_BYTES, ObjectStat, Storage, check_downloaded, os_errors
 
@@ -193,8 +193,8 @@ def _read_parquet(source: _Source) -> Iterator[RawBatch]:
                 position = size_bytes * first // max(1, source.rows)
                 try:
                     fields = to_fields(columns, plan)
-                except pa.ArrowTypeError as error:
-                    raise _type_error(f"{source.storage.uri(source.key)}: {error}") from error
+                except ColumnTypeError as error:
+                    raise UnsupportedColumn(source.storage.uri(source.key), error) from error
                 yield RawBatch(fields, rows, input_bytes=position - reported_bytes)
                 reported_bytes = position
 
@@ -326,19 +326,23 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
                     try:
                         values.append(_json_bytes(record.get(column), may_join))
                     except TypeError as error:
-                        raise _type_error(f"{uri}: column {column!r} is {error} in line {number}") from error
+                        kind = ColumnTypeError(column, f"{error} in line {number}")
+                        raise UnsupportedColumn(uri, kind) from error
                 yield number, values
 
         yield from _batches(source, plan, position, rows())
 
 
-def _type_error(message: str) -> DataError:
-    """Create the error for a column whose values are neither strings nor numbers."""
-    return DataError(
-        message,
-        expected="strings, bytes, numbers or dates (or lists of strings in the query, title and text columns)",
-        next_command="write the column as text, or choose a different column with --data.columns",
-    )
+class UnsupportedColumn(DataError):
+    """Raised if the values of a `column` of a file are neither text nor numbers."""
+
+    def __init__(self, uri: str, error: ColumnTypeError) -> None:
+        super().__init__(
+            f"{uri}: {error}",
+            expected="strings, bytes, numbers or dates (or lists of strings in the query, title and text columns)",
+            next_command="write the column as text, or choose a different column with --data.columns",
+        )
+        self.column = error.column
 
 
 def _lines(raw: BinaryIO, source: _Source) -> Iterator[tuple[int, bytes]]:

@@ -160,7 +160,7 @@ def product_text(title: str, text: str, limit: int) -> str:
 # Mapping from input columns to fields.
 
 NUMERIC, CATEGORICAL, SLICE, FILTER = "numeric.", "categorical.", "slice.", "filter."
-_OPTIONAL = ("text", "gain", "query_id", "product_id", "split")
+OPTIONAL = ("text", "gain", "query_id", "product_id", "split")
 
 
 @dataclass(frozen=True)
@@ -194,20 +194,24 @@ def plan_columns(config: DataConfig, available: Sequence[str], file: str, *, jud
     """
     mapping, columns = config.columns, set(available)
     if judged and config.split_by != "query" and mapping.split in columns:
-        raise DataError(
-            f"{file} has a split column {mapping.split!r}, so data.split_by {config.split_by} has no effect",
-            expected="either a split column or data.split_by",
-            next_command="remove data.split_by, or write the file without this column",
-        )
+        raise split_by_error(file, mapping.split, config.split_by)
     pairs = [("query", mapping.query), ("title", mapping.title)]
     if judged and (mapping.label in columns or config.labels or mapping.gain not in columns):
         pairs.append(("label", mapping.label))
-    if mapping.text not in (mapping.query, mapping.title):
-        pairs.append(("text", mapping.text))
-    if judged:
-        pairs += [(field, getattr(mapping, field)) for field in _OPTIONAL if field != "text"]
+    fields = [] if mapping.text in (mapping.query, mapping.title) else ["text"]
+    fields += [field for field in OPTIONAL if judged and field != "text"]
+    pairs += [(field, column) for field in fields if (column := getattr(mapping, field))]
     pairs += [*feature_pairs(config), *attribute_pairs(config.attributes, available, file)]
-    return match_columns(pairs, available, file, _setting, _OPTIONAL)
+    return match_columns(pairs, available, file, _setting, OPTIONAL)
+
+
+def split_by_error(file: str, column: str, split_by: str) -> DataError:
+    """Create the error for an input with a split column if `data.split_by` is set as well."""
+    return DataError(
+        f"{file} has a split column {column!r}, so data.split_by {split_by} has no effect",
+        expected="either a split column or data.split_by",
+        next_command="remove data.split_by, or leave out the column with --data.columns.split ''",
+    )
 
 
 def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
@@ -233,6 +237,8 @@ LIKELY_NAMES: Mapping[str, tuple[str, ...]] = {
     "split": ("split", "fold", "subset"),
 }  # fmt: skip
 """Common column names by field, most likely first."""
+CLICK_COLUMNS = ("impressions", "clicks", "click_rate", "click_rate_low", "click_rate_high")
+"""The columns that `trnpipe judge` adds to judgements. Labels are computed from them, so they are not features."""
 
 
 def by_spelling(names: Sequence[str]) -> dict[str, str]:
@@ -382,18 +388,25 @@ def with_attributes(text: pa.Array, values: Sequence[pa.Array]) -> pa.Array:
     return pc.if_else(is_blank, text, joined)
 
 
+class ColumnTypeError(pa.ArrowTypeError):
+    """Raised if the values of a column are neither text nor numbers."""
+
+    def __init__(self, column: str, kind: str) -> None:
+        super().__init__(f"column {column!r} is {kind}")
+        self.column = column
+
+
 def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:
     """Convert input columns to the fields of a plan, and append text attributes to the query and the title.
 
-    The name of the input column is stored in the metadata of each field. Raises pa.ArrowTypeError if a column contains
-    neither strings nor numbers.
+    The name of the input column is stored in the metadata of each field. Raises ColumnTypeError.
     """
     arrays = list[pa.Array]()
     for field, column in plan.pairs:
         try:
             arrays.append(as_field(columns[column], field))
         except pa.ArrowException as error:
-            raise pa.ArrowTypeError(f"column {column!r} is {columns[column].type}: {error}") from error
+            raise ColumnTypeError(column, f"{columns[column].type}: {error}") from error
     for index, (base, _) in enumerate(plan.pairs):
         if values := [array for (field, _), array in zip(plan.pairs, arrays, strict=True) if base_of(field) == base]:
             arrays[index] = with_attributes(arrays[index], values)

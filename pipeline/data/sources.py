@@ -40,6 +40,7 @@ from pipeline.data.rows import (
     batch_rows,
     feature_pairs,
     plan_columns,
+    split_by_error,
     text_characters,
     to_fields,
 )
@@ -209,6 +210,8 @@ _ESCI_TEXTS = ("product_brand", "product_color", "product_bullet_point", "produc
 def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
     """Open the ESCI dataset. Raises DataError if one of its files is missing, or if there are other data files."""
     storage, stats, path = listing.storage, listing.stats, str(config.path)
+    if config.split_by != "query":
+        raise split_by_error(path, _ESCI_FIELDS["split"], config.split_by)
     examples, products, others = list[ObjectStat](), list[ObjectStat](), list[str]()
     for stat in stats:
         name = stat.key.rpartition("/")[2]

@@ -173,8 +173,8 @@ def open_holdout(
             f"the {split} split is empty in {len(sets)} prepared partition(s), {sets[0].info.partition} to"
             f" {sets[-1].info.partition}",
             expected=f"rows in the {split} split",
-            next_command=f"raise --data.{split}-fraction or add a split column and prepare again,"
-            " or use a different --evaluate.split",
+            next_command=f"raise --data.{split}-fraction, or name rows {split} in the split column, if there is one."
+            " Then prepare again, or use a different --evaluate.split",
         )
     ids = np.concatenate([block["query_id"] for block in rows.read_blocks(("query_id",))])
     order = choose_rows(np.split(ids, np.cumsum(rows.sizes)[:-1]), max_rows)

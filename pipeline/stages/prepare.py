@@ -115,7 +115,7 @@ def summary(data: PreparedData) -> str:
         shown += [f"{len(reasons) - _MAX_REASONS} other reasons"] if len(reasons) > _MAX_REASONS else []
         bad = f", {data.rows_bad:,} quarantined: {', '.join(shown)}"
     missing = sum((Counter(info.without_number) for info in data.infos), Counter[str]())
-    repeated = {name for each in data.infos[0].attributes for name in each.features[1:]}
+    repeated = {name for info in data.infos[:1] for each in info.attributes for name in each.features[1:]}
     without = "".join(f", {rows:,} without {name}" for name, rows in missing.items() if rows and name not in repeated)
     return (
         f"prepare: {data.prepared} partition(s) prepared, {data.reused} reused | "

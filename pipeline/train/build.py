@@ -359,7 +359,8 @@ def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> Tok
         raise DataError(
             "no prepared partition has a row in the validation split",
             expected="validation rows, which are used to select the best checkpoint",
-            next_command="raise data.valid_fraction or set a split column, then run trnpipe prepare again",
+            next_command="raise data.valid_fraction, or name rows valid in the split column, if there is one."
+            " Then run trnpipe prepare again",
         )
     has_gains = train.best_metric not in _NEEDS_GAINS or any(
         (block["gain"] > 0).any() for block in rows.read_blocks(("gain",))

@@ -4,12 +4,19 @@ import json
 import tomllib
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline import cli
 from pipeline.commands.init import Column, Guess, guess_columns, project_text
+from pipeline.context import load_result
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.data.config import CategoricalFeature, DataConfig
+from pipeline.data.rows import CLICK_COLUMNS
+from pipeline.data.token_sets import read_token_sets, token_set_prefixes
+from pipeline.io.storage import open_storage
 from pipeline.model.config import Attribute
 from pipeline.settings import PROJECT_FILE, project_files, resolve
 from tests.docs.markdown import ROOT, blocks
@@ -188,7 +195,72 @@ def test_a_split_column_is_one_only_with_the_names_of_splits() -> None:
         in guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, split=["train", "test"] * 200)).columns
     )
     guess = guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, split=["a", "b"] * 200))
-    assert "split" not in guess.columns and guess.categorical == [CategoricalFeature(column="split")]
+    assert "split" not in guess.columns and guess.without == ["split"] and not guess.categorical
+
+
+def test_columns_that_tell_the_label_are_no_features() -> None:
+    numbers = [str(number / 7) for number in range(400)]
+    leaks = dict.fromkeys((*CLICK_COLUMNS, "relevance_score"), numbers) | {"esci_label": ["E", "S"] * 200}
+    guess = guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, **leaks, rating=numbers))
+    assert (guess.numeric, guess.categorical) == (["rating"], [])
+    assert sum("may tell the label" in note for note in guess.notes) == len(leaks)
+    assert "gain" not in guess.columns
+
+
+@pytest.mark.parametrize(
+    ("label", "gain", "expected"),
+    [
+        (["irrelevant", "complement", "substitute", "exact"] * 100, None, (0, 0.01, 0.1, 1)),
+        (["0", "1", "3", "1"] * 100, None, (0, 1 / 3, 1)),
+        (["0", "1", "2", "3"] * 100, ["0", "0.01", "0.1", "1"] * 100, (0, 0.01, 0.1, 1)),
+    ],
+)
+def test_gains_are_those_that_prepare_infers_without_init(
+    label: list[str],
+    gain: list[str] | None,
+    expected: tuple[float, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = pa.table({"query": QUERIES, "title": TITLES, "label": label} | ({"gain": gain} if gain else {}))
+    pa_csv.write_csv(table, "mine.csv")
+    assert cli.main(["init", "mine.csv"]) == 0
+    assert cli.main(["prepare", "--cycle=c1", "--data.num-workers=1"]) == 0
+    workspace = open_storage("workspace/mine")
+    result = load_result(workspace, "c1", "prepare")
+    assert result is not None
+    (token_set,) = read_token_sets(workspace, token_set_prefixes(result.outputs))
+    assert token_set.info.label_gains == pytest.approx(expected)
+
+
+def test_a_gain_that_does_not_fit_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    grades = [str(at % 4) for at, _ in ROWS]
+    pa_csv.write_csv(pa.table({"query": QUERIES, "title": TITLES, "label": grades, "gain": grades}), "mine.csv")
+    assert cli.main(["init", "mine.csv"]) == 0
+    assert "column 'gain' is not used, because its values are not numbers from 0 to 1" in capsys.readouterr().out
+    assert tomllib.loads(Path(PROJECT_FILE).read_text())["data"]["columns"] == {"gain": ""}
+    assert cli.main(["prepare", "--cycle=c1", "--data.num-workers=1"]) == 0
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.parquet"])
+def test_nested_columns_are_left_out(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    nested = {"tags": [["a", "b"]] * 400, "meta": [{"x": 1}] * 400}
+    table = pa.table({"query": QUERIES, "title": TITLES, "label": GRADES} | nested)
+    if name.endswith("parquet"):
+        pq.write_table(table, name)
+    else:
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    assert cli.main(["init", name]) == 0
+    out = capsys.readouterr().out
+    assert all(f"column {column!r} is not used, because it has nested values" in out for column in nested)
+    assert cli.main(["prepare", "--cycle=c1", "--data.num-workers=1"]) == 0
 
 
 def test_a_file_without_judgements_is_refused() -> None:

@@ -160,6 +160,27 @@ def test_ubi_events_and_a_catalogue_give_the_same_judgements(
     assert table.select(expected.column_names).sort_by("product_id") == expected.sort_by("product_id")
 
 
+def test_columns_of_ubi_events_may_have_other_names(log: pa.Table, tmp_path: Path) -> None:
+    names = {"event_attributes.object.object_id": "object_id", "event_attributes.position.ordinal": "rank"}
+    path, other = tmp_path / "ubi_events.jsonl", tmp_path / "other.jsonl"
+    events = [{**event, "title": "title"} for event in ubi(log.slice(0, 4000))]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    renamed = [{names.get(name, name): value for name, value in event.items()} for event in events]
+    other.write_text("".join(json.dumps(event) + "\n" for event in renamed))
+    assert judge(path) == 0
+    expected = judged(path)
+    assert judge(other, "--data.columns.product_id=object_id", "--position=rank") == 0
+    assert judged(other).drop_columns(["object_id"]).num_rows == expected.num_rows
+    assert judged(other)["object_id"].to_pylist() == expected["product_id"].to_pylist()
+
+
+def test_a_product_has_the_first_title_that_is_not_blank(log: pa.Table, tmp_path: Path) -> None:
+    blank = pa.array(["" if row == 0 else title for row, title in enumerate(log["title"].to_pylist())])
+    path = written(log.set_column(log.column_names.index("title"), "title", blank), tmp_path / "log.parquet")
+    assert judge(path) == 0
+    assert len(judged(path)) == QUERIES * len(RATES)
+
+
 def test_products_that_the_catalogue_does_not_have_are_counted(
     log: pa.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

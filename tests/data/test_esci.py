@@ -50,6 +50,11 @@ def esci(tmp_path: Path) -> Path:
     return folder
 
 
+def test_splits_are_those_of_the_dataset(esci: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has a split column .split., so data\.split_by product has no effect"):
+        open_source(DataConfig(path=str(esci), split_by="product"), scratch=tmp_path, stop=StopSignal())
+
+
 @pytest.mark.stage
 def test_join_by_id_and_locale(esci: Path, tmp_path: Path) -> None:
     source = open_source(DataConfig(path=str(esci)), scratch=tmp_path / "scratch", stop=StopSignal())

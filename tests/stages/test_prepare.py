@@ -9,6 +9,7 @@ from pipeline import cli
 from pipeline.context import StageResult, load_result
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.io.storage import open_storage
+from pipeline.parallel.world import ARRAY_INDEX
 from pipeline.stages.prepare import UNSPLIT
 
 pytestmark = pytest.mark.stage
@@ -138,6 +139,24 @@ def test_a_parent_that_does_not_split_digits_where_the_settings_do_is_said(
     for quiet in ((split,), (start,), (split, start, f"--data.tokenizer.path={tokenizer}")):
         assert prepare(tmp_path, *quiet) == 0
         assert stored(tmp_path).figures["warnings"] == 0
+
+
+def test_a_worker_without_a_partition_leaves_the_work_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ARRAY_INDEX, "1")
+    assert prepare(tmp_path, "--data.workers=2") == 0
+    assert "1 partition(s) have not been prepared by other workers yet" in capsys.readouterr().out
+    monkeypatch.setenv(ARRAY_INDEX, "0")
+    assert prepare(tmp_path, "--data.workers=2") == 0
+    assert stored(tmp_path).figures["rows"] == 40 * 12
+
+
+def test_an_input_without_validation_rows_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"query {n % 30},title {n},{('no', 'yes')[n % 2]},{('train', 'test')[n % 30 > 20]}\n" for n in range(240)]
+    (tmp_path / "a.csv").write_text("query,title,label,split\n" + "".join(rows))
+    assert prepare(tmp_path, "--data.path", str(tmp_path / "a.csv"), "--data.valid-fraction=0.2") == 0
+    assert "no row is in split valid" in capsys.readouterr().out
 
 
 def test_what_an_input_holds_beside_its_rows_is_on_the_console_and_in_the_result(
