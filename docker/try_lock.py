@@ -8,6 +8,7 @@ sees. AWS's torch-neuronx and neuronx-cc are on no public index: what verify.py 
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,8 @@ def main(image: str, folder: Path) -> int:
     if install_locked(wheel_tools, "build"):
         return 1
     source, wheels = folder / "source", folder / "wheels"
+    for left in (source, wheels):  # by an earlier run
+        shutil.rmtree(left, ignore_errors=True)
     source.mkdir()
     run("cp", "-r", *(str(DOCKER.parent / name) for name in SOURCE), str(source))  # a build leaves files beside them
     run(pip(wheel_tools), "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(source))

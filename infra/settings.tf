@@ -41,10 +41,10 @@ locals {
   environment = merge(
     { AWS_DEFAULT_REGION = var.region, TRNPIPE_WORKSPACE = module.storage.workspace },
     { for key, value in local.job_settings : "TRNPIPE_JOBS__${upper(key)}" => tostring(value) },
-    # Names inside [jobs.environment] are those of variables and keep their letters.
     merge([for section, values in local.job_sections : { for key, value in values :
-      "TRNPIPE_JOBS__${upper(section)}__${section == "environment" ? key : upper(key)}" => value
-    }]...),
+      "TRNPIPE_JOBS__${upper(section)}__${upper(key)}" => value
+    } if section != "environment"]...),
+    { TRNPIPE_JOBS__ENVIRONMENT = jsonencode(local.job_sections.environment) }, # as one value, because its names may contain __
     { for key, value in try(local.sagemaker.sagemaker, {}) : "TRNPIPE_JOBS__SAGEMAKER__${upper(key)}" => try(tostring(value), jsonencode(value)) },
   )
 }

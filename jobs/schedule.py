@@ -158,4 +158,5 @@ def due_cycle(
     newer = max((other for other in claimed if form.fullmatch(other) and name < other <= last), default="")
     if newer:
         return name, f"the newer cycle {newer} was already started"
-    return name, "too late (jobs.schedule.max_late_s)" if now - minute > timedelta(seconds=config.max_late_s) else ""
+    is_late = now - minute > timedelta(seconds=config.max_late_s)
+    return name, "too late (jobs.schedule.max_late_s), deadline MISSED" if is_late else ""

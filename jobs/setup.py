@@ -89,11 +89,15 @@ class OpenCycle:
         """Return the submitted plan. Raises ConfigError if there is none."""
         plan = self.store.plan()
         if plan is None:
-            others = ", ".join(list(claims_by_age(self.store, runs=True))[-5:]) or "none"
+            claimed = list(claims_by_age(self.store, runs=True))
+            others = ", ".join([name for name in claimed if name != self.name][-5:]) or "none"
+            commands = f"trnjobs submit --cycle {self.name}", f"trnjobs cancel --cycle {self.name}"
             raise ConfigError(
-                f"cycle {self.name} has no jobs in {self.store.storage.root} (cycles with jobs: {others})",
+                f"cycle {self.name} has no jobs in {self.store.storage.root} (other cycles: {others})",
                 expected="a submitted cycle",
-                next_command="trnjobs submit, or a different --cycle or --workspace",
+                next_command=" or ".join(commands)
+                if self.name in claimed
+                else "trnjobs submit, or a different --cycle or --workspace",
             )
         return plan
 

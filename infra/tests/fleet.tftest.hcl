@@ -56,14 +56,14 @@ run "settings_and_fleet_are_known_before_anything_is_made" {
   # The driver gets the settings as variables.
   assert {
     condition = local.environment["TRNPIPE_WORKSPACE"] == output.settings.workspace && alltrue([for name, value in {
-      TRNPIPE_JOBS__QUEUE                           = "relevance-trainium"
-      TRNPIPE_JOBS__IMAGE                           = var.image
-      TRNPIPE_JOBS__SLA_S                           = "3600"
-      TRNPIPE_JOBS__EMBED__IMAGE                    = var.cpu_image
-      TRNPIPE_JOBS__EMBED__QUEUE                    = "relevance-cpu"
-      TRNPIPE_JOBS__SCHEDULE__TIMEZONE              = "Europe/Berlin"
-      TRNPIPE_JOBS__ENVIRONMENT__AWS_DEFAULT_REGION = "us-west-2"
-      AWS_DEFAULT_REGION                            = "us-west-2"
+      TRNPIPE_JOBS__QUEUE              = "relevance-trainium"
+      TRNPIPE_JOBS__IMAGE              = var.image
+      TRNPIPE_JOBS__SLA_S              = "3600"
+      TRNPIPE_JOBS__EMBED__IMAGE       = var.cpu_image
+      TRNPIPE_JOBS__EMBED__QUEUE       = "relevance-cpu"
+      TRNPIPE_JOBS__SCHEDULE__TIMEZONE = "Europe/Berlin"
+      TRNPIPE_JOBS__ENVIRONMENT        = jsonencode({ AWS_DEFAULT_REGION = "us-west-2" })
+      AWS_DEFAULT_REGION               = "us-west-2"
     } : local.environment[name] == value])
     error_message = "the environment of the driver is not that of the settings: ${join(", ", keys(local.environment))}"
   }

@@ -44,7 +44,7 @@ run "the_module" {
     error_message = "a policy with the text of another"
   }
   assert {
-    condition     = jsondecode(aws_cloudformation_stack.queue[0].template_body).Resources.Queue.Properties.JobQueueName == output.settings.queue && output.settings.via == "queue"
+    condition     = jsondecode(aws_cloudformation_stack.queue[0].template_body).Resources.Queue.Properties.JobQueueName == output.settings.queue
     error_message = "settings name another queue than the stack makes"
   }
   assert {

@@ -24,6 +24,7 @@ from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money
 from jobs.plan.spec import JobPlan
 from jobs.setup import OpenCycle, open_cycle
+from pipeline.context import check_workspace
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError, TrnpipeError
 from pipeline.core.format import format_duration, shortened
 from pipeline.core.optional import missing_package
@@ -59,6 +60,8 @@ def run_notify(arguments: argparse.Namespace, say: Say) -> int:
         )
     if arguments.test:
         _put(cycle, f"test-{round(1000 * time.time())}", "this is a test message")
+    else:
+        check_workspace(cycle.store.storage)
     if waiting := send_messages(cycle):
         raise TransientError(f"{waiting} messages are still pending", next_command="trnjobs notify")
     say("all messages were delivered")

@@ -220,7 +220,10 @@ def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def cancel_cycle(cycle: OpenCycle, reason: str) -> None:
-    """Cancel a cycle and close it. Raises ConfigError if it has no jobs."""
+    """Cancel a cycle and close it. Raises ConfigError if it does not exist."""
+    if cycle.store.withdraw_claim(submitter()):
+        cycle.say(f"cycle {cycle.name} was claimed but not submitted, so its claim was deleted")
+        return
     plan, target, store = cycle.plan(), cycle.target(), cycle.store
     with store.submitting(plan, target.name, submitter()):  # prevent other processes from submitting jobs
         target.cancel(plan, CANCELLED + reason)
@@ -353,7 +356,7 @@ def drive(config: ScheduleConfig, scheduled: datetime, now: datetime, base: Open
         raise TransientError(
             f"cycle {running} is under way, and cycle {name} would overlap with it",
             expected="only one cycle at a time",
-            next_command=f"wait, or complete the submission with trnjobs submit --cycle {running}, or trnjobs cancel",
+            next_command=f"wait, or resume it (trnjobs submit --cycle {running}) or trnjobs cancel --cycle {running}",
         )
     cycle = base.other(name)
     if name in claimed and has_ended(cycle):

@@ -104,6 +104,19 @@ class CycleStore:
         finally:  # if the process is killed, the lease expires instead
             self._free(claim, etag)
 
+    def withdraw_claim(self, owner: str) -> bool:
+        """Delete the claim of a cycle of which nothing was submitted.
+
+        Returns False if something was submitted, and raises TransientError if another process is submitting it.
+        """
+        etag, claim = self._etag(), self.claim()
+        if claim is None or claim.first_round > 1 or not self._has_no_plan():
+            return False
+        self._check_lease(claim, owner)
+        self._replace(claim.model_copy(update={"owner": owner, "lease_until": self.clock() + LEASE_S}), etag)
+        self.storage.delete([self.key("claim.json")])
+        return True
+
     def claim(self) -> Claim | None:
         """Return the claim of the cycle, or None if it is not claimed."""
         return self._read("claim.json", Claim)

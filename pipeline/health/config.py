@@ -22,7 +22,8 @@ OperationName = Literal[
     "optimizer step",
 ]
 """Names of the operations in device.py."""
-NUM_NCCOM_TESTS, NCCOM_LIMIT_S = 3, 300.0  # includes compiling a graph for each size
+NUM_NCCOM_TESTS, NCCOM_LIMIT_S = 4, 300.0  # includes compiling a graph for each size
+NUM_LIMITS = 8  # sum of the limits of all checks of cores and collectives, as a multiple of `device_limit_s`
 START_LIMIT_S = 60.0  # includes the imports of all ranks on a busy host
 SLOW_RATIO = 1.5
 """A core is unfit if it is more than this many times slower than the median of the other cores."""
@@ -91,7 +92,7 @@ class HealthConfig(Record):
         """Return the time limit of the whole stage, including nccom-test and the wait for other nodes."""
         limit_s = NUM_NCCOM_TESTS * NCCOM_LIMIT_S if on_neuron and processes > 1 and self.includes("tools") else 0.0
         if self.includes("cores", "collectives"):
-            limit_s += START_LIMIT_S + 6 * self.device_limit_s(on_neuron=on_neuron)
+            limit_s += START_LIMIT_S + NUM_LIMITS * self.device_limit_s(on_neuron=on_neuron)
         return limit_s + (self.nodes_wait_s if num_nodes > 1 else 0.0)
 
     @field_validator("expected_instance")

@@ -256,13 +256,13 @@ def guarded_temp_folder() -> Iterator[Path]:
         parent = Path(tempfile.gettempdir())
         sweep_temps(parent, LOCKED_AFTER_S)
         kill_marked(FOLDER_VARIABLE, lambda folder: not Path(folder).exists())
-        folder = temp_path_for(parent / "health")
+        folder = temp_path_for(parent / "trnpipe")
         folder.mkdir(mode=0o700)
         lock = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise TransientError(
-            f"cannot start the health checks: {error}",
-            expected=f"a writable folder for temporary files ({parent})",
+            f"cannot create a folder for temporary files: {error}",
+            expected=f"that {parent} is writable and not full",
             next_command="check this machine, or retry the job on a different one",
         ) from error
     with ExitStack() as stack:

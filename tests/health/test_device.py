@@ -28,7 +28,7 @@ from pipeline.health.check import (
     merge_rank_results,
     write_rank_report,
 )
-from pipeline.health.config import HealthConfig, OperationName
+from pipeline.health.config import NUM_LIMITS, NUM_NCCOM_TESTS, HealthConfig, OperationName
 from pipeline.health.device import (
     OPERATIONS,
     Operation,
@@ -42,6 +42,7 @@ from pipeline.health.device import (
     reference,
     report_rank,
 )
+from pipeline.health.node import TESTS
 from pipeline.parallel.process_group import open_world_group
 from pipeline.parallel.world import World
 from tests.kit.ports import free_port
@@ -316,7 +317,8 @@ def test_groups_and_limits() -> None:
         QUICK.stage_limit_s(on_neuron=on_neuron, num_nodes=nodes, processes=processes)
         for on_neuron, nodes, processes in ((False, 1, 1), (True, 1, 1), (True, 1, 32), (True, 2, 32))
     ]
-    assert limits == [420.0, 3660.0, 4560.0, 5160.0]
+    assert limits == [540.0, 4860.0, 6060.0, 6660.0]
+    assert sum(limit or 0.0 for limit in chosen().values()) == NUM_LIMITS * 60.0 and len(TESTS) == NUM_NCCOM_TESTS
     assert HealthConfig(only=("host",)).stage_limit_s(on_neuron=True, num_nodes=1, processes=32) == 0.0
 
 

@@ -190,6 +190,6 @@ def test_the_stack_makes_what_the_preflight_asks_for_and_tells_settings() -> Non
     assert (queue["JobQueueType"], queue["State"]) == ("SAGEMAKER_TRAINING", "ENABLED")
     assert queue["SchedulingPolicyArn"] == FLEET.batch_arn("scheduling-policy/relevance")
     assert environment["CapacityLimits"] == [{"CapacityUnit": "NUM_INSTANCES", "MaxCapacity": 16}]
-    told = {"subnets": ["subnet-1"], "security_groups": ["sg-1"], "via": "queue", "queue": "relevance-training"}
+    told = {"subnets": ["subnet-1"], "security_groups": ["sg-1"], "queue": "relevance-training"}
     assert JobsConfig.model_validate({"sagemaker": told}).sagemaker == SageMakerConfig.model_validate(told)
     assert all(name in (SAGEMAKER / "outputs.tf").read_text() for name in told)

@@ -116,6 +116,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "checkpoints/2026-11-20/step-200/model.sig": ("train promote", "train"),
     "compile-cache/graphs/abc.json": ("train", ""),
     f"{CACHED}/model.neff": ("train promote embed", "train"),
+    "compile-cache/neff/ab/abcd.neff": ("train promote embed", ""),
     f"{CACHED}/model.hlo_module.pb.lock": ("train promote embed", "train promote embed"),
     f"{E}/verdict.json": ("promote", ""),
     f"{E}/scores/abc/scores.safetensors": ("promote", ""),
@@ -186,7 +187,7 @@ def test_each_key_is_written_and_deleted_by_those_whose_jobs_do(key: str) -> Non
     assert OURS.who("s3:PutObject", OURS.object_arn(key)) == [role for role in ROLES if role in writers.split()]
     assert OURS.who("s3:DeleteObject", OURS.object_arn(key)) == [role for role in ROLES if role in deleters.split()]
     # Uploads in parts: files that a folder is committed of, or a compiler writes; all else is one request.
-    folders = ("tokens/", "negatives/", "checkpoints/", "compile-cache/neuronxcc-")
+    folders = ("tokens/", "negatives/", "checkpoints/", "compile-cache/neuronxcc-", "compile-cache/neff/")
     in_parts = key.startswith((*folders, f"{E}/", f"{C}/parity/", f"{C}/mine/abc-"))
     found = OURS.who("s3:AbortMultipartUpload", OURS.object_arn(key))
     assert found == [

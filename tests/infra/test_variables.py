@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from jobs.schedule import parse_schedule
+from jobs.settings import CycleSettings
 from pipeline.core.machines import NODES
 from pipeline.parallel.world import MASTER_PORT
+from pipeline.settings import resolve
 from tests.infra.terraform import INFRA, Terraform, environment_for, require_terraform
 
 DIGEST = "sha256:" + "0" * 64
@@ -176,3 +178,10 @@ def test_its_own_tests_pass(infra: Terraform) -> None:
     """`terraform test` validates first; its providers are mocks."""
     said = infra.must("test", "-no-color")
     assert "Success!" in said and ", 0 failed" in said, said
+
+
+def test_names_of_job_variables_may_contain_two_underscores() -> None:
+    """`local.environment` in settings.tf has them as one variable in JSON."""
+    wanted = {"TRNPIPE_REGISTRY__VERIFY_KEY": "awskms:///key", "AWS_DEFAULT_REGION": "us-west-2"}
+    env = {"TRNPIPE_JOBS__ENVIRONMENT": json.dumps(wanted)}
+    assert resolve((), env, [], model=CycleSettings).settings.jobs.environment == wanted

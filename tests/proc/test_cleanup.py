@@ -88,7 +88,7 @@ def test_the_next_start_ends_what_a_killed_owner_has_left(tmp_path: Path, monkey
 
 def test_no_folder_no_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(TransientError, match="cannot start the health checks"), guarded_temp_folder():
+    with pytest.raises(TransientError, match="cannot create a folder for temporary files"), guarded_temp_folder():
         pass
 
 

@@ -89,4 +89,4 @@ def test_a_tool_that_is_not_installed_is_a_fault_of_the_image(
 def test_no_place_for_temporary_files(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     code, err = run()
-    assert code == RETRY and "cannot start the health checks" in err
+    assert code == RETRY and "cannot create a folder for temporary files" in err

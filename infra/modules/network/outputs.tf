@@ -1,8 +1,3 @@
-output "vpc_id" {
-  value       = aws_vpc.this.id
-  description = "The VPC."
-}
-
 output "subnet_id" {
   value       = aws_subnet.nodes.id
   description = "The private subnet of all nodes."

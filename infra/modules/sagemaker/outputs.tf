@@ -2,7 +2,7 @@ output "settings" {
   description = "[jobs.sagemaker] of a cycle."
   value = merge(
     { subnets = [var.subnet_id], security_groups = [var.security_group_id] },
-    local.has_queue ? { via = "queue", queue = local.queue } : {},
+    local.has_queue ? { queue = local.queue } : {},
   )
   depends_on = [aws_cloudformation_stack.queue]
 }

@@ -1,13 +1,3 @@
-output "driver_definition_arn" {
-  description = "Job definition of the driver, with its revision."
-  value       = aws_batch_job_definition.this["driver"].arn
-}
-
-output "watch_definition_arn" {
-  description = "Job definition of the watch, with its revision."
-  value       = aws_batch_job_definition.this["watch"].arn
-}
-
 output "dead_letter_arn" {
   description = "Queue of starts that failed for good."
   value       = aws_sqs_queue.dead_letter.arn

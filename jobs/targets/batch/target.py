@@ -116,8 +116,13 @@ class BatchTarget(Target):
     def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
         """Return a line for each job that cannot start. Jobs that can never start are ended after 15 minutes."""
         now, since = self.store.clock(), {(job.id, job.reason): job.since for job in self.store.blocked_jobs()}
-        blocked_jobs = tuple(  # keep the first time as long as a job is blocked for the same reason
-            BlockedJob(job=task.name, id=task.id, reason=reason, since=since.get((task.id, reason), now))
+        blocked_jobs = tuple(  # keep the first time as long as a job is blocked for the same reason, and has not run
+            BlockedJob(
+                job=task.name,
+                id=task.id,
+                reason=reason,
+                since=max([since.get((task.id, reason), now), *(each.stopped_at or 0.0 for each in task.attempts)]),
+            )
             for record in records
             for task in record.tasks()
             if task.state is JobState.RUNNABLE and (reason := reason_in(task.status_reason))

@@ -84,10 +84,26 @@ def test_an_overlap_is_refused_until_the_other_cycle_has_ended(world: World, oth
 def test_a_claim_without_a_plan_has_not_ended_and_one_that_is_too_late_is_not_started(world: World) -> None:
     assert world.deliver(now=AT_TWO + DAY) == 0
     assert world.submissions == [] and "too late" in world.said[-1]
+    assert "deadline MISSED" in world.said[-1], "the alarm waits for these words"
     store = world.claim("2026-11-19")
     store.storage.delete([store.key("plan.json")])
     with pytest.raises(TransientError, match="2026-11-19 is under way"):
         world.deliver()
+    asked = open_cycle(CycleSettings.model_validate({"workspace": str(world.folder)}), world.said.append)
+    with pytest.raises(ConfigError, match="trnjobs cancel --cycle 2026-11-19"):
+        asked.other("2026-11-19").plan()
+    submit.cancel_cycle(asked.other("2026-11-19"), "by hand")
+    assert world.said[-1] == "cycle 2026-11-19 was claimed but not submitted, so its claim was deleted"
+    assert world.deliver() == 75
+
+
+def test_a_claim_is_not_deleted_while_it_is_being_submitted(world: World) -> None:
+    store = world.claim("2026-11-19")
+    assert not store.withdraw_claim("b"), "it has a plan"
+    with store.submitting(cycle().model_copy(update={"cycle": "2026-11-19"}), "batch", "a"):
+        store.storage.delete([store.key("plan.json")])
+        with pytest.raises(TransientError, match="is being submitted by a"):
+            store.withdraw_claim("b")
 
 
 @pytest.mark.parametrize("text", ["2026-11-20T02:00:00Z", "2026-11-20T03:00:00+01:00", ""])

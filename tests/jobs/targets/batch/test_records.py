@@ -192,3 +192,16 @@ def test_a_blocked_job_is_ended_after_the_dwell_time_only(setting: Setting) -> N
         assert line.startswith("train cannot start: no instance type")
         assert train["status"] == state
     assert train["statusReason"].startswith("blocked for 900 s: MISCONFIGURATION")
+
+
+def test_a_job_that_has_run_in_between_is_blocked_from_then_on(setting: Setting) -> None:
+    setting.batch.settle()
+    train = setting.batch.jobs[setting.ids()["train"]]
+    train["statusReason"] = "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT"
+    target, began = setting.target(), setting.clock.now
+    target.check_blocked(target.records(setting.plan))
+    setting.clock.now = began + 3600
+    stopped_ms = int(1000 * (began + 3300))
+    train["attempts"] = [{"startedAt": stopped_ms - 60_000, "stoppedAt": stopped_ms, "container": {"exitCode": 75}}]
+    (line,) = target.check_blocked(target.records(setting.plan))
+    assert "for 5m00s" in line and train["status"] == "RUNNABLE"
