@@ -8,6 +8,7 @@ of a given cycle, as a single matrix.
 import json
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import cast, get_args
 
@@ -20,7 +21,7 @@ from pipeline.convert.exporting import ExportPlan, destination, write_export
 from pipeline.convert.folder import Format, open_source
 from pipeline.convert.importing import ForeignModel, ImportDefaults, read_model, store_import
 from pipeline.core.batch_order import Bucket
-from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
@@ -189,11 +190,12 @@ def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix:
     state, format_ = checkpoint.state, cast(Format, call.options.get(FORMAT, "sentence-transformers"))
     # Use the buckets of the training data, or those to expect if that data was deleted.
     buckets, rows = expected_shapes(settings).buckets, None
-    if prepared := find_prepared(replace(ctx, cycle=state.cycle)):
-        sets = read_token_sets(ctx.workspace, prepared.token_sets)
-        buckets = tuple(map(Bucket.parse, sets[0].info.buckets))
-        if format_ == "onnx":  # only one partition, because partitions on S3 are downloaded
-            rows = _sample_rows(open_rows(ctx.workspace, sets[:1], "train", ctx.scratch / "exported"))
+    with suppress(DataError):
+        if prepared := find_prepared(replace(ctx, cycle=state.cycle)):
+            sets = read_token_sets(ctx.workspace, prepared.token_sets[:1])
+            buckets = tuple(map(Bucket.parse, sets[0].info.buckets))
+            if format_ == "onnx":  # only one partition, because partitions on S3 are downloaded
+                rows = _sample_rows(open_rows(ctx.workspace, sets, "train", ctx.scratch / "exported"))
     longest = max(buckets, key=lambda bucket: (bucket.product_tokens, bucket.query_tokens))
     default = state.max_tokens or min(max(longest.query_tokens, longest.product_tokens), state.model.max_positions)
     return ExportPlan(
@@ -212,7 +214,9 @@ def _sample_rows(rows: TokenRows) -> Arrays | None:
     bucket = max((number for number, size in enumerate(rows.sizes) if size), default=None)
     if bucket is None:
         return None
-    numbers = np.arange(min(rows.sizes[bucket], _SAMPLE_ROWS), dtype=np.int64)
+    count = min(rows.sizes[bucket], _SAMPLE_ROWS)
+    # Repeat a single row, because torch.export does not support a dynamic dimension of size one.
+    numbers = np.resize(np.arange(count, dtype=np.int64), max(2, count))
     return rows.read(np.full(len(numbers), bucket), numbers, bucket, ("query", "product", "numeric", "categorical"))
 
 

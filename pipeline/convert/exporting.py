@@ -59,6 +59,7 @@ _ROWS = 16  # random rows to compare ONNX programs on
 SHORTEST = 3  # [CLS], one token and [SEP]
 CLAIM = ".trnpipe-export"
 """This file marks the folder of an export in progress. It is deleted after the manifest is written."""
+_CLAIM_TEXT = b"an export in progress, or an interrupted one\n"
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,10 @@ def destination(
         folder.mkdir(parents=True)
         yield folder
     check_replaceable()  # files may have been added in the meantime
+    storage.write_bytes(claim, _CLAIM_TEXT)
+    storage.delete([join_key(name, MANIFEST_NAME)])  # from here on, the claim shows that the other files are ours
     storage.delete_prefix(name)
-    storage.write_bytes(claim, b"an export in progress, or an interrupted one\n")
+    storage.write_bytes(claim, _CLAIM_TEXT)
     commit_dir(storage, folder, name, kind=EXPORT, fields=fields)
     storage.delete([claim])
 

@@ -40,7 +40,7 @@ class ClickCounts:
 
 @dataclass(frozen=True)
 class ClickRates:
-    """The click rate of each pair at the first position, from 0 to 1, with its 90% interval.
+    """The click rate of each pair at the first position, from 0 to 1, with its approximate 90% interval.
 
     `impressions` and `clicks` are counted at positions with a propensity. `typical` is the mean rate of a clicked pair.
     """
@@ -131,7 +131,8 @@ def estimate_rates(counts: ClickCounts, propensities: Float64s) -> ClickRates:
 
     A prior with the mean and the variance of all rates is added (empirical Bayes, method of moments), so that a single
     click on a rare pair does not make it relevant. The interval is the score interval, which equals Wilson's if all
-    propensities are 1. Raises DataError if the rates do not differ more than by chance.
+    propensities are 1. With few impressions, it covers less than 90%, because the prior narrows it. Raises DataError if
+    the rates do not differ more than by chance.
     """
     known, weight = np.isfinite(propensities)[counts.place], np.nan_to_num(propensities)[counts.place]
     impressions, clicks, exposure, squares = (

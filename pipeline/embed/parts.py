@@ -299,10 +299,15 @@ def _finish(
     workspace.write_bytes(join_key(prefix, QUARANTINE), quarantine)
     check_sizes(workspace, prefix, manifest)
     workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())  # unless another worker was faster
-    # Delete the original files of parts without their duplicates, and the files of an earlier plan.
-    superseded = {name for name in list_names(workspace, prefix) if name.startswith("part-")} - manifest.files.keys()
-    workspace.delete(join_key(prefix, name) for name in sorted(superseded))
+    delete_superseded(result)
     return result
+
+
+def delete_superseded(vectors: VectorSet) -> None:
+    """Delete the original files of parts without their duplicates, and the files of an earlier plan."""
+    names = list_names(vectors.storage, vectors.prefix)
+    superseded = {name for name in names if name.startswith("part-")} - vectors.manifest.files.keys()
+    vectors.storage.delete(join_key(vectors.prefix, name) for name in sorted(superseded))
 
 
 def _manifest(

@@ -96,8 +96,8 @@ def gather_products(
         for batch in read_products(source, stop):
             rows = _as_catalogue(batch, "product_id", config.filter)
             is_first = np.ones(len(rows.rows), dtype=np.bool_)
-            for row, value in enumerate(rows.columns["id"].to_pylist()):
-                if value:  # keep all rows without an id, which are counted as bad later
+            for row, (value, *texts) in enumerate(zip(*(column.to_pylist() for column in rows.columns), strict=True)):
+                if value and any(text and text.strip() for text in texts):  # all other rows are counted as bad later
                     is_first[row] = value not in observed
                     observed.add(value)
             yield replace(rows, columns=rows.columns.filter(pa.array(is_first)), rows=rows.rows[is_first])
@@ -115,7 +115,8 @@ def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> 
         "content": [[file.key, file.content_id] for file in files.inputs],
         "columns": columns.model_dump(),
     }
-    batches = files.read(lambda uri: partial(columns.plan, file=uri), _BATCH_ROWS, "reading the catalogue")
+    versions = [file.version for file in files.inputs]
+    batches = files.read(lambda uri: partial(columns.plan, file=uri), _BATCH_ROWS, "reading the catalogue", versions)
     return _gather(workspace, content, (_as_catalogue(batch, "id", columns.filter) for batch in batches))
 
 
@@ -317,11 +318,12 @@ def cycle_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkp
         plan, checkpoint = make_plan(settings, ctx)
         pinned = pin_plan(ctx.workspace, plan)
         checkpoint = checkpoint if pinned.model == plan.model else None
-    current = plan_settings(settings.embed, settings.data)
-    for name in sorted(pinned.asked.keys() | current.keys()):
-        if pinned.asked.get(name) != current.get(name):
+    current = plan_settings(settings.embed, settings.data) | {"model_name": settings.model_name}
+    asked = pinned.asked | {"model_name": pinned.model.name}
+    for name in sorted(asked.keys() | current.keys()):
+        if asked.get(name) != current.get(name):
             raise ConfigError(
-                f"{name} is {current.get(name)!r}, but cycle {ctx.cycle} was started with {pinned.asked.get(name)!r}",
+                f"{name} is {current.get(name)!r}, but cycle {ctx.cycle} was started with {asked.get(name)!r}",
                 expected="the same settings that the cycle was started with",
                 next_command=f"the same settings, a different --cycle, or {_start_over(ctx.workspace, ctx.cycle)}",
             )

@@ -283,6 +283,8 @@ class RelevanceModel(nn.Module):
         self.interactions = Interactions(config, spec)
         self.head = nn.Linear(self.interactions.width, spec.num_classes)
         self.teacher: nn.Linear | None = None
+        self.encodes_together = True
+        """Whether to encode queries and products of the same length in a single call."""
 
     @torch.no_grad()
     def add_projection(self, width: int, seed: int) -> None:
@@ -321,7 +323,7 @@ class RelevanceModel(nn.Module):
             vectors = vectors.to(self.head.weight.dtype)  # cast back to bf16 if the weights are in bf16
             return vectors[:, 0], vectors[:, 1:].flatten(0, 1), matched
         query, product = inputs.query, inputs.product
-        if query.shape[1] == product.shape[1]:  # run the encoder only once, which halves the size of the graph
+        if self.encodes_together and query.shape[1] == product.shape[1]:  # this halves the size of the graph
             both = self.encoder.hidden_states(torch.cat([query, product], dim=0))
             states = both[: query.shape[0]], both[query.shape[0] :]
         else:

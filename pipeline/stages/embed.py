@@ -13,7 +13,7 @@ from pipeline.embed.carry_over import open_earlier, open_row_index
 from pipeline.embed.catalogue import TextRules, WorkShard
 from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.flow import EmbedWatch, Flow, embed_shards
-from pipeline.embed.parts import finish, part_store, report_totals, totals
+from pipeline.embed.parts import delete_superseded, finish, part_store, report_totals, totals
 from pipeline.embed.plan import EmbedPlan, catalogue_storage, check_lengths, cycle_plan, open_pinned
 from pipeline.embed.vectors import VectorSet, find_vectors, vectors_prefix
 from pipeline.io.commit import read_manifest
@@ -57,6 +57,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
                 expected="no vectors, or vectors from the plan of this cycle",
                 next_command=f"use a different --cycle, or delete {ctx.workspace.uri(prefix)}",
             )
+        delete_superseded(vectors)  # an earlier attempt may have been killed before this
         ctx.console.info(f"embed: already done, {vectors.info.rows:,} vectors in {ctx.workspace.uri(prefix)}")
         earlier = ctx.earlier(NAME)
         if earlier is None:  # an earlier attempt was killed after it had published the vectors

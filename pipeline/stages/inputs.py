@@ -10,7 +10,7 @@ from pipeline.compile.identity import evaluation_plan, graph_plan
 from pipeline.compile.manifest import GraphWatch, Plan
 from pipeline.context import StageContext
 from pipeline.core.batch_order import LONGEST, Bucket
-from pipeline.core.errors import DataError
+from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.buckets import given_buckets, pinned_buckets
 from pipeline.data.lexical import numeric_names
@@ -81,9 +81,21 @@ def mined_negatives(ctx: StageContext) -> str | None:
 
 
 def taught_outputs(ctx: StageContext) -> Mapping[str, str] | None:
-    """Return the prefixes of what the teacher has computed in this cycle, or None if there is no result."""
-    result = ctx.earlier("teach")
-    return None if result is None else result.outputs
+    """Return the prefixes of what the teacher has computed in this cycle, or None if there is no result.
+
+    Raises ConfigError if it was a different teacher.
+    """
+    result, teacher = ctx.earlier("teach"), ctx.settings.train.teacher
+    if result is None or not teacher:
+        return None
+    used = result.inputs.get("train.teacher", teacher)  # earlier versions did not store it
+    if used != teacher:
+        raise ConfigError(
+            f"train.teacher is {teacher!r}, but the teacher of cycle {ctx.cycle} was {used!r}",
+            expected="the same teacher as in trnpipe teach",
+            next_command=f"trnpipe teach --cycle {ctx.cycle}, with the settings of this run",
+        )
+    return result.outputs
 
 
 ASSUMED_CLASSES = 4  # number of labels to assume if data.labels is not set, as in ESCI and the built-in catalogue

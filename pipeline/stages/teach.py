@@ -54,9 +54,11 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         f"taught_{number:03d}" if task.negatives is None else MINED: task.prefix for number, task in enumerate(tasks)
     }
     if not todo:
-        result = ctx.earlier(NAME)
-        if result is None or result.outputs != outputs:  # the work of an earlier cycle, or of a killed attempt
-            result = store_result(ctx.workspace, _result(ctx, teacher, started, outputs, figures))
+        result, earlier = _result(ctx, teacher, started, outputs, figures), ctx.earlier(NAME)
+        if earlier is not None and (earlier.inputs, earlier.outputs) == (result.inputs, outputs):
+            result = earlier
+        else:  # the work of an earlier cycle, or of a killed attempt
+            store_result(ctx.workspace, result)
         return result.model_copy(update={"status": "already_done"})
     sums = {"rows": 0, "ms": 0}
     try:
@@ -86,4 +88,5 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
 def _result(
     ctx: StageContext, teacher: Teacher, started: datetime, outputs: dict[str, str], figures: dict[str, Figure]
 ) -> StageResult:
-    return ctx.finish(NAME, started, inputs={"teacher": teacher.digest}, outputs=outputs, figures=figures)
+    inputs = {"teacher": teacher.digest, "train.teacher": ctx.settings.train.teacher}
+    return ctx.finish(NAME, started, inputs=inputs, outputs=outputs, figures=figures)

@@ -160,14 +160,18 @@ def plan_tasks(
 def teach_worker_slice(tasks: list[TeachTask], worker: int, workers: int) -> int:
     """Compute the parts that are assigned to a worker. Returns the number of parts that no worker has committed yet."""
     with progress("applying the teacher", None, "pairs and texts") as advance:
-        for task, done in [(task, task.parts.store.done()) for task in tasks]:
-            for index in (index for index in task.parts.worker_slice(worker, workers) if index not in done):
-                task.ctx.stop.raise_if_set(DOING)
-                began, (start, stop) = time.monotonic(), task.parts.rows(index)
-                values = task.compute(start, stop)
-                spent_ms = round(1000 * (time.monotonic() - began))
-                task.parts.commit(index, values, {"rows": stop - start, "ms": spent_ms})
-                advance(stop - start)
+        parts = [(task, index) for task in tasks for index in range(len(task.parts))]
+        own = parts[worker * len(parts) // workers : (worker + 1) * len(parts) // workers]
+        done = {task.prefix: task.parts.store.done() for task, _ in own}
+        for task, index in own:
+            if index in done[task.prefix]:
+                continue
+            task.ctx.stop.raise_if_set(DOING)
+            began, (start, stop) = time.monotonic(), task.parts.rows(index)
+            values = task.compute(start, stop)
+            spent_ms = round(1000 * (time.monotonic() - began))
+            task.parts.commit(index, values, {"rows": stop - start, "ms": spent_ms})
+            advance(stop - start)
     return sum(len(task.parts) - len(task.parts.store.done()) for task in tasks)
 
 

@@ -106,6 +106,8 @@ def test_import_train_and_export(ask: Ask, folder: Folder, tmp_path: Path) -> No
     out, _ = ask("export", child.prefix, "--out", f"{tmp_path}/programs", "--format=torchscript", "--batch-size=2")
     files = [path.name for path in (tmp_path / "programs").glob("*.pt")]
     assert files == ["relevance-16x24.pt"], "the data's longest bucket"
+    workspace.delete_prefix("tokens")
+    ask("export", child.prefix, "--out", f"{tmp_path}/after", "--format=safetensors")
     program = torch.jit.load(tmp_path / "programs" / files[0])  # type: ignore[no-untyped-call]
     assert program.embed_product(torch.ones(2, 24, dtype=torch.int32)).shape == (2, 16)
 

@@ -1,7 +1,7 @@
 """Where exports go: whole or not at all, and never over files of others."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,6 +58,31 @@ def test_written_and_replaced_where_a_link_leads(target: str, place: tuple[Stora
         (tmp_path / "link").symlink_to(target.removeprefix("file://"))
     put(again, tmp_path, "three")
     assert names_in(place) == {"three"} and Path(again).is_symlink() == (again != target)
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 4])
+def test_killed_while_it_is_replaced_and_run_again(
+    requests: int, target: str, place: tuple[Storage, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(target, tmp_path, "one", "deep/two")
+    left = requests
+
+    def killing(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*given: object) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise TransientError("killed")
+            change(*given)
+
+        return changed
+
+    with monkeypatch.context() as patched, pytest.raises(TransientError, match="killed"):
+        for name in ("delete", "write_bytes", "upload_dir"):
+            patched.setattr(type(place[0]), name, killing(getattr(type(place[0]), name)))
+        put(target, tmp_path, "three")
+    put(target, tmp_path, "three")
+    assert names_in(place) == {"three"}
 
 
 def test_files_of_others_are_left_alone(target: str, place: tuple[Storage, str], tmp_path: Path) -> None:

@@ -67,6 +67,9 @@ def test_rates_are_recovered_and_intervals_cover_them() -> None:
     assert rates.typical == pytest.approx((RATES**2).sum() / RATES.sum(), rel=0.05)
     covered = (rates.low <= RATES) & (rates.high >= RATES)
     assert covered.mean() == pytest.approx(0.9, abs=0.03)
+    few = estimate_rates(simulated(anywhere(10, 60_000), np.tile(RATES, 10)), TRUE)
+    covered = (few.low <= np.tile(RATES, 10)) & (few.high >= np.tile(RATES, 10))
+    assert 0.8 < covered.mean() < 0.9, "fewer, as docs/data.md says"
 
 
 def test_a_single_click_on_a_rare_pair_does_not_make_it_relevant() -> None:

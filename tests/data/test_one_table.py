@@ -112,7 +112,7 @@ def outcome(folder: Path, format_name: str, wanted: dict[str, str], labels: tupl
             read_file(storage, format_name, format_name, lambda names: plan_columns(config, names, "table"), 3)
         )
     except DataError as error:
-        return type(error), error.seen.rpartition("column ")[2].split(" is ")[0]
+        return DataError, error.seen.rpartition("column ")[2].split(" is ")[0]
     for batch in batches:
         _count_labels(counts, batch.columns, "label")
     for chunk in cut_chunks("table", batches, 100):

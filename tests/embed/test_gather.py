@@ -10,10 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.context import StageContext, open_context
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig
+from pipeline.data.input_files import Files
 from pipeline.embed import plan as plan_module
 from pipeline.embed.catalogue import Catalogue, read_shard
 from pipeline.embed.config import CatalogueConfig
@@ -151,6 +152,30 @@ def test_other_files_are_named(ctx: StageContext, tmp_path: Path, monkeypatch: p
     pq.write_table(pa.table({"product_id": ["a"], "title": ["lamp"]}), tmp_path / "in" / "rows.parquet")
     find_catalogue(config, DataConfig(), ctx)
     assert lines == ["embed: 1 other file(s) were not read: README.md"]
+
+
+def test_a_product_without_a_text_is_replaced_by_a_later_row(ctx: StageContext, tmp_path: Path) -> None:
+    titles, names = ["", "blue", "red", "pink"], ["p1", "p2", "p1", "p1"]
+    found = of_data(ctx, judgements(tmp_path / "in", product_id=names, title=titles))
+    assert [row[:2] for row in found] == [(b"p1", b""), (b"p2", b"blue"), (b"p1", b"red")]
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    ctx: StageContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "rows.csv", Files.read
+
+    def changed(files: Files, *given: Any) -> Any:
+        path.write_text("product_id,title\n1,phone\n")
+        return read(files, *given)
+
+    config = CatalogueConfig(path=str(path))
+    path.write_text("product_id,title\n1,phone\n2,desk\n")
+    with monkeypatch.context() as patched, pytest.raises(TransientError, match="changed while it was being read"):
+        patched.setattr(Files, "read", changed)
+        rows(ctx, config)
+    path.write_text("product_id,title\n1,phone\n2,desk\n")
+    assert len(rows(ctx, config)) == 2
 
 
 def test_it_may_be_killed_and_run_again(ctx: StageContext, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,13 @@ def test_the_plan_that_was_first_counts_with_its_checkpoint(
     assert cycle_plan(settings, ctx) == (other, None)
 
 
+def test_the_plan_is_that_of_one_model(settings: Settings, ctx: StageContext) -> None:
+    cycle_plan(settings, ctx)
+    other = settings.model_copy(update={"model_name": "base"})
+    with pytest.raises(ConfigError, match="model_name is 'base', but cycle c1 was started with"):
+        cycle_plan(other, ctx)
+
+
 def test_a_plan_comes_with_the_checkpoint_that_was_opened_for_it(settings: Settings, ctx: StageContext) -> None:
     plan, checkpoint = cycle_plan(settings, ctx)
     assert checkpoint is CHECKPOINT and plan.model.digest == CHECKPOINT.digest

@@ -100,8 +100,10 @@ def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.Capture
     assert embed(workspace) == 0
     assert "already done, 100 vectors" in capsys.readouterr().out
     workspace.delete(["cycles/c1/embed/result.json"])
+    workspace.write_bytes("embeddings/c1/part-00000-old.parquet", b"left by an attempt that was killed")
     assert embed(workspace) == 0
     assert result_of(workspace).figures["rows"] == 100
+    assert workspace.stat("embeddings/c1/part-00000-old.parquet") is None
 
 
 def test_long_texts_in_chunks(workspace: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

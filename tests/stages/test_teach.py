@@ -155,6 +155,10 @@ def test_a_checkpoint_gives_its_vectors_and_not_the_scores_of_its_head(case: Cas
         assert len(vectors) == sum(len(np.unique(every[side], axis=0)) for side in ("query", "product")), "once"
     assert "0 are new" in case.run(teacher, stage="teach")
     assert "was trained with different teacher" in case.run(teacher, stage="train", code=78), "trained without it"
+    other = f"--train.teacher={case.storage.uri(case.trained())}"
+    assert "but the teacher of cycle c1 was" in case.run(other, stage="train", code=78)
+    assert "0 are new" in case.run(other, stage="teach")
+    assert "was trained with different teacher" in case.run(other, stage="train", code=78)
 
 
 @pytest.mark.parametrize("kind", ["scores", "classes"])
@@ -246,12 +250,14 @@ def test_workers_and_interruptions_change_no_byte_and_the_next_day_reuses_all(
 
     monkeypatch.setattr(TeachTask, "compute", counted)
     case.run(teacher, stage="teach", code=75)
-    most = 1000
+    most, each = 1000, [len(computed)]
     for worker in (1, 0):
         monkeypatch.setenv(ARRAY_INDEX, str(worker))
         said = case.run(teacher, "--teach.workers=2", stage="teach")
         assert f"worker {worker} of 2" in said and ("parts of other workers are missing" in said) == (worker == 1)
+        each.append(len(computed))
     monkeypatch.delenv(ARRAY_INDEX)
+    assert abs(each[1] - each[0] - each[2] / 2) < 2, "half of all parts are those of worker 1"
     assert len(computed) == len({*computed}) > 10, "each part once"
     assert {prefix: read_manifest(case.storage, prefix) for prefix in outputs(case).values()} == whole
     dataset = next(iter(whole)).rpartition("/")[0]
