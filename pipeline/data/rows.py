@@ -388,7 +388,7 @@ def with_attributes(text: pa.Array, values: Sequence[pa.Array]) -> pa.Array:
     return pc.if_else(is_blank, text, joined)
 
 
-class ColumnTypeError(pa.ArrowTypeError):
+class ColumnTypeError(pa.ArrowTypeError):  # type: ignore[misc]  # pyarrow has no types
     """Raised if the values of a column are neither text nor numbers."""
 
     def __init__(self, column: str, kind: str) -> None:
