@@ -24,6 +24,7 @@ from pydantic import Field
 
 from jobs.commands.show import log_lines
 from jobs.commands.submit import cancel_cycle, close_cycle, submit_plan
+from jobs.cycle.cycle_store import Claim
 from jobs.cycle.job_states import Outcome, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.gather import CycleRow, Job, PageData, gather, jobs_of, row_of
 from jobs.cycle.page.publish import outcome_sentence, report_key, visible, write_page
@@ -32,7 +33,7 @@ from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle
 from jobs.targets.base import PATIENCE_S
 from pipeline.context import Figure
-from pipeline.core.errors import TransientError
+from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
 from pipeline.core.record import Record
@@ -187,12 +188,19 @@ class Cycle:
         if target == "batch":
             submit_plan(self._cycle, plan, target, again=fresh)
         elif self._engine is None or self._engine.done():
+            replaced = self._store.claim() if fresh and self._store.submissions() else None
             thread = ThreadPoolExecutor(1, "cycle")
             self._engine = thread.submit(submit_plan, self._cycle, plan, target, again=fresh)
             thread.shutdown(wait=False)
-            while self._runs_here() and self._store.plan() != plan:  # the thread also ends if there is nothing to do
+            while self._runs_here() and not self._has_begun(plan, replaced):  # it also ends if there is nothing to do
                 time.sleep(0.05)
         return self.status()
+
+    def _has_begun(self, plan: JobPlan, replaced: Claim | None) -> bool:
+        """Return whether the plan was stored, by a submission that is newer than that of the claim `replaced`."""
+        claim = self._store.claim()
+        is_old = replaced is not None and claim is not None and claim.first_round == replaced.first_round
+        return not is_old and self._store.plan() == plan
 
     def wait(self, timeout_s: float | None = None, every_s: float = 5.0) -> CycleStatus:
         """Wait until the cycle has ended on its target, then close it.
@@ -200,9 +208,11 @@ class Cycle:
         Interrupting this call does not end the jobs. On SageMaker, it also starts the jobs whose dependencies have
         succeeded.
 
-        Raises TransientError after `timeout_s`, or if AWS or the workspace was unreachable for 15 minutes. Raises
-        ConfigError if the cycle was not submitted. An error that ended the local jobs is raised here.
+        Raises TransientError after `timeout_s`, or if AWS or the workspace was unreachable for 15 minutes, ConfigError
+        if the cycle was not submitted, and Preempted if the process that ran local jobs has died. An error that ended
+        the local jobs is raised here.
         """
+        looks_interrupted = 0
         until = time.monotonic() + (inf if timeout_s is None else timeout_s)
         plan, target, answered_at = self._cycle.plan(), self._cycle.target(), time.monotonic()
         while True:
@@ -219,9 +229,13 @@ class Cycle:
                 answered_at = time.monotonic()
                 if closed is not None:
                     return self.status()
+                is_interrupted = not runs_here and self._cycle.interrupted_s() is not None
+                looks_interrupted = looks_interrupted + 1 if is_interrupted else 0
             except TransientError:
                 if time.monotonic() - answered_at > PATIENCE_S:
                     raise
+            if looks_interrupted == 2:  # it may be about to write its end when we look for the first time
+                raise Preempted(f"cycle {self.name}: {self._cycle.progress()}", next_command="submit() to resume it")
             if time.monotonic() >= until:
                 raise TransientError(
                     f"cycle {self.name} has not ended within {timeout_s:g} s",

@@ -223,6 +223,13 @@ def make_plan(settings: CycleSettings) -> JobPlan:
         raise ConfigError(
             f"cycle {settings.cycle!r} begins with {RUN_PREFIX}, which is reserved for trnjobs run",
             expected="a different name",
+            next_command="--cycle NAME",
+        )
+    if settings.cycle == "index":
+        raise ConfigError(
+            f"cycle {settings.cycle!r} has the name of the page that lists all cycles",
+            expected="a different name",
+            next_command="--cycle NAME",
         )
     jobs = settings.jobs
     for job in (jobs.compile, jobs.train, jobs.evaluate):

@@ -15,7 +15,7 @@ from jobs.cycle.job_states import Closed, outcome_of
 from jobs.cycle.page.gather import PageData, gather
 from jobs.plan.spec import JobPlan
 from jobs.setup import OpenCycle, open_newest
-from pipeline.core.errors import EXIT_OK, ConfigError, TransientError, first_line
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TransientError, first_line
 from pipeline.core.optional import missing_package
 from pipeline.core.progress import Say
 from pipeline.core.secrets import without_secrets
@@ -53,24 +53,31 @@ class Mirror(Protocol):
 def run_mirror(arguments: argparse.Namespace, say: Say) -> int:
     """Copy a cycle, or all cycles of the workspace.
 
-    Raises ConfigError if the other side is not configured or rejects the data, and TransientError if it does not
-    answer.
+    Raises ConfigError if the other side is not configured or rejects the data, TransientError if it does not answer,
+    and DataError after all other cycles if one cannot be read.
     """
     newest = open_newest(arguments.settings, say)
     names = list(claims_by_age(newest.store)) if arguments.all else [newest.name]
-    mirror = _mirror_class(arguments.to)()
+    mirror, damaged = _mirror_class(arguments.to)(), list[DataError]()
     for name in names:
         cycle = newest.other(name).with_stored()
-        claim, plan = cycle.store.claim(), cycle.store.plan() if arguments.all else cycle.plan()
-        if claim is None or plan is None:
-            say(f"skipping cycle {name}: it was claimed but not submitted (next: trnjobs submit --cycle {name})")
+        try:
+            claim, plan = cycle.store.claim(), cycle.store.plan() if arguments.all else cycle.plan()
+            if claim is None or plan is None:
+                say(f"skipping cycle {name}: it was claimed but not submitted (next: trnjobs submit --cycle {name})")
+                continue
+            stored = _read_cycle(cycle, claim, plan)
+        except DataError as error:  # continue with the other cycles
+            say(f"skipping cycle {name}: {error.seen}")
+            damaged.append(error)
             continue
-        stored = _read_cycle(cycle, claim, plan)
         say(f"cycle {name}: {mirror.send(stored)}")
         for line in stored.data.unread:
             say(f"warning: {line}")
     for line in mirror.finish(newest.store.storage):
         say(line)
+    if damaged:
+        raise damaged[0]
     return EXIT_OK
 
 

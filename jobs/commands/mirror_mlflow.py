@@ -169,7 +169,9 @@ class MLflowMirror:
 def figures_of(cycle: StoredCycle) -> dict[str, float]:
     """Return the finite figures of all stages and of the whole cycle by the name of their metric."""
     ledger = cycle.data.ledger
-    total = {"took_s": ledger.took_s, "machine_s": ledger.total.all_ms / 1000, "usd": ledger.total.usd}
+    total = {"took_s": ledger.took_s, "machine_s": ledger.total.all_ms / 1000}
+    if cycle.claim.target != "local":
+        total["usd"] = ledger.total.usd
     figures = {**cycle.data.figures, "cycle": {**total, "goodput": ledger.total.goodput}}
     return {
         metric_key(stage, name): float(value)

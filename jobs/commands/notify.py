@@ -49,7 +49,7 @@ class Notification(Record):
 def run_notify(arguments: argparse.Namespace, say: Say) -> int:
     """Send all pending messages. With `--test`, a test message is sent first.
 
-    Raises ConfigError if no address is configured, and TransientError if an address did not accept all messages.
+    Raises ConfigError if no address is configured or usable, and TransientError if one did not accept all messages.
     """
     cycle = open_cycle(arguments.settings, say)
     if not cycle.settings.jobs.notify.is_set:
@@ -62,7 +62,7 @@ def run_notify(arguments: argparse.Namespace, say: Say) -> int:
         _put(cycle, f"test-{round(1000 * time.time())}", "this is a test message")
     else:
         check_workspace(cycle.store.storage)
-    if waiting := send_messages(cycle):
+    if waiting := _send(cycle):
         raise TransientError(f"{waiting} messages are still pending", next_command="trnjobs notify")
     say("all messages were delivered")
     return EXIT_OK
@@ -76,9 +76,10 @@ def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], clo
         _put(cycle, "late-deadline", "the deadline has passed", at=ledger.deadline_at)
     if closed is None or closed.outcome == "cancelled":
         return
-    event = cycle.outcome(closed)
+    event, claim = cycle.outcome(closed), store.claim()
+    is_local = claim is not None and claim.target == "local"
     took = None if ledger.began_at is None else closed.at - ledger.began_at
-    facts = (f"took {format_duration(took)}", DEADLINES[ledger.deadline], money(ledger.total))
+    facts = (f"took {format_duration(took)}", DEADLINES[ledger.deadline], money(ledger.total, is_local=is_local))
     lines = [without_error(closed.reason, records), "; ".join(fact for fact in facts if fact)]
     first = first_failure(records)
     if first and (failed := failed_task(first)):
@@ -126,7 +127,9 @@ def send_messages(
     except Preempted:
         raise
     except Exception as error:  # including bugs. Don't print unknown errors, because they may contain an address.
-        seen = error.seen if isinstance(error, TrnpipeError) else type(error).__name__
+        seen = type(error).__name__
+        if isinstance(error, TrnpipeError):
+            seen = f"{error.seen} (next: {error.next_command})"
         cycle.say(f"notify: messages could not be sent: {seen}")
         return 1
 

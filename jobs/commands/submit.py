@@ -270,7 +270,8 @@ def close_cycle(cycle: OpenCycle) -> None:
     for line in target.check_blocked(records):
         cycle.say(line)
     finish(cycle, plan, records)
-    cycle.say(summary(cycle.ledger(plan, records), "under way" if cycle.interrupted_s() is None else "interrupted"))
+    claim, progress = cycle.store.claim(), "under way" if cycle.interrupted_s() is None else "interrupted"
+    cycle.say(summary(cycle.ledger(plan, records), progress, is_local=claim is not None and claim.target == "local"))
 
 
 def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:
@@ -315,6 +316,8 @@ def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], canc
         store.close(closed)
         if closed.round is not None and _is_retried(store, closed.round, records):
             store.reopen()
+        else:  # another process may have stored older records while the page was written
+            store.save_records(records, are_final=True)
     else:
         send_messages(cycle)
     for line in cycle.end_lines(plan, records, closed, data):

@@ -323,7 +323,7 @@ def ledger_of(
     tasks = [task for record in records for task in record.tasks()]
     every = (*earlier, *records)
     stops = [a.stopped_at for record in every for a in record.all_attempts() if a.stopped_at is not None]
-    ended_at = max(stops, default=None) if outcome else None
+    ended_at = max(stops, default=now) if outcome else None
     if outcome == "cancelled" and deadline_at is not None:
         stops += [record.stopped_at or 0.0 for record in every]  # include jobs without an attempt
         if 0.0 < max(stops, default=0.0) <= deadline_at:
@@ -402,7 +402,9 @@ def _ending(attempt: AttemptRecord) -> str:
         return attempt.status_reason or attempt.reason or "no exit code"
     code = f"exit {attempt.exit_code}{' (preempted)' if attempt.is_preempted else ''}"
     failure = ", ".join(text for text in (code, attempt.reason) if text)
-    return "succeeded" if attempt.exit_code == EXIT_OK else failure
+    if attempt.exit_code == EXIT_OK and not attempt.is_stopped:
+        return "succeeded"
+    return attempt.status_reason if attempt.exit_code == EXIT_OK else failure
 
 
 def _spans(
@@ -415,7 +417,8 @@ def _spans(
         from_ms = start_ms - SKEW_MS * (not index)
         until_ms = min([stop_ms + SKEW_MS, *starts[index + 1 : index + 2]])
         own = sorted((e for e in events if from_ms <= e.at_ms <= until_ms), key=lambda event: event.at_ms)
-        kept = attempt.stopped_at is None or attempt.exit_code in (EXIT_OK, GateRefused.exit_code)
+        has_ended_well = attempt.exit_code in (EXIT_OK, GateRefused.exit_code) and not attempt.is_stopped
+        kept = attempt.stopped_at is None or has_ended_well
         yield AttemptSpan(stage, start_ms, stop_ms, kept, tuple(own))
 
 

@@ -169,9 +169,9 @@ class CycleStore:
         """Return the stored records of the jobs, or an empty tuple if there are none."""
         return self._read("records.json", _RECORDS) or ()
 
-    def save_records(self, records: tuple[JobRecord, ...]) -> None:
-        """Store the records of the jobs, unless the cycle is closed, because its records are final."""
-        if self.closed() is None:
+    def save_records(self, records: tuple[JobRecord, ...], *, are_final: bool = False) -> None:
+        """Store the records of the jobs, unless the cycle is closed, because these are final."""
+        if are_final or self.closed() is None:
             self.storage.write_bytes(self.key("records.json"), _RECORDS.dump_json(records, indent=1))
 
     def archive_records(self, submission: int, records: Sequence[JobRecord]) -> None:

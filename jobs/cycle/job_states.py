@@ -68,6 +68,11 @@ class AttemptRecord(Record):
         return None if self.started_at is None or self.stopped_at is None else self.stopped_at - self.started_at
 
     @property
+    def is_stopped(self) -> bool:
+        """Return whether the platform ended the attempt, which has then failed even if its exit code is 0."""
+        return self.status_reason not in ("", EXITED)
+
+    @property
     def is_preempted(self) -> bool:
         """Return whether the attempt lost its machine, or saved its state and stopped because it would lose it."""
         is_stopped = self.status_reason == EXITED and self.exit_code == Preempted.exit_code

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jobs.cycle.costs import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
@@ -20,7 +20,7 @@ from jobs.plan.resources import Prices, job_usd
 from jobs.plan.spec import JobPlan, JobSpec
 from pipeline.core.errors import GateRefused
 from pipeline.core.format import aligned, format_duration, format_percent, usd
-from pipeline.core.secrets import HIDDEN, is_secret, without_secret
+from pipeline.core.secrets import without_secret
 
 STATUS = ("job", "state", "attempts", "ran", "exit", "why")
 
@@ -133,7 +133,7 @@ def cost_lines(ledger: CycleLedger) -> list[str]:
     return [summary(ledger), *aligned(rows)]
 
 
-def summary(ledger: CycleLedger, progress: str = "under way") -> str:
+def summary(ledger: CycleLedger, progress: str = "under way", *, is_local: bool = False) -> str:
     """Return a one-line summary: `cycle first: succeeded in 12m03s, deadline met | 8 of 8 jobs in 9 attempts | ...`."""
     state: str = progress if ledger.outcome == "open" else ledger.outcome
     state += "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
@@ -142,13 +142,15 @@ def summary(ledger: CycleLedger, progress: str = "under way") -> str:
         ", ".join(text for text in (f"cycle {ledger.cycle}: {state}", DEADLINES[ledger.deadline]) if text),
         f"{ledger.succeeded} of {ledger.jobs} jobs in {len(ledger.entries)} attempts{preempted}",
         f"goodput {format_percent(ledger.total.goodput)}",
-        money(ledger.total),
+        money(ledger.total, is_local=is_local),
     ]
     return " | ".join(fields)
 
 
-def money(total: Total) -> str:
+def money(total: Total, *, is_local: bool = False) -> str:
     """Return the cost as text, including how much of it was wasted."""
+    if is_local:
+        return NO_CHARGE
     if total.usd is None:
         return "cost unknown (jobs.prices, jobs.vcpu_usd_per_hour)"
     return f"{usd(total.usd)}, {usd(total.wasted_usd)} of it wasted"
@@ -193,14 +195,5 @@ def value_text(name: str, value: Any) -> str:
     """Return the value of a setting as text to display, with secrets hidden."""
     shown = without_secret(name, value)
     if isinstance(shown, list) and all(isinstance(item, str) for item in shown):
-        return shlex.join(_without_secret_flags(shown))
+        return shlex.join(shown)
     return shown if isinstance(shown, str) and shown and shown.isprintable() else json.dumps(shown)
-
-
-def _without_secret_flags(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments of a command, hiding the values of flags such as `--api-key`."""
-    is_hidden = False
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        yield HIDDEN if is_hidden else f"{name}={HIDDEN}" if equals and is_secret(name) else argument
-        is_hidden = argument.startswith("-") and not equals and is_secret(argument)

@@ -174,13 +174,18 @@ def ordered(stages: Mapping[str, Sequence[str]], steps: Sequence[Step]) -> dict[
     after = {name: list(names) for name, names in stages.items()}
     for step in steps:
         if step.name in after:
-            raise ConfigError(f"jobs.steps: two jobs are named {step.name}", expected="unique names")
+            raise ConfigError(
+                f"jobs.steps: two jobs are named {step.name}",
+                expected="unique names",
+                next_command="rename one of them",
+            )
         after[step.name] = list(step.after)
     for step in steps:
         if unknown := [name for name in (*step.after, *step.before) if name not in after]:
             raise ConfigError(
                 f"jobs.steps: {step.name} refers to a job {unknown[0]} that does not exist",
                 expected=f"one of {', '.join(name for name in after if name != step.name)}",
+                next_command=f"correct after or before of {step.name}",
             )
         for name in step.before:
             after[name].append(step.name)
@@ -219,7 +224,9 @@ def _script_command(step: Step) -> tuple[str, ...]:
     if len(script) < len(step.command) or first == "-m" or first.endswith(".py"):
         if not script or (script[0].startswith("-") and script[0] != "-m"):
             problem = f"step {step.name} runs {first} {f'with option {script[0]}' if script else 'without a script'}"
-            raise ConfigError(problem, expected="-- python SCRIPT.py [ARGUMENT ...], or -m MODULE")
+            raise ConfigError(
+                problem, expected="-- python SCRIPT.py [ARGUMENT ...], or -m MODULE", next_command="correct its command"
+            )
         ranks = ("--launch.processes", str(step.processes))
         return (*ENTRY, "trnpipe", "launch", *ranks, "--", *step.command)
     if step.nodes > 1 or step.processes > 1:

@@ -147,7 +147,9 @@ def run_encode(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
     """
     kind, out = call.options.get(KIND, "query"), call.options.get(OUT, "")
     if out and not out.endswith(".npy"):
-        raise ConfigError(f"{OUT} {out}", expected=f"{OUT} FILE.npy, or JSON lines without {OUT}")
+        raise ConfigError(
+            f"{OUT} {out}", expected="a .npy file, or no file for JSON lines", next_command=f"{OUT} {out}.npy"
+        )
     texts = list(_lines(call.arguments[0] if call.arguments else "-"))
     vectors = _open(settings, stop, settings.cycle, call.options.get(CHECKPOINT, "")).encode(texts, cast(Kind, kind))
     if out:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from pipeline.core.footprint import ContrastiveBatch, EncoderSizes, Estimate, Me
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
+from pipeline.io.storage import open_storage
 from pipeline.model.factory import FactoryEncoder
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.process_group import ProcessGroup
@@ -32,8 +34,11 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
     Returns the exit code of ConfigError if the model would not fit or compile. Raises ConfigError, Preempted.
     """
-    with open_context(settings, stop) as ctx:
-        shapes = shapes_of(settings, ctx, say)
+    with TemporaryDirectory() as folder:
+        root = open_storage(settings.workspace, retry=settings.storage, stop=stop).local_path("")
+        exists = root is None or root.exists()  # otherwise, do not create it
+        with open_context(settings if exists else settings.model_copy(update={"workspace": folder}), stop) as ctx:
+            shapes = shapes_of(settings, ctx, say)
     world = World(world_size=settings.launch.processes)
     share = rank_slice(settings.train, world.world_size, world.rank)
     by_length = estimates(settings, shapes, share)

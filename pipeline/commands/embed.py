@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from pipeline.backends import open_host
 from pipeline.commands import ToolCall
-from pipeline.context import StageContext, open_context, store_result, with_backend
+from pipeline.context import StageContext, check_workspace, open_context, store_result, with_backend
 from pipeline.core.errors import EXIT_OK, DataError
 from pipeline.core.progress import Say, use_display
 from pipeline.core.stop import StopSignal
@@ -30,6 +30,7 @@ from pipeline.embed.verify import (
     run_check,
     skipped_check,
 )
+from pipeline.io.storage import open_storage
 from pipeline.registry.model import DeployedPair, Vectors, serve_verified_pair
 from pipeline.registry.records import Author, current_user
 from pipeline.registry.signing import open_keys
@@ -43,6 +44,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Verify the vectors of the cycle, and serve them if possible. Raises DataError if a check fails."""
     # With --json, only JSON must be written to stdout.
     console = Console(stream=sys.stderr if "--json" in call.switches else None)
+    check_workspace(open_storage(settings.workspace, retry=settings.storage, stop=stop))
     with open_context(settings, stop, command_line=(NAME,)) as ctx, use_display(console.progress):
         started, settings = datetime.now(UTC), with_backend(settings, ctx, NAME)
         vectors = find_vectors(ctx.workspace, ctx.cycle)

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.commands import ToolCall
-from pipeline.context import StageContext, open_context
+from pipeline.context import StageContext, check_workspace, open_context
 from pipeline.convert.exporting import ExportPlan, destination, write_export
 from pipeline.convert.folder import Format, open_source
 from pipeline.convert.importing import ForeignModel, ImportDefaults, read_model, store_import
@@ -32,6 +32,7 @@ from pipeline.embed.vectors import find_vectors, write_matrix
 from pipeline.inference.model import served_vectors
 from pipeline.io import atomic
 from pipeline.io.paths import user_path
+from pipeline.io.storage import open_storage
 from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.registry.checkpoints import lineage, locate
 from pipeline.registry.model import read_pair, resolve_model_name
@@ -149,6 +150,8 @@ def run_export(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
             next_command="trnpipe export --help",
         )
     keys = open_keys(settings, stop, to_sign=SIGN in call.switches)
+    if not call.arguments or "://" not in call.arguments[0]:
+        check_workspace(open_storage(settings.workspace, retry=settings.storage, stop=stop))
     with open_context(settings, stop) as ctx, atomic.staging_dir(ctx.scratch) as scratch:
         checkpoint, prefix = _checkpoint(settings, ctx, call)
         plan = _plan(settings, ctx, checkpoint, prefix, call)
@@ -229,6 +232,7 @@ def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCa
             expected="a local folder, because the matrix is written through a memory map",
             next_command=f"use {OUT} DIR, and copy the folder afterwards",
         )
+    check_workspace(open_storage(settings.workspace, retry=settings.storage, stop=stop))
     with open_context(settings, stop) as ctx:
         served = None if call.arguments else read_pair(ctx.workspace, resolve_model_name(settings, ctx.workspace))
         if not call.arguments and served is None:

@@ -260,7 +260,9 @@ def _parse(text: str, precision: Precision) -> str:
     if backend not in BACKENDS:
         return ""
     if colon and named not in PRECISIONS:
-        raise ConfigError(f"unknown precision in {text!r}", expected=f"one of {', '.join(PRECISIONS)}")
+        raise ConfigError(
+            f"unknown precision in {text!r}", expected=f"one of {', '.join(PRECISIONS)}", next_command=f"{backend}:fp32"
+        )
     return f"{backend}:{named if colon else precision}"
 
 

@@ -44,7 +44,11 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         return _show(registry, named, say, as_json=as_json)
     forced = call.options.get(FORCE)
     if forced is not None and not one_line(forced):
-        raise ConfigError("the reason is empty", expected=f"{FORCE} with a short reason for overriding the gate")
+        raise ConfigError(
+            "the reason is empty",
+            expected=f"{FORCE} with a short reason for overriding the gate",
+            next_command=f"{FORCE} REASON",
+        )
     before, served_before = registry.production(), registry.serving()
     if call.action == "promote":
         say_change(before, registry.promote(named, cycle=settings.cycle, force=forced or ""), say)

@@ -257,7 +257,11 @@ def estimate(
         sample_parameters: see `step_flops`.
     """
     if instance not in MACHINES:
-        raise ConfigError(f"unknown instance type {instance}", expected=f"one of {', '.join(MACHINES)}")
+        raise ConfigError(
+            f"unknown instance type {instance}",
+            expected=f"one of {', '.join(MACHINES)}",
+            next_command=f"--estimate.instance {next(iter(MACHINES))}",
+        )
     machine = MACHINES[instance]
     flops = step_flops(encoder, workload, sample_parameters)
     peak_tflops = machine.core_tflops_fp32 if workload.precision == "fp32" else machine.core_tflops_bf16

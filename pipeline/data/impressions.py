@@ -121,8 +121,8 @@ class ClickLog:
         pairs += [(POSITION, self._position), (CLICKED, self._clicked)]
         if ACTION in spelled and self._clicked not in available:
             is_set = {*names.model_fields_set, *([POSITION] if self._position != POSITION else [])}
-            given = {field: column for field, column in pairs if field in is_set}
-            pairs = [(field, given.get(field) or spelled.get(name, name)) for field, name in _UBI.items()]
+            set_columns = {field: column for field, column in pairs if field in is_set}
+            pairs = [(field, set_columns.get(field) or spelled.get(name, name)) for field, name in _UBI.items()]
         pairs += [("title", names.title)] if self._has_titles else []
         optional = ("query_id", "product_id") if self._has_titles else ("query_id",)
         return match_columns(pairs, available, self._file, _setting, optional)

@@ -383,7 +383,11 @@ def open_storage(uri: str, *, retry: RetryPolicy | None = None, stop: StopSignal
 
 def _open_local(path: str, stop: StopSignal) -> Storage:
     if not path:
-        raise ConfigError("the storage URI is empty", expected="s3://bucket/prefix, file:///folder or a plain path")
+        raise ConfigError(
+            "the storage URI is empty",
+            expected="s3://bucket/prefix, file:///folder or a plain path",
+            next_command="--workspace FOLDER",
+        )
     folder = user_path(path)
     with os_errors("opening", f"file://{folder}"):
         is_file = folder.exists() and not folder.is_dir()

@@ -184,7 +184,11 @@ def roll_back_model(
     reason = _check_reason(reason, "trnpipe registry rollback --reason TEXT")
     served, stored = read_pair(workspace, model), read_pointer(workspace, model)
     if stored is None:
-        raise ConfigError(f"no checkpoint of {model} is in production", expected="a checkpoint to roll back from")
+        raise ConfigError(
+            f"no checkpoint of {model} is in production",
+            expected="a checkpoint to roll back from",
+            next_command="trnpipe registry list, or a different --model-name or --workspace",
+        )
     current = stored[0]
     is_same = not to and current.action == "rolled_back" and current.reasons == (reason,)
     is_done = is_same and not is_recorded(workspace, current)  # an earlier attempt could not record it
@@ -229,7 +233,11 @@ def roll_back_vectors(
     reason = _check_reason(reason, "trnpipe serving rollback [CYCLE] --reason TEXT")
     served = read_pair(workspace, model)
     if served is None:
-        raise ConfigError(f"no pair of {model} is deployed", expected="vectors to roll back from")
+        raise ConfigError(
+            f"no pair of {model} is deployed",
+            expected="vectors to roll back from",
+            next_command="trnpipe embed verify, or a different --model-name or --workspace",
+        )
     current, pairs = served[0], past_pairs(workspace, model)
     if cycle == current.vectors.cycle and _has_vectors(workspace, current):
         return current

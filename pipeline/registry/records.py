@@ -47,7 +47,11 @@ def check_model(name: str) -> str:
 def check_prefix(prefix: str) -> str:
     """Validate a prefix. Raises ConfigError if it is absolute, outside the workspace, or not printable."""
     if not prefix.isprintable() or "\\" in prefix:
-        raise ConfigError(f"invalid checkpoint {prefix!r}", expected="checkpoints/<cycle>/step-<n>")
+        raise ConfigError(
+            f"invalid checkpoint {prefix!r}",
+            expected="checkpoints/<cycle>/step-<n>",
+            next_command="trnpipe registry list",
+        )
     return check_key(prefix)
 
 

@@ -21,6 +21,13 @@ def doctor(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENV}, check=False)
 
 
+def test_a_workspace_that_does_not_exist_is_not_created(tmp_path: Path) -> None:
+    assert cli.main(["doctor", f"--workspace={tmp_path}/typo"]) == 0
+    assert cli.main(["export", f"--workspace={tmp_path}/typo", f"--out={tmp_path}/out"]) == CONFIG_CODE
+    assert cli.main(["embed", "verify", f"--workspace={tmp_path}/typo"]) == CONFIG_CODE
+    assert not [*tmp_path.iterdir()]
+
+
 def test_the_estimate_names_what_fits_and_what_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def estimate(*words: str) -> tuple[int, str]:
         code = cli.main(["doctor", f"--workspace={tmp_path}", *words])

@@ -1,6 +1,7 @@
 """A cycle from Python: submitted, watched, cancelled; from threads and inside a running event loop."""
 
 import asyncio
+import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,8 +10,8 @@ import pytest
 
 import trnpipe
 from jobs.api import Cycle
-from pipeline.core.errors import ConfigError, TransientError
-from tests.jobs.commands.test_cycle import Trnjobs, trnjobs
+from pipeline.core.errors import ConfigError, Preempted, TransientError
+from tests.jobs.commands.test_cycle import Trnjobs, submitting, trnjobs
 from tests.jobs.cycle.test_page import HOSTILE
 from tests.jobs.targets.local.waiting import until
 
@@ -73,6 +74,29 @@ def test_a_failure_is_a_result_and_cancel_ends_what_runs(trnjobs: Trnjobs) -> No
     until(lambda: other.status().jobs[1].state == "RUNNING", "train")
     assert cycle_in(trnjobs, "2026-11-21").cancel("wrong data").outcome == "cancelled"
     assert other.wait(300, every_s=0.1).outcome == "cancelled"
+
+
+def test_a_cycle_whose_process_was_killed_is_not_waited_for(trnjobs: Trnjobs) -> None:
+    process = submitting(trnjobs)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    with pytest.raises(Preempted, match=r"interrupted .* ago") as ended:
+        cycle_in(trnjobs).wait(300, every_s=0.1)
+    assert ended.value.next_command == "submit() to resume it"
+    trnjobs("cancel")
+
+
+def test_from_the_beginning_is_not_the_end_of_the_submission_before(trnjobs: Trnjobs) -> None:
+    trnjobs.ends_with("prepare", 65)
+    cycle = cycle_in(trnjobs)
+    cycle.submit()
+    assert cycle.wait(300, every_s=0.1).outcome == "failed"
+    trnjobs.ends_with("prepare", 0)
+    held = trnjobs.hold("prepare")
+    assert cycle.submit(fresh=True).outcome == "open"
+    held.unlink()
+    assert cycle.wait(300, every_s=0.1).outcome == "succeeded"
 
 
 def test_from_a_thread_and_inside_a_running_loop(trnjobs: Trnjobs) -> None:

@@ -214,4 +214,6 @@ def test_of_equal_settings_that_another_version_planned(trnjobs: Trnjobs, monkey
 
 def test_a_secret_in_a_command_is_not_shown() -> None:
     words = ["python", "--api-key", "abc", "--token=def", "HF_TOKEN=g", "--max-tokens", "5"]
+    steps = json.loads(value_text("jobs.steps", [{"name": "x", "command": words}]))
+    assert steps[0]["command"] == ["python", "--api-key", "***", "--token=***", "HF_TOKEN=***", "--max-tokens", "5"]
     assert value_text("command", words) == ("python --api-key '***' '--token=***' 'HF_TOKEN=***' --max-tokens 5")

@@ -106,6 +106,17 @@ def test_a_claim_is_not_deleted_while_it_is_being_submitted(world: World) -> Non
             store.withdraw_claim("b")
 
 
+def test_the_records_of_an_ended_cycle_are_those_it_ended_with(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process, which has read earlier states, stores them while the page is written."""
+    store = world.claim("2026-11-19")
+    asked = open_cycle(CycleSettings.model_validate({"workspace": str(world.folder)}), world.said.append)
+    older = world.records(cycle())
+    monkeypatch.setattr(submit, "write_page", lambda *_: store.save_records(older))
+    world.state = JobState.SUCCEEDED
+    assert submit.has_ended(asked.other("2026-11-19"))
+    assert {one.state for one in store.records()} == {JobState.SUCCEEDED}
+
+
 @pytest.mark.parametrize("text", ["2026-11-20T02:00:00Z", "2026-11-20T03:00:00+01:00", ""])
 def test_the_scheduled_time(text: str) -> None:
     assert submit.scheduled_time(text, DAILY, AT_TWO + DAY / 2) == AT_TWO

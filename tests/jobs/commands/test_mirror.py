@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 
 from jobs import cli
+from jobs.commands.mirror import StoredCycle
+from pipeline.io.storage import Storage
 from tests.jobs.commands.test_cycle import Trnjobs, trnjobs
 from tests.kit.ports import free_port
 
@@ -238,6 +240,28 @@ def histories(client: Any, run: Any) -> dict[str, list[tuple[int, float, int]]]:
         name: [(each.step, each.value, each.timestamp) for each in client.get_metric_history(run.info.run_id, name)]
         for name in names
     }
+
+
+def test_a_damaged_cycle_does_not_hide_the_others(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent = list[str]()
+
+    class Fake:
+        def send(self, cycle: StoredCycle) -> str:
+            sent.append(cycle.name)
+            return "copied"
+
+        def finish(self, storage: Storage) -> list[str]:
+            return ["finished"]
+
+    monkeypatch.setattr("jobs.commands.mirror._mirror_class", lambda name: Fake)
+    claim = workspace / "cycles" / "bad" / "jobs" / "claim.json"
+    claim.parent.mkdir(parents=True)
+    claim.write_text("{")
+    assert cli.main(["mirror", "--to", "mlflow", "--all", "--workspace", str(workspace)]) == 65
+    shown = capsys.readouterr()
+    assert sent == [DONE] and "skipping cycle bad" in shown.out and "finished" in shown.out
 
 
 def check_run(client: Any, mirror: Mirror, workspace: Path) -> None:

@@ -102,13 +102,13 @@ def test_a_test_message_to_a_secret_of_the_account(
     monkeypatch.setattr("jobs.targets.batch.client.secret_text", secret)
     assert trnjobs("notify", "--test", "--jobs.notify.url-secret=team/webhook")[0] == 0
     assert team.titles() == ["this is a test message"]
-    trnjobs.expect(75, "ResourceNotFoundException", "notify", "--test", "--jobs.notify.url-secret=other")
+    trnjobs.expect(78, "ResourceNotFoundException", "notify", "--test", "--jobs.notify.url-secret=other")
 
 
 @pytest.mark.parametrize(
     ("url", "words", "code"),
     [
-        ("", ["--jobs.notify.url-variable=TEAM_URL"], 75),
+        ("", ["--jobs.notify.url-variable=TEAM_URL"], 78),
         ("no address", ["--jobs.notify.url-variable=TEAM_URL"], 75),
         ("", [], 78),
         ("", ["--jobs.notify.url-variable=A", "--jobs.notify.url-secret=b"], 78),

@@ -145,6 +145,7 @@ def test_the_expected_durations_are_those_of_the_newest_cycles(
         ([IMAGE, "--jobs.environment=" + "X=" + "y" * 25_000], "job definition has"),
         ([IMAGE, "--jobs.schedule.expression=cron(0 2 31 2 *)"], "jobs.schedule"),
         ([IMAGE, "--train.mined-per-query=2"], "train.mined_per_query is 2, but no job of the cycle mines negatives"),
+        ([IMAGE, "--cycle=index"], "has the name of the page that lists all cycles"),
         ([IMAGE, "--jobs.trian.nodes=2"], "unknown setting jobs.trian.nodes"),
         ([IMAGE, "train"], "unrecognized arguments: train"),
     ],

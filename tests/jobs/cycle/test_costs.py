@@ -146,8 +146,15 @@ def test_what_nobody_has_priced_is_unknown_and_not_free() -> None:
 def test_the_end_of_a_try(made: JobRecord, outcome: str | None, expected: tuple[str, int] | None) -> None:
     found = ledger(TRAIN, [made], now=30.0, outcome=outcome)
     assert [(one.ending, one.length_ms) for one in found.entries] == ([expected] if expected else [])
-    assert (found.outcome, found.ended_at) == (outcome or "open", 20 if outcome == "refused" else None)
+    assert (found.outcome, found.ended_at) == (outcome or "open", {"refused": 20, "failed": 30}.get(outcome or ""))
     assert found.total.machine_ms[K.WASTED] == 0, "a refusal by the gate is no waste"
+
+
+def test_a_try_that_was_stopped_has_failed_even_if_it_exits_with_0() -> None:
+    made = record("train", attempt(0, 20, 0, status_reason="Job attempt duration exceeded timeout"), state="FAILED")
+    found = ledger(TRAIN, [made], outcome="failed")
+    assert found.entries[0].ending == "Job attempt duration exceeded timeout"
+    assert found.total.machine_ms[K.WASTED] == 4 * 20_000
 
 
 def test_events_of_other_jobs_are_not_mixed_up() -> None:
@@ -161,6 +168,11 @@ def test_events_of_other_jobs_are_not_mixed_up() -> None:
     )
     prepare = ledger(shape, records, events).entries[0]
     assert (prepare.spent_ms[K.START_UP], prepare.spent_ms[K.PRODUCTIVE]) == (13_000, 87_000)
+
+
+def test_a_cycle_in_which_nothing_ran_misses_its_deadline() -> None:
+    found = ledger(TRAIN, [record("train", state="FAILED")], outcome="failed", deadline_at=50.0, now=9.0)
+    assert (found.deadline, found.ended_at) == ("missed", 9.0)
 
 
 @pytest.mark.parametrize(
