@@ -60,11 +60,12 @@ def main() -> None:
         study.enqueue_trial(killed.params, user_attrs=killed.user_attrs)  # keeps its cycle, and so its checkpoint
     ended = study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
     study.optimize(
-        lambda trial: run_trial(trial, arguments, settings.train.metric), n_trials=max(0, arguments.trials - len(ended))
+        lambda trial: run_trial(trial, arguments, settings.train.best_metric),
+        n_trials=max(0, arguments.trials - len(ended)),
     )
     best = arguments.workspace / "best.toml"
     best.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in study.best_params.items()))
-    print(f"best {settings.train.metric} {study.best_value:.4f} (trial {study.best_trial.number}): {best}")
+    print(f"best {settings.train.best_metric} {study.best_value:.4f} (trial {study.best_trial.number}): {best}")
 
 
 def run_trial(trial: optuna.Trial, arguments: argparse.Namespace, metric: str) -> float:

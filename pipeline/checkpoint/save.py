@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,18 +107,15 @@ class CheckpointWriter:
         step, store, size_bytes = snapshot.state.step, self.store, 0
         started = time.monotonic()
         try:
-            earlier: float | None = None
+            is_current = False
             if step in store.steps():
-                with suppress(CheckpointError):
-                    earlier = store.open(step).state.temperature
                 # The weights are the same, but the earlier attempt may have been stopped before it evaluated them.
-                is_current = earlier is not None and (
-                    earlier == snapshot.state.temperature or prefix_of(store.cycle, step) in self.in_use()
-                )
-                if not is_current:
-                    earlier = None
+                try:
+                    earlier = store.open(step).state.temperature
+                    is_current = earlier == snapshot.state.temperature or prefix_of(store.cycle, step) in self.in_use()
+                except CheckpointError:  # otherwise, keep it until the new one has been staged
                     store.delete(step)
-            if earlier is None:
+            if not is_current:
                 size_bytes = commit_snapshot(store.storage, snapshot, self.staging, self.before_commit).size_bytes
         # safetensors raises SafetensorError when the disk is full.
         except (TransientError, DataError, ConfigError, CheckpointError, OSError, SafetensorError, Preempted) as error:

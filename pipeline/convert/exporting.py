@@ -47,7 +47,7 @@ from pipeline.io.storage import join_key, open_parent, os_errors
 from pipeline.model.config import InputSpec
 from pipeline.model.factory import PREFIX as FACTORY_PREFIX
 from pipeline.model.factory import FactoryEncoder
-from pipeline.model.hf import CONFIG, FAMILIES, from_hf, hf_config
+from pipeline.model.hf import CONFIG, FAMILIES, TRAINING_ONLY, from_hf, hf_config
 from pipeline.model.ops import choose_forms, l2_normalize
 from pipeline.model.relevance import MISSING, RelevanceInputs, RelevanceModel, build_model
 from pipeline.registry.checkpoints import Ancestor
@@ -137,7 +137,7 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
     has_types = state.model.architecture == "bert" and state.model.factory is None
     write_tokenizer(folder, tokenizer, plan.max_tokens, has_types=has_types)
     stop.raise_if_set("exporting a model")
-    weights = checkpoint.weights()
+    weights = {name: tensor for name, tensor in checkpoint.weights().items() if not name.startswith(TRAINING_ONLY)}
     weights |= {name: tensor / state.temperature for name, tensor in weights.items() if name.startswith("head.")}
     model = build_model(state.model, state.inputs, seed=0)
     model.load_state_dict(from_hf(weights, model.state_dict(), source=checkpoint.uri))  # verifies names and shapes

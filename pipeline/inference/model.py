@@ -43,6 +43,7 @@ Kind = Literal["query", "product"]
 Order = Literal["vectors", "words", "hybrid"]
 _WINDOW_TEXTS = 16_384
 _BATCH_PAIRS = 256
+_PAIR = ("query", "title")
 Pair = tuple[str, str] | Mapping[str, object]
 """A query and a product title, or a mapping from column names to values, which can include `text` and features."""
 
@@ -129,9 +130,15 @@ class Model:
 
     def score(self, pairs: Sequence[Pair]) -> PairScores:
         """Score pairs of a query and a product. Raises DataError if a pair is not valid."""
-        rows = [
-            pair if isinstance(pair, Mapping) else dict(zip(("query", "title"), pair, strict=True)) for pair in pairs
-        ]
+        rows = list[Mapping[str, object]]()
+        for index, pair in enumerate(pairs):
+            if not isinstance(pair, Mapping) and (isinstance(pair, str) or len(pair) != len(_PAIR)):
+                raise DataError(
+                    f"pair {index} is {pair!r}",
+                    expected="a query and a title, or a mapping of columns to values",
+                    next_command="score([(QUERY, TITLE), ...])",
+                )
+            rows.append(pair if isinstance(pair, Mapping) else dict(zip(_PAIR, pair, strict=True)))
         config, names = self.row_config, dict.fromkeys(name for row in rows for name in row)
         if not rows:
             labels = self.checkpoint.state.inputs.labels

@@ -35,8 +35,8 @@ _WORDS = "encoder.word_embeddings.weight"
 _POSITIONS = "encoder.position_embeddings.weight"
 HEAD_PARTS = ("interactions.", "head.")
 """Prefixes of all tensors that are not part of the encoder."""
-_TRAINING_ONLY = ("temperature.",)
-"""Prefixes of tensors that earlier versions only used for training."""
+TRAINING_ONLY = ("temperature.", "teacher.")
+"""Prefixes of tensors that are only used for training."""
 _OLD_NORM = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # as in bert-base-uncased
 
 
@@ -431,7 +431,7 @@ def encoder_from_hf(
         return names.prefix + name.removeprefix(names.prefix)
 
     def is_ignored(name: str) -> bool:
-        return name.removeprefix(names.prefix).startswith((*names.ignored, *_TRAINING_ONLY))
+        return name.removeprefix(names.prefix).startswith((*names.ignored, *TRAINING_ONLY))
 
     encoder = {name: tensor for name, tensor in template.items() if name.startswith("encoder.")}
     renamed = _rename(weights, rename, encoder, is_ignored, source)
@@ -463,7 +463,7 @@ def model_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor],
     def add_prefix(name: str) -> str:
         return prefix + name if name not in expected and prefix + name in expected else name
 
-    renamed = _rename(weights, add_prefix, template, lambda name: name.startswith(_TRAINING_ONLY), source)
+    renamed = _rename(weights, add_prefix, template, lambda name: name.startswith(TRAINING_ONLY), source)
     return from_hf(renamed, template, source=source)
 
 

@@ -32,7 +32,7 @@ from pipeline.io.paths import cache_folder, temporary_folder
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, open_parent, os_errors
 from pipeline.parallel.mesh import raise_on_all_ranks, run_without_timeout
-from pipeline.parallel.process_group import collective_errors
+from pipeline.parallel.process_group import all_gather_objects, collective_errors
 from pipeline.parallel.tensors import fused_parts, interleave_rows
 
 KIND = "weights"
@@ -44,7 +44,10 @@ Tensors = dict[str, Tensor]
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Atomically save the model, and optionally its optimizer, to a folder or an s3:// URI.
+    """Save the model, and optionally its optimizer, to a folder or an s3:// URI.
+
+    A folder that was not saved completely is never loaded. If the folder exists, it is replaced, and cannot be loaded
+    in the meantime, so save each step to a new folder.
 
     This must be called on all ranks, but only rank 0 writes. It writes model.safetensors, plus optimizer.safetensors if
     an optimizer is passed. Tied tensors are written once, under the first of their names. On every rank, raises
@@ -62,6 +65,13 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         files: dict[str, tuple[Tensors, dict[str, str]]] = {WEIGHTS: (weights, {"format": "pt"})}
         if optimizer is not None:
             files[OPTIMIZER] = _as_tensors(get_optimizer_state_dict(model, optimizer, options=_GATHER))
+    with raise_on_all_ranks("collecting the state"):
+        if other := [key for key, value in weights.items() if not isinstance(value, Tensor)]:
+            raise ConfigError(
+                f"the state of the model has {other[0]}, which is not a tensor",
+                expected="only tensors, which safetensors can store",
+                next_command="return a tensor from get_extra_state",
+            )
 
     def write() -> None:
         target = storage.local_path(name)
@@ -107,7 +117,9 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
             state = {} if optimizer is None else _read_optimizer(local / OPTIMIZER, model)
         except (DataError, SafetensorError, OSError, json.JSONDecodeError, KeyError) as error:
             problem = error.seen if isinstance(error, DataError) else f"{uri}: {error}"
-            raise CheckpointError(problem, expected="a folder written by trnpipe.save") from error
+            raise CheckpointError(
+                problem, expected="a folder written by trnpipe.save", next_command="load an earlier folder"
+            ) from error
         if optimizer is not None and [group["params"] for group in state["param_groups"]] != names:
             raise CheckpointError(
                 f"{uri} has {len(state['param_groups'])} parameter groups that differ from the optimizer's",
@@ -121,8 +133,12 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     options = StateDictOptions(full_state_dict=is_distributed, broadcast_from_rank0=is_distributed)
     with collective_errors("loading", mixed=True):
         set_model_state_dict(model, weights, options=options)
-        if optimizer is not None:
+        if optimizer is not None and any(all_gather_objects(bool(state.get("state")), "loading")):
             set_optimizer_state_dict(model, optimizer, state, options=options)
+        elif optimizer is not None:  # torch does not support optimizers without state, such as SGD without momentum
+            saved = next(filter(None, all_gather_objects(state.get("param_groups"), "loading")))
+            for group, saved_group in zip(optimizer.param_groups, saved, strict=True):
+                group.update({key: value for key, value in saved_group.items() if key != "params"})
 
 
 def _reorder_fused(model: nn.Module, tensors: Mapping[str, Tensor], *, for_file: bool) -> Tensors:

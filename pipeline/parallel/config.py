@@ -74,10 +74,10 @@ class Plan(Spread):
             return source
         origin = "the plan"
         if source is None:
-            source, origin = env.get(PLAN_VARIABLE, "{}"), PLAN_VARIABLE
+            source, origin = env.get(PLAN_VARIABLE) or "{}", PLAN_VARIABLE
         try:
             if isinstance(source, Path) or (isinstance(source, str) and not source.lstrip().startswith("{")):
-                origin = str(source)
+                origin = f"{PLAN_VARIABLE}={source}" if origin == PLAN_VARIABLE else str(source)
                 source = Path(source).read_text(encoding="utf-8")
             return Plan.model_validate(json.loads(source) if isinstance(source, str) else source)
         except ValidationError as error:

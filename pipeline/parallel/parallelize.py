@@ -198,10 +198,12 @@ def delayed_init() -> Iterator[None]:
     created immediately, since most are computed in the constructor.
     """
     register = nn.Module.register_parameter
+    delayed = dict[int, tuple[nn.Parameter, nn.Parameter]]()  # by id, which stays unique because it keeps the original
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            on_meta = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            _, parameter = delayed.setdefault(id(parameter), (parameter, on_meta))  # it may belong to several modules
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]

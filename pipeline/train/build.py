@@ -213,9 +213,10 @@ def open_run(
         valid = _valid_rows(train, ctx, inputs)
         metric_rows = _unseen_rows(ctx, inputs, valid, process_group) if train.metric_rows == "unseen" else valid
 
-        folder = config.model.init_from
+        folder = None if inputs.parent else config.model.init_from  # the parent replaces all weights
         same_vocabulary = folder is not None and has_vocabulary(folder, tokenizer)
-        model = initial_model(config.model, inputs.spec, train.seed, ctx.scratch, same_vocabulary=same_vocabulary)
+        initial = config.model.model_copy(update={"init_from": folder})
+        model = initial_model(initial, inputs.spec, train.seed, ctx.scratch, same_vocabulary=same_vocabulary)
         if inputs.parent is None:
             model.interactions.features.fit(torch.from_numpy(pools.new.numeric_sample(_FITTED_ROWS)))
         if inputs.taught is not None and inputs.taught.width:

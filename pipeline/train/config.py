@@ -210,6 +210,12 @@ class TrainConfig(Record):
             raise ValueError("teacher requires the contrastive loss, expected loss.contrastive_weight above 0")
         return self
 
+    @model_validator(mode="after")
+    def _check_patience(self) -> Self:
+        if self.patience and self.evaluate_every == 0:
+            raise ValueError("patience requires evaluations during training, expected evaluate_every above 0")
+        return self
+
     @property
     def best_metric(self) -> Metric:
         """The metric used to select the best checkpoint, which cannot depend on the head unless the head is trained."""
@@ -316,10 +322,13 @@ def needs_two_passes(config: TrainConfig, share: RankSlice, *, gathers_in_graph:
 def _uneven_error(config: TrainConfig, ranks: int) -> ConfigError:
     slots, batch = config.candidates_per_query, config.global_batch_size
     unit = slots * ranks
+    larger = f"--train.global-batch-size {unit * max(1, round(batch / unit))}"
+    if config.micro_batch_size < slots:
+        larger = f"--train.micro-batch-size {slots}"
     return ConfigError(
         f"a global batch of {batch} cannot be divided over {ranks} ranks in micro-batches of up to"
         f" {config.micro_batch_size}",
         expected=f"equal micro-batches of complete groups (train.candidates_per_query is {slots})",
-        next_command=f"--train.global-batch-size {unit * max(1, round(batch / unit))}, or a different"
-        " --train.micro-batch-size or --train.candidates-per-query",
+        next_command=f"{larger}, or a different --train.global-batch-size, --train.micro-batch-size or"
+        " --train.candidates-per-query",
     )

@@ -157,7 +157,8 @@ def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: st
 # The identity of a run consists of fingerprints of everything that determines its weights. It ensures that a run never
 # resumes from a checkpoint that was trained with different settings or data.
 
-# These settings affect how a run is executed, or which of its checkpoints is chosen, but not its weights.
+# These settings affect how a run is executed, or which of its checkpoints is chosen, but not its weights (except for
+# the masks of dropout).
 _NOT_IDENTITY = {
     "evaluate_every",
     "evaluate_rows",

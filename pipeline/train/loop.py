@@ -120,7 +120,10 @@ def _announce(run: Run, cadence: Cadence) -> None:
     slow = run.backend.precision_warning("train.precision", train.precision)
     is_eager = run.backend.can_compile and not (run.backend.compiles_layers or run.backend.compiles_steps)
     uncompiled = "there is no C compiler, so layers are not compiled, which is slower: install gcc" if is_eager else ""
-    for message in (*data_warnings(pools.new, train, infos), *filter(None, (imprecise, slow, uncompiled))):
+    unused = ""
+    if train.parallel.shard == "state" and run.process_group.layout.shard_size == 1:
+        unused = "train.parallel.shard has no effect, because shard_degree is 1: set train.parallel.shard_degree 0"
+    for message in (*data_warnings(pools.new, train, infos), *filter(None, (imprecise, slow, uncompiled, unused))):
         ctx.console.warn(message)
     if links and links.unlinked:
         ctx.console.warn(
@@ -484,7 +487,8 @@ class TrainLoop:
         for row in figures:
             if row["skipped_in_a_row"] == 0 and not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
                 raise NumericError(
-                    f"step {int(row['step'])} had loss {row['loss']} and gradient norm {row['grad_norm']},"
+                    f"step {int(row['step']) - self.stream.earlier_steps} had loss {row['loss']} and gradient norm"
+                    f" {row['grad_norm']},"
                     f" and the guard on {self.backend.device_name()} did not skip it",
                     expected="finite values, or a step that is skipped by the guard",
                     next_command="trnpipe health on this machine (the last checkpoint is not affected)",

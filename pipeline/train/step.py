@@ -60,6 +60,8 @@ def open_program(
             expected="train.compiled false, or plain data parallelism",
             next_command="--no-train.compiled",
         )
+    has_two_passes = needs_two_passes(config, share, gathers_in_graph=backend.gathers_in_graph)
+    repeats_dropout = has_two_passes and uses_dropout(model.encoder)
     if is_sharded or backend.compiles_steps:
         strategy = module_strategy(model, backend, config, process_group)
     elif layout.shard_size > 1:
@@ -71,7 +73,7 @@ def open_program(
             precision=config.precision,
             has_one_rate=config.optimizer.has_one_rate,
             recompute=plan.recompute == "units",
-            compiled=compiles_layers(config, backend),
+            compiled=compiles_layers(config, backend, repeats_dropout=repeats_dropout),
             shards=mesh.ranks(SHARD),
             replicas=mesh.ranks(REPLICATE),
             host_gather=process_group.gather_rows,
@@ -81,6 +83,7 @@ def open_program(
             model,
             backend,
             config,
+            repeats_dropout=repeats_dropout,
             world_size=share.world_size,
             host_mean=process_group.mean,
             host_gather=process_group.gather_rows,
@@ -111,6 +114,7 @@ def flat_strategy(
     config: TrainConfig,
     *,
     world_size: int = 1,
+    repeats_dropout: bool = False,
     host_mean: HostMean = list,
     host_gather: HostGather = list,
     chunk_mib: float = CHUNK_MIB,
@@ -124,16 +128,26 @@ def flat_strategy(
         chunk_mib=chunk_mib,
         has_one_rate=config.optimizer.has_one_rate,
         recompute=config.parallel.recompute == "units",
-        compiled=compiles_layers(config, backend),
+        compiled=compiles_layers(config, backend, repeats_dropout=repeats_dropout),
         world_size=world_size,
         host_mean=host_mean,
         host_gather=host_gather,
     )
 
 
-def compiles_layers(config: TrainConfig, backend: Backend) -> bool:
-    """Return whether to compile the layers of the encoder. Raises ConfigError if it is requested but not possible."""
+def compiles_layers(config: TrainConfig, backend: Backend, *, repeats_dropout: bool = False) -> bool:
+    """Return whether to compile the layers of the encoder. Raises ConfigError if it is requested but not possible.
+
+    `repeats_dropout` is whether a step has two passes that need the same dropout masks.
+    """
     recomputes = config.parallel.recompute == "units"
+    if config.compiled and repeats_dropout:
+        raise ConfigError(
+            "train.compiled is set, but with dropout, a step with two passes needs the same random numbers in both, and"
+            " the first one is not compiled",
+            expected="no dropout, a single pass per step, or layers that are not compiled",
+            next_command="--no-train.compiled, or --model.dropout 0",
+        )
     if config.compiled and (backend.is_lazy or recomputes):
         raise ConfigError(
             f"train.compiled is set, but {'recomputed layers are' if recomputes else f'{backend.name} is'} not compiled"
@@ -141,7 +155,9 @@ def compiles_layers(config: TrainConfig, backend: Backend) -> bool:
             expected="backend cuda or cpu, and train.parallel.recompute none",
             next_command="--no-train.compiled",
         )
-    return backend.compiles_layers and not recomputes if config.compiled is None else config.compiled
+    if config.compiled is not None:
+        return config.compiled
+    return backend.compiles_layers and not recomputes and not repeats_dropout
 
 
 def prepare_model(model: RelevanceModel, backend: Backend, config: TrainConfig) -> None:

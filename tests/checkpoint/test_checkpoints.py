@@ -254,6 +254,15 @@ def full_disk() -> Iterator[Any]:
 
 
 @pytest.mark.fault
+def test_a_full_disk_does_not_cost_the_checkpoint_that_gets_a_temperature(place: Place, full_disk: Any) -> None:
+    place.save(4)
+    full_disk()
+    place.writer.submit(snapshot(4, temperature=2.0))
+    place.writer.wait()
+    assert place.writer.failure and place.store.open(4).state.temperature == 1.0
+
+
+@pytest.mark.fault
 def test_a_full_disk_is_an_event_and_the_last_good_one_stays(place: Place, full_disk: Any) -> None:
     place.save(1)
     full_disk()

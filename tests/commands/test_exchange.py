@@ -106,6 +106,9 @@ def test_import_train_and_export(ask: Ask, folder: Folder, tmp_path: Path) -> No
     out, _ = ask("export", child.prefix, "--out", f"{tmp_path}/programs", "--format=torchscript", "--batch-size=2")
     files = [path.name for path in (tmp_path / "programs").glob("*.pt")]
     assert files == ["relevance-16x24.pt"], "the data's longest bucket"
+    child_of = (f"--train.start={child.prefix}", f"--model.init-from={tmp_path}/gone")  # its weights are the parent's
+    ask("prepare", f"--data.tokenizer.path={folder.path}/tokenizer.json", "--cycle=c2")
+    ask("train", "--cycle=c2", *child_of, *TRAIN)
     workspace.delete_prefix("tokens")
     ask("export", child.prefix, "--out", f"{tmp_path}/after", "--format=safetensors")
     program = torch.jit.load(tmp_path / "programs" / files[0])  # type: ignore[no-untyped-call]

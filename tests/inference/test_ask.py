@@ -261,6 +261,9 @@ def test_score_equals_the_scores_of_evaluate(
     assert len(model.score([])) == 0
     with pytest.raises(DataError, match="price"):
         model.score([("phone 0", "phone model 0")])
+    for pair in ("ab", ("a",), ("a", "b", "c")):
+        with pytest.raises(DataError, match=r"pair 0 is .*\n.*a query and a title"):
+            model.score([pair])  # type: ignore[list-item]
     with pytest.raises(DataError, match="pair 1: feature price"):
         model.score([first, first | {"price": "much"}])
     changes = ({"price": None}, {"code": "c-1"}, {"query_code": None}, {"cost_right": None}, {"cost_right": 9})

@@ -122,7 +122,16 @@ def test_what_is_not_this_models(tmp_path: Path) -> None:
         load(tmp_path / "saved", model)
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "NAdam"])
+def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"count": 1}
+
+    with pytest.raises(ConfigError, match="_extra_state, which is not a tensor"):
+        save(tmp_path / "saved", Counting(3, 4))
+
+
+@pytest.mark.parametrize("kind", ["SGD", "SGD without momentum", "Adagrad", "NAdam"])
 def test_other_optimizers_go_on_where_they_were(tmp_path: Path, kind: str) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.ones(2, 3)).square().sum().backward()
@@ -130,6 +139,7 @@ def test_other_optimizers_go_on_where_they_were(tmp_path: Path, kind: str) -> No
         optimizer.zero_grad()
 
     options = {"momentum": 0.9, "nesterov": True} if kind == "SGD" else {}
+    kind = kind.partition(" ")[0]
     model = nn.Linear(3, 4)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)

@@ -172,6 +172,14 @@ def test_delayed_weights_are_the_same_on_every_mesh(tmp_path: Path) -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
+def test_a_delayed_parameter_of_two_modules_stays_one() -> None:
+    with delayed_init():
+        shared, first, second = nn.Parameter(torch.ones(2, 2)), nn.Linear(2, 2), nn.Linear(2, 2)
+        first.weight = shared
+        second.weight = shared
+    assert first.weight is second.weight and first.weight.is_meta and first.bias is not second.bias
+
+
 def refused(_: str) -> list[str]:
     """By case the error of this rank: models that differ, and what is wrong with one."""
     dist.init_process_group("gloo")

@@ -9,10 +9,12 @@ import numpy.typing as npt
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from tokenizers import Tokenizer
 
+from pipeline import cli
 from pipeline.checkpoint.store import open_checkpoint
 from pipeline.context import load_result
 from pipeline.core.errors import TransientError
@@ -270,6 +272,11 @@ def test_workers_and_interruptions_change_no_byte_and_the_next_day_reuses_all(
     assert {source for source, _ in computed} == {token_sets(case, "c2")[2].info.fingerprint}
     assert {*whole} < {*outputs(case, "c2").values()}
     case.run(more, teacher, stage="train", cycle="c2")
+    assert "teacher.weight" in open_checkpoint(case.storage, case.trained("c2"), case.folder).weights()
+    where = (f"--workspace={case.storage.root}",)
+    assert cli.main(["export", case.trained("c2"), "--out", f"{case.folder}/out", "--format=safetensors", *where]) == 0
+    assert "teacher.weight" not in load_file(case.folder / "out" / "model.safetensors")
+    assert cli.main(["import", f"{case.folder}/out", *where]) == 0
 
 
 @pytest.mark.parametrize(

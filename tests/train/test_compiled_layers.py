@@ -8,10 +8,14 @@ from torch._dynamo.utils import counters
 
 from pipeline.backends import cpu
 from pipeline.backends.cpu import CpuBackend
+from pipeline.compile.manifest import GraphWatch
 from pipeline.core.errors import ConfigError
-from pipeline.train.config import TrainConfig, TrainPlan
-from pipeline.train.step import compiles_layers
-from tests.train.rows import TRAIN, make_program, make_rows
+from pipeline.model.relevance import build_model
+from pipeline.parallel.process_group import ProcessGroup
+from pipeline.parallel.world import World
+from pipeline.train.config import TrainConfig, TrainPlan, needs_two_passes, rank_slice
+from pipeline.train.step import compiles_layers, open_program
+from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, make_program, make_rows
 from tests.train.test_step import batches_of, state_of, train
 
 COMPILED = TRAIN.model_copy(update={"compiled": True})
@@ -60,6 +64,7 @@ def test_the_default_is_that_of_the_device() -> None:
     config = TrainConfig()
     assert (compiles_layers(config, Compiles()), compiles_layers(config, CpuBackend())) == (True, False)
     assert not compiles_layers(config.model_copy(update={"compiled": False}), Compiles())
+    assert not compiles_layers(config, Compiles(), repeats_dropout=True)
     recomputes = TrainConfig(parallel=TrainPlan(recompute="units"))
     assert not compiles_layers(recomputes, Compiles())
 
@@ -74,6 +79,26 @@ def test_the_default_is_that_of_the_device() -> None:
 def test_what_cannot_be_compiled_is_refused(config: TrainConfig, backend: type[CpuBackend], seen: str) -> None:
     with pytest.raises(ConfigError, match=seen):
         compiles_layers(config, backend())
+
+
+def test_two_passes_with_dropout_are_not_compiled() -> None:
+    """Programs of torch.compile have other random numbers than the layers, which run in the first pass."""
+    config = COMPILED.model_copy(update={"micro_batch_size": COMPILED.global_batch_size // 2})
+    share = rank_slice(config, 1)
+    assert needs_two_passes(config, share, gathers_in_graph=True)
+    model = build_model(MODEL.model_copy(update={"dropout": 0.1}), SPEC, seed=1)
+    process_group = ProcessGroup(World(), timeout_s=60.0)
+    with pytest.raises(ConfigError, match="needs the same random numbers in both"):
+        open_program(
+            model,
+            CpuBackend(),
+            config,
+            share,
+            process_group,
+            metric_rows=8,
+            buckets=BUCKETS,
+            watch=GraphWatch(),
+        )
 
 
 def test_without_a_compiler_the_error_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from pipeline.compile.identity import graph_plan
 from pipeline.core.batch_order import Bucket, RankSlice
 from pipeline.core.errors import ConfigError
 from pipeline.model.config import ModelConfig
+from pipeline.parallel.config import PLAN_VARIABLE, Plan
 from pipeline.settings import Settings, resolve, settings_hash
 from pipeline.train.config import TrainConfig, TrainPlan, groups_per_batch, rank_slice, run_layout
 from tests.train.rows import SPEC
@@ -50,6 +52,20 @@ def test_the_suggested_batch_size_works() -> None:
         rank_slice(config(52, 64), 3)
     suggested = int(caught.value.next_command.split()[1].rstrip(","))
     assert rank_slice(config(suggested, 64), 3).accumulation >= 1
+    with pytest.raises(ConfigError) as caught:
+        rank_slice(config(64, 2, 4), 1)
+    assert caught.value.next_command.startswith("--train.micro-batch-size 4,")
+
+
+def test_patience_needs_evaluations() -> None:
+    with pytest.raises(ValidationError, match="patience requires evaluations"):
+        TrainConfig(patience=3, evaluate_every=0)
+
+
+def test_an_empty_plan_variable_is_no_plan() -> None:
+    assert Plan.read(None, {PLAN_VARIABLE: ""}) == Plan()
+    with pytest.raises(ConfigError, match=f"{PLAN_VARIABLE}=/nowhere cannot be read"):
+        Plan.read(None, {PLAN_VARIABLE: "/nowhere"})
 
 
 # The plan of a run, `[train.parallel]`.
