@@ -7,7 +7,6 @@ from pipeline.commands import ToolCall
 from pipeline.compile.cache import live_compilers, repair, status_lines
 from pipeline.compile.manifest import load_manifests
 from pipeline.compile.sync import sync_cache
-from pipeline.context import check_workspace
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import format_duration
 from pipeline.core.progress import Say, use_display
@@ -21,8 +20,6 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
     Raises ConfigError if the settings don't allow the action. Also raises DiskFull, TransientError and Preempted.
     """
-    if call.action != "sync" and not settings.compile.cache_url:  # a machine that synchronises may have none yet
-        check_workspace(open_storage(settings.workspace, retry=settings.storage, stop=stop))
     live = open_storage(settings.compile.cache_root(settings.workspace), retry=settings.storage, stop=stop)
     if call.action == "status":
         for line in status_lines(live, settings.compile.flags) + _graph_lines(settings, stop):

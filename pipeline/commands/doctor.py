@@ -18,6 +18,7 @@ from pipeline.core.footprint import ContrastiveBatch, EncoderSizes, Estimate, Me
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
+from pipeline.io.paths import temporary_folder
 from pipeline.io.storage import open_storage
 from pipeline.model.factory import FactoryEncoder
 from pipeline.model.relevance import RelevanceModel
@@ -34,7 +35,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
     Returns the exit code of ConfigError if the model would not fit or compile. Raises ConfigError, Preempted.
     """
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory(dir=temporary_folder()) as folder:
         root = open_storage(settings.workspace, retry=settings.storage, stop=stop).local_path("")
         exists = root is None or root.exists()  # otherwise, do not create it
         with open_context(settings if exists else settings.model_copy(update={"workspace": folder}), stop) as ctx:

@@ -229,7 +229,8 @@ def test_five_days_are_held_against_one_training() -> None:
     slow = only([*runs, by_day(many, 0.785)])
     assert verdicts(slow) == {"behind": True, "behind_20_days": False}
     late = by_day(shipped, 0.78, seed=2)
-    assert not verdicts(only([*runs, late]))["behind"]
+    assert verdicts(only([*runs, late]))["behind"], "seed 2 has no training on all days"
+    assert not verdicts(only([*runs, late, by_day("together", 0.80, seed=2)]))["behind"]
     assert tables(runs[1:])[1] == ["pricerunner by day, 16,000 pairs: together was not run on test"]
 
 
@@ -262,7 +263,7 @@ def test_a_chain_goes_on_with_the_day_it_ended_in(tmp_path: Path, monkeypatch: p
     assert [flags["--cycle"] for flags in ran] == ["day-3", "day-4", "day-5"]
     assert {flags["--train.max-steps"] for flags in ran} == {"10"}
     assert {flags["--train.replay-share"] for flags in ran} == {"0.2"}
-    assert [flags.get("--evaluate.baselines.bm25") for flags in ran] == ["false", "false", None]
+    assert [flags.get("--evaluate.max-rows") for flags in ran] == ["1000", "1000", None]
     for flags in ran:
         resolve([Path(flags.pop("--config"))], {}, list(flags.items()))  # every flag is one that trnpipe knows
     with pytest.raises(SystemExit, match="a multiple of 5"):

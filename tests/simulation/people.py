@@ -246,7 +246,7 @@ def product_in_world() -> Iterator[None]:
         (submit, "make_plan", lambda settings: _ACCOUNT[-1].plan_of(settings.cycle)),
         (submit, "write_page", _write_page),
         (setup, "program", lambda: "trnjobs"),
-        (submit, "summary", lambda *_: ""),
+        (submit, "summary", lambda *_, **__: ""),
         (submit, "unused_settings", lambda *_: []),
         (submit, "of_all_jobs", lambda settings: {"settings": settings.cycle}),
         (submit, "check_plan", _by_plan(batch_requests.check_plan)),
