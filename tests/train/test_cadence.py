@@ -52,6 +52,7 @@ def test_eight_evaluations_of_a_tenth_of_the_time(steps: int, batch: int, valid:
 
 @given(st.integers(1, 5000), st.integers(0, 300), st.integers(1, 9000), st.integers(0, 9))
 def test_what_is_set_is_used(steps: int, every: int, rows: int, patience: int) -> None:
+    patience = patience if every else 0  # any other is refused
     given_all = {"evaluate_every": every, "evaluate_rows": rows, "patience": patience}
     assert cadence(steps, 100, save=7, **given_all) == Cadence(10, every, 7, rows, patience * every)
     assert cadence(steps, 100, evaluate_every=every).evaluate == every
