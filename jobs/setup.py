@@ -106,6 +106,12 @@ class OpenCycle:
         claim = self.store.claim()
         return open_target(self, claim.target if claim else self.settings.jobs.target)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the cycle was submitted to this machine, which costs nothing."""
+        claim = self.store.claim()
+        return claim is not None and claim.target == "local"
+
     def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         """Return the records of all jobs, with the errors of failed jobs.
 

@@ -76,10 +76,9 @@ def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], clo
         _put(cycle, "late-deadline", "the deadline has passed", at=ledger.deadline_at)
     if closed is None or closed.outcome == "cancelled":
         return
-    event, claim = cycle.outcome(closed), store.claim()
-    is_local = claim is not None and claim.target == "local"
+    event = cycle.outcome(closed)
     took = None if ledger.began_at is None else closed.at - ledger.began_at
-    facts = (f"took {format_duration(took)}", DEADLINES[ledger.deadline], money(ledger.total, is_local=is_local))
+    facts = (f"took {format_duration(took)}", DEADLINES[ledger.deadline], money(ledger.total, is_local=cycle.is_local))
     lines = [without_error(closed.reason, records), "; ".join(fact for fact in facts if fact)]
     first = first_failure(records)
     if first and (failed := failed_task(first)):

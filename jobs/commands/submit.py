@@ -270,8 +270,8 @@ def close_cycle(cycle: OpenCycle) -> None:
     for line in target.check_blocked(records):
         cycle.say(line)
     finish(cycle, plan, records)
-    claim, progress = cycle.store.claim(), "under way" if cycle.interrupted_s() is None else "interrupted"
-    cycle.say(summary(cycle.ledger(plan, records), progress, is_local=claim is not None and claim.target == "local"))
+    progress = "under way" if cycle.interrupted_s() is None else "interrupted"
+    cycle.say(summary(cycle.ledger(plan, records), progress, is_local=cycle.is_local))
 
 
 def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:

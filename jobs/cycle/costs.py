@@ -400,11 +400,10 @@ def _ending(attempt: AttemptRecord) -> str:
         return "running"
     if attempt.exit_code is None:
         return attempt.status_reason or attempt.reason or "no exit code"
+    if attempt.exit_code == EXIT_OK:
+        return attempt.status_reason if attempt.is_stopped else "succeeded"
     code = f"exit {attempt.exit_code}{' (preempted)' if attempt.is_preempted else ''}"
-    failure = ", ".join(text for text in (code, attempt.reason) if text)
-    if attempt.exit_code == EXIT_OK and not attempt.is_stopped:
-        return "succeeded"
-    return attempt.status_reason if attempt.exit_code == EXIT_OK else failure
+    return ", ".join(text for text in (code, attempt.reason) if text)
 
 
 def _spans(

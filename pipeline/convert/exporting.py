@@ -111,8 +111,9 @@ def destination(
         folder.mkdir(parents=True)
         yield folder
     check_replaceable()  # files may have been added in the meantime
-    storage.write_bytes(claim, _CLAIM_TEXT)
-    storage.delete([join_key(name, MANIFEST_NAME)])  # from here on, the claim shows that the other files are ours
+    storage.write_bytes(
+        claim, _CLAIM_TEXT
+    )  # on S3, files are deleted after the manifest, so this shows that they are ours
     storage.delete_prefix(name)
     storage.write_bytes(claim, _CLAIM_TEXT)
     commit_dir(storage, folder, name, kind=EXPORT, fields=fields)
