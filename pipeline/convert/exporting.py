@@ -111,9 +111,8 @@ def destination(
         folder.mkdir(parents=True)
         yield folder
     check_replaceable()  # files may have been added in the meantime
-    storage.write_bytes(
-        claim, _CLAIM_TEXT
-    )  # on S3, files are deleted after the manifest, so this shows that they are ours
+    # S3 deletes the other files after the manifest, so from then on, the claim shows that they are ours.
+    storage.write_bytes(claim, _CLAIM_TEXT)
     storage.delete_prefix(name)
     storage.write_bytes(claim, _CLAIM_TEXT)
     commit_dir(storage, folder, name, kind=EXPORT, fields=fields)
