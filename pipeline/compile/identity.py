@@ -7,7 +7,12 @@ its plan.
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 
+import xxhash
+
+import pipeline
 from pipeline.backends import is_lazy_host
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import (
@@ -139,6 +144,20 @@ def embed_plan(
         "flags": flags.flags.text(),
         "versions": versions,
     }
+
+
+def source_digest(factory: str | None) -> str:
+    """Hash all source code of this package, and the module of `model.factory`, but not what that module imports."""
+    root, spec = Path(pipeline.__file__).parent, None
+    files = sorted(root.rglob("*.py"))
+    with suppress(ImportError):  # reported when the model is built
+        spec = find_spec(factory.partition(":")[0]) if factory else None
+    if spec is not None and spec.has_location and spec.origin:
+        files.append(Path(spec.origin))
+    digest = xxhash.xxh3_128()
+    for file in files:
+        digest.update(f"{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def open_guard(workspace: Storage, plan: Plan, tracer: Tracer, config: CompileConfig, console: Console) -> GraphWatch:

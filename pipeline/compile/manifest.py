@@ -51,6 +51,7 @@ class GraphManifest(Record):
     cache_entries: dict[str, float | None] = Field(
         default={}, description="Neuron compile cache entries of the graphs, with compile times in seconds if known"
     )
+    code: str = Field("", description="Digest of the source code that the graphs were traced from (see source_digest)")
 
     @property
     def plan_id(self) -> str:
@@ -98,6 +99,12 @@ def load_manifest(workspace: Storage, plan: Plan) -> GraphManifest | None:
     Raises DataError if the manifest is damaged.
     """
     return _read(workspace, f"{FOLDER}/{fingerprint(dict(plan))}.json")
+
+
+def load_traced(workspace: Storage, plan: Plan, code: str) -> GraphManifest | None:
+    """Load the manifest of a plan if it was traced from this source code, since other code may have other graphs."""
+    manifest = load_manifest(workspace, plan)
+    return manifest if manifest is not None and manifest.code == code else None
 
 
 def load_manifests(workspace: Storage) -> list[GraphManifest]:

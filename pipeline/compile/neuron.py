@@ -33,7 +33,8 @@ from pipeline.compile.cache import (
     repair,
 )
 from pipeline.compile.config import ALL_THERE_S, CompileConfig
-from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests
+from pipeline.compile.identity import source_digest
+from pipeline.compile.manifest import GraphManifest, Plan, load_manifests, load_traced
 from pipeline.compile.sync import sync_cache
 from pipeline.context import StageContext, node_group
 from pipeline.core.errors import (
@@ -441,9 +442,9 @@ def compile_on_neuron(
 ) -> tuple[list[GraphManifest], bool]:
     """Compile all graphs of a plan on all nodes of a job.
 
-    A node is warm if the manifests of its plans exist and its cache contains all of their entries. If any node is cold,
-    all nodes have to run the trial, because the trial runs form one process group. Plans in `scoring` are for
-    evaluation and embedding, by the number of ranks and the value of SCORING. Only the main node compiles them.
+    A node is warm if the manifests of its plans exist for this code and its cache contains all of their entries. If any
+    node is cold, all nodes have to run the trial, because the trial runs form one process group. Plans in `scoring` are
+    for evaluation and embedding, by the number of ranks and the value of SCORING. Only the main node compiles them.
 
     Returns the manifests to publish, starting with the one of `plan`, and whether all graphs were already cached. On
     all nodes except the main node, there are no manifests to publish unless everything was cached.
@@ -487,7 +488,8 @@ def compile_on_neuron(
             refuse_network_root(Path(root))
         sync()
         scoring = scoring if is_main else {}
-        stored = [load_manifest(ctx.workspace, required) for required in (plan, *scoring.values())]
+        code = source_digest(settings.model.factory)
+        stored = [load_traced(ctx.workspace, required, code) for required in (plan, *scoring.values())]
         done = done_keys(open_storage(root))
         # If a manifest has no cache entries, it was not created with Neuron's tool.
         is_warm = all(m is not None and m.cache_entries and m.cache_entries.keys() <= done for m in stored)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pipeline.backends import Backend, is_lazy_host, lazy_device_name, trial_backend
 from pipeline.compile.hlo import HOST_READ, Finding, lint, lint_counters
-from pipeline.compile.manifest import GraphManifest, GraphPosition, Recorder, load_manifest, store_manifest
+from pipeline.compile.identity import source_digest
+from pipeline.compile.manifest import GraphManifest, GraphPosition, Recorder, load_traced, store_manifest
 from pipeline.compile.neuron import SCORING, compile_on_neuron, drives_tool
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError
@@ -88,7 +89,8 @@ def _trace(
             plan = shapes.scoring_plan(settings, ctx.world.world_size, device)
         else:
             plan = shapes.plan(settings, ctx.world, device)
-        existing = None if trace_file else load_manifest(ctx.workspace, plan)
+        code = source_digest(settings.model.factory)
+        existing = None if trace_file else load_traced(ctx.workspace, plan, code)
         recorder = Recorder(backend, plan)
         if traces and is_teacher and teacher is not None:
             _embed(teacher, ctx, backend, process_group, recorder)
@@ -99,10 +101,10 @@ def _trace(
             with use_display(no_display):  # do not show the progress of scoring, which is only part of the trial
                 trial.score() if is_scoring else trial.run()
         if teacher is not None and traces and not trace_file:
-            _add_teacher(teacher, ctx, backend, process_group)
+            _add_teacher(teacher, ctx, backend, process_group, code)
     if existing is not None:
         return _already_done(ctx, existing, started)
-    manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
+    manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()), code=code)
     if not ctx.world.is_main:
         return _result(ctx, manifest, started)
     for graph in manifest.graphs:
@@ -130,17 +132,20 @@ def _embed(
     shapes.trial(teacher.settings, backend, process_group, recorder, ctx.stop, ctx.console).embed_dummies()
 
 
-def _add_teacher(teacher: CheckpointTeacher, ctx: StageContext, backend: Backend, process_group: ProcessGroup) -> None:
+def _add_teacher(
+    teacher: CheckpointTeacher, ctx: StageContext, backend: Backend, process_group: ProcessGroup, code: str
+) -> None:
     """Compile the graphs of the teacher, unless this has already been done, and store a manifest of them."""
     plan = teacher.graph_plan(backend.device_name(), ctx.world.world_size)
-    if load_manifest(ctx.workspace, plan) is not None:
+    if load_traced(ctx.workspace, plan, code) is not None:
         return
     recorder = Recorder(backend, plan)
     with use_display(no_display):
         _embed(teacher, ctx, backend, process_group, recorder)
     ctx.console.info(f"compile: {len(recorder.graphs)} graphs of the teacher")
     if ctx.world.is_main:
-        store_manifest(ctx.workspace, GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values())))
+        graphs = tuple(recorder.graphs.values())
+        store_manifest(ctx.workspace, GraphManifest(plan=dict(plan), graphs=graphs, code=code))
 
 
 def _progress(ctx: StageContext, expected: int, started: datetime) -> Callable[[int, GraphPosition], None]:

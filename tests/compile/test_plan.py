@@ -1,11 +1,19 @@
 """Which manifest a run is held against."""
 
+import importlib
 from pathlib import Path
 
 import pytest
 
 from pipeline.compile.config import CompileConfig
-from pipeline.compile.identity import embed_plan, evaluation_plan, graph_plan, open_guard, open_part_guard
+from pipeline.compile.identity import (
+    embed_plan,
+    evaluation_plan,
+    graph_plan,
+    open_guard,
+    open_part_guard,
+    source_digest,
+)
 from pipeline.compile.manifest import GraphManifest, GraphWatch, Guard, Plan, store_manifest
 from pipeline.core.batch_order import Bucket, RankSlice
 from pipeline.core.errors import ConfigError
@@ -154,6 +162,17 @@ def test_what_evaluation_and_embedding_are_held_against(
         assert (found.manifest if isinstance(found, Guard) else None) == (
             None if expected is None else manifests[expected]
         )
+
+
+def test_the_source_of_a_factory_is_part_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = {source_digest(None), source_digest("no_such_package.module:build")}
+    assert len(digests) == 1
+    for text in ("build = 1", "build = 2"):
+        (tmp_path / "my_encoder.py").write_text(text)
+        importlib.invalidate_caches()
+        digests.add(source_digest("my_encoder:build"))
+    assert len(digests) == 3
 
 
 def test_training_is_held_against_exactly_its_plan(workspace: Storage) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.compile import neuron
 from pipeline.compile.cache import DONE_NAME, NEFF_NAME, CacheEntry, CacheFile
+from pipeline.compile.identity import source_digest
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifests
 from pipeline.compile.neuron import SCORING, NeuronCompileResult
 from pipeline.context import StageContext, open_context
@@ -35,7 +36,7 @@ class Tool:
     ) -> "Done":
         is_scoring = SCORING in env
         self.calls.append((list(command), dict(env), nodes is None))
-        traced = GraphManifest(plan=dict(self.plans[is_scoring]), graphs=())
+        traced = GraphManifest(plan=dict(self.plans[is_scoring]), graphs=(), code=source_digest(None))
         Path(env[TRACE_FILE]).write_text(traced.model_dump_json())
         entry = f"MODULE_{int(is_scoring)}"
         self.done.add(entry)
@@ -106,6 +107,12 @@ def test_they_are_compiled_alone_at_their_own_number_and_published(ctx: StageCon
 def test_without_them_the_node_is_cold(ctx: StageContext, tool: Tool) -> None:
     stage.run(ctx.settings, ctx)
     tool.done.discard("MODULE_1")
+    assert stage.run(ctx.settings, ctx).status == "done" and len(tool.calls) == 4
+
+
+def test_graphs_of_other_code_are_traced_again(ctx: StageContext, tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.run(ctx.settings, ctx)
+    monkeypatch.setattr(neuron, "source_digest", lambda factory: "of an upgrade")
     assert stage.run(ctx.settings, ctx).status == "done" and len(tool.calls) == 4
 
 
