@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -34,7 +35,7 @@ from pipeline.evaluate.score import (
     save_scores,
 )
 from pipeline.io.commit import read_manifest
-from pipeline.model.config import difference
+from pipeline.model.config import ModelConfig, difference
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.registry.checkpoints import locate
 from pipeline.registry.records import CheckpointRef, Pointer, StoredVerdict, read_pointer
@@ -292,9 +293,11 @@ class ModelScorer:
             spec = spec_of(holdout.sets[0].info).continuing(checkpoint.state.inputs)
             ranks, device = self.ctx.world.world_size, self.backend.device_name()
             plan = evaluation_plan(trained, spec, holdout.rows.buckets, ranks, device)
-            self._watches[name] = open_part_guard(
-                self.ctx.workspace, plan, self.backend, self.settings.compile, self.ctx.console
-            )
+            config = self.settings.compile
+            if _shape(model) != _shape(self.settings.model):
+                # Only the graphs of the architecture that is trained now were compiled ahead of time.
+                config = config.model_copy(update={"on_unknown_graph": "warn"})
+            self._watches[name] = open_part_guard(self.ctx.workspace, plan, self.backend, config, self.ctx.console)
         return self._watches[name]
 
     def _key(self, checkpoint: Checkpoint, holdout: Holdout) -> str:
@@ -313,6 +316,10 @@ class ModelScorer:
 
 def _architecture(checkpoint: Checkpoint) -> str:
     """Return a fingerprint of the architecture. If it is equal, two models have the same parameters and graphs."""
-    unused, inputs = ("preset", "dropout", "init_from"), checkpoint.state.inputs
-    shape = {name: value for name, value in checkpoint.state.model.shape().items() if name not in unused}
-    return fingerprint({**shape, "missing": len(inputs.missing), "bins": inputs.bins})
+    inputs = checkpoint.state.inputs
+    return fingerprint({**_shape(checkpoint.state.model), "missing": len(inputs.missing), "bins": inputs.bins})
+
+
+def _shape(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of a model that determine its parameters and graphs."""
+    return {name: value for name, value in model.shape().items() if name not in ("preset", "dropout", "init_from")}

@@ -136,6 +136,20 @@ def test_a_graph_that_is_not_in_the_manifest_is_refused_and_explained(place: Cal
     here.run("train")
     assert "already done" not in here.run("compile").out, "keys of an earlier revision name no graph: traced again"
     assert [graph.key for graph in manifest_of(here).graphs] == [graph.key for graph in manifest.graphs]
+    here.storage.write_bytes(key, json.dumps({**known, "schema_version": 2, "code": "before an upgrade"}).encode())
+    here.run("compile")
+    assert manifest_of(here).code == manifest.code, "other code may have other graphs"
+
+
+def test_an_incumbent_of_another_architecture_is_scored(place: Callable[..., Place]) -> None:
+    here = place("xla", ONE_SHAPE)
+    for stage in ("compile", "train", "evaluate"):
+        here.run(stage, UNJUDGED)
+    larger = ("--model.num-layers=2", "--train.micro-batch-size=12", "--train.start=scratch", "--train.max-steps=6")
+    here.run("compile", *larger, cycle="c2")
+    here.run("train", *larger, cycle="c2")
+    scored = here.run("evaluate", *larger, UNJUDGED, "--gate.drops=accuracy=1", cycle="c2")
+    assert "train.micro_batch_size: compiled 24, now 12; compiling on demand" in scored.out + scored.err
 
 
 @pytest.mark.thorough
