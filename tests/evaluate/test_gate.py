@@ -369,6 +369,7 @@ def test_doubts_about_the_holdout_are_in_the_verdict() -> None:
         ("candidate without search", "train again"),
         ("worse", "train again"),
         ("few", "the advice"),
+        ("metric of no label", "correct --gate.drops"),
     ],
 )
 def test_the_way_out_fits_the_reason(kind: str, words: str) -> None:
@@ -381,6 +382,7 @@ def test_the_way_out_fits_the_reason(kind: str, words: str) -> None:
         "candidate without search": lambda: verdict(rows(), rows(), **search, theirs=np.full(60, 0.5)),
         "worse": lambda: verdict(rows(wrong=range(20)), rows(), drops={"accuracy": 0.0}),
         "few": lambda: verdict(rows()).model_copy(update={"advice": "the advice"}),
+        "metric of no label": lambda: verdict(rows(), rows(), drops={"f1:relevnt": 0.1}),
     }[kind]()
     assert not found.promote and words in refusal_advice(found)
 

@@ -479,6 +479,9 @@ def refusal_advice(verdict: Verdict) -> str:
             f"enable a baseline (evaluate.baselines, boosting requires {install_command('sklearn')}), set a floor"
             " (--gate.floors ndcg@10=0.6), or add --gate.first-without-comparison"
         )
-    if any(check.name == "scores incumbent" or (check.kind == "delta" and check.incumbent is None) for check in failed):
+    deltas = [check for check in failed if check.kind == "delta" and check.incumbent is None]
+    if any(check.candidate is None for check in deltas):
+        return "correct --gate.drops or, for metrics of retrieval, set --evaluate.retrieval.enabled true"
+    if deltas or any(check.name == "scores incumbent" for check in failed):
         return "trnpipe registry rollback --reason TEXT, or promote with --evaluate.force-reason TEXT"
     return "train again, or promote with --evaluate.force-reason TEXT"
