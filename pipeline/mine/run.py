@@ -18,7 +18,7 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.arrays import Bools, Float32s, Float64s, Int64s
 from pipeline.core.batch_order import first_rows, locate
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, NumericError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
@@ -30,7 +30,7 @@ from pipeline.io.parts import Part, Parts
 from pipeline.io.storage import Storage
 from pipeline.mine.config import BM25, ITEMS_PER_QUERY, MineConfig
 from pipeline.mine.store import Negatives, NegativeSet, NegativesInfo, commit_negatives
-from pipeline.retrieval.bm25 import K1, B, Bm25
+from pipeline.retrieval.bm25 import K1, WORDS_VERSION, B, Bm25
 from pipeline.retrieval.products import Products, decode_tokens, distinct_products, to_tokens
 from pipeline.retrieval.search import exact_scores, search_vectors
 from pipeline.settings import Settings
@@ -90,7 +90,7 @@ def plan_mining(
     )
     mines_all = settings.mine.partitions == "all"
     new = [index for index, token_set in enumerate(sets) if mines_all or token_set.partition in selection.new]
-    ranked_by: dict[str, JsonValue] = {"k1": K1, "b": B}
+    ranked_by: dict[str, JsonValue] = {"k1": K1, "b": B, "words": WORDS_VERSION}
     if model is not None:
         ranked_by = {"precision": settings.embed.precision, "max_tokens": longest_text(settings, model)}
         ranked_by |= {"chunks": settings.embed.chunks} if settings.embed.chunks > 1 else {}
@@ -211,11 +211,15 @@ def make_task(
 # with effective hard-negative mining" (2024), for the definition of the margin.
 
 
+_NOT_FOUND = np.finfo(np.float64).max
+"""If no positive of a query has a word of it, the scores of other products don't tell whether they are positives."""
+
+
 @dataclass(frozen=True)
 class Candidates:
     """The top-ranked items [Q, k] of Q queries and their scores, best first, padded with NONE.
 
-    `best_positive` [Q] is the score of each query's best positive.
+    `best_positive` [Q] is the score of each query's best positive, or _NOT_FOUND if BM25 finds none of them.
     """
 
     scores: Float64s
@@ -336,7 +340,13 @@ def vector_search(
             first_item, end_item = parts.rows(index)
             if index not in done and (index in own or index not in parts.store.done()):
                 stop.raise_if_set(_EMBEDDING)
-                parts.commit(index, items(first_item, end_item))
+                vectors = items(first_item, end_item)
+                if not np.isfinite(vectors).all():  # committed parts are not computed again
+                    raise NumericError(
+                        f"vectors of products {first_item:,} to {end_item - 1:,} contain NaN or infinity",
+                        next_command="trnpipe mine again, on another machine if this one fails trnpipe health",
+                    )
+                parts.commit(index, vectors)
             advance(end_item - first_item)
     maps: dict[int, Float32s] = {}
 
@@ -374,7 +384,7 @@ def word_search(items: Iterable[str], queries: Callable[[int, int], list[str]], 
         def find_best_positive(row: int, item_scores: Float64s) -> None:
             stop.raise_if_set(_SEARCHING)
             of_query = slice(judged.offsets[row], judged.offsets[row + 1])
-            best[row] = item_scores[judged.items[of_query][judged.positive[of_query]]].max(initial=0.0)
+            best[row] = item_scores[judged.items[of_query][judged.positive[of_query]]].max(initial=0.0) or _NOT_FOUND
 
         scores, ranked = index.search(queries(start, end), depth, find_best_positive)
         return Candidates(scores, ranked, best)

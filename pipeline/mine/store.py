@@ -14,7 +14,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.record import Record
 from pipeline.io import atomic
-from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
+from pipeline.io.commit import commit_files, fetch_dir, file_record, read_manifest
 from pipeline.io.storage import Storage
 
 KIND = "negatives"
@@ -60,12 +60,15 @@ def commit_negatives(
 ) -> NegativeSet:
     """Commit negatives to the workspace, using a staging folder below `scratch`.
 
-    It is safe for several processes to do this at the same time, because they write the same bytes.
+    It is safe for several processes to do this at the same time, because they write the same bytes and never delete a
+    manifest that another has written.
     """
     with atomic.staging_dir(scratch) as folder:
         np.save(folder / _QUERIES, negatives.query_id)
         np.save(folder / _PRODUCTS, negatives.product)
-        manifest = commit_dir(workspace, folder, prefix, kind=KIND, fields=info.model_dump(mode="json"))
+        files = {path.name: file_record(path, workspace.stop) for path in sorted(folder.iterdir())}
+        workspace.upload_dir(prefix, folder, sorted(files))
+        manifest = commit_files(workspace, prefix, kind=KIND, fields=info.model_dump(mode="json"), files=files)
     return NegativeSet(prefix, info, manifest.digest)
 
 

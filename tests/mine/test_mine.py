@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.core.arrays import Float32s, Int64s
-from pipeline.core.errors import Preempted
+from pipeline.core.errors import NumericError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.mine.config import MineConfig
@@ -52,9 +52,10 @@ class Vectors:
 
     asked: list[tuple[str, int]] = field(default_factory=list)
     told: Callable[[str, int], None] = lambda kind, start: None
+    of_items: Float32s = field(default_factory=lambda: ITEM_VECTORS)
 
     def items(self, start: int, stop: int) -> Float32s:
-        return self._part("items", ITEM_VECTORS, start, stop)
+        return self._part("items", self.of_items, start, stop)
 
     def queries(self, start: int, stop: int) -> Float32s:
         return self._part("queries", QUERY_VECTORS, start, stop)
@@ -152,6 +153,16 @@ def test_a_stop_anywhere_goes_on_to_the_same_negatives(tmp_path: Path, at: tuple
     assert not set(rest.asked) & set(vectors.asked[: vectors.asked.index(at)])
 
 
+def test_vectors_of_a_faulty_device_are_not_kept(tmp_path: Path) -> None:
+    faulty = Vectors(of_items=np.full_like(ITEM_VECTORS, np.nan))
+    with pytest.raises(NumericError, match="products 0 to 49") as caught:
+        run(tmp_path, faulty)
+    assert caught.value.next_command.startswith("trnpipe mine")
+    missing, parts = run(tmp_path, Vectors())
+    assert missing == 0
+    check_whole(parts)
+
+
 def test_bm25_ranks_by_shared_words() -> None:
     items = ["red shoe size 9", "blue shoe", "red hat", "green scarf", "shoe"]
     queries = ["red shoe", "scarf", "nothing of it"]
@@ -162,7 +173,8 @@ def test_bm25_ranks_by_shared_words() -> None:
     assert found.items[1:].tolist() == [[3, NONE, NONE], [NONE] * 3]
     of_items = dict(zip(found.items[0].tolist(), found.scores[0], strict=True))
     assert found.best_positive[0] == max(of_items.get(2, 0.0), of_items.get(4, 0.0)) > 0
-    assert found.best_positive[1:].tolist() == [0.0, 0.0]
+    assert (found.best_positive[1:] > 1e300).all()
+    assert choose_negatives(found, known, CONFIG)[0][1].tolist()[0] == 3, "no positive shares a word with 'scarf'"
     assert search(1, 2, known.part(1, 2)).items.tolist() == [[3, NONE, NONE]]
 
 

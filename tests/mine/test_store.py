@@ -38,6 +38,16 @@ def test_they_are_read_as_written(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.product, MINED.product)
 
 
+def test_a_worker_that_dies_while_it_commits_again_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, made = commit(tmp_path)
+    monkeypatch.setattr(type(storage), "write_bytes", lambda *_, **__: pytest.fail("killed before the manifest"))
+    with pytest.raises(pytest.fail.Exception, match="killed"):
+        commit(tmp_path)
+    assert find_negatives(storage, "negatives/d/x") == made
+
+
 def test_those_of_other_data_are_refused(tmp_path: Path) -> None:
     storage, made = commit(tmp_path)
     check_negatives(made, ["one", "two"], storage)
