@@ -71,7 +71,10 @@ class HealthConfig(Record):
         " for a new type of device: softmax=0.001,layer norm=0.001",
     )
     min_bus_gb_s: float = Field(
-        0.0, ge=0, le=1e5, description="Minimum bus bandwidth in GB/s for the largest all-reduce (0: no minimum)"
+        0.0,
+        ge=0,
+        le=1e5,
+        description="Minimum bus bandwidth in GB/s that nccom-test must measure for the all-reduce (0: no minimum)",
     )
     nodes_wait_s: float = Field(
         600.0, gt=0, le=86_400, description="Seconds to wait for the reports of the other nodes of a job"

@@ -323,12 +323,12 @@ def check_collectives(
     limit_s: float,
     ctx: CheckContext,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
-    minimum_gb_s: float = 0.0,
 ) -> CheckResult:
-    """Run every collective with every size, and verify the results and the bandwidth.
+    """Run every collective with every size, and verify the results.
 
     The process group must already be open. If a rank gets wrong results, it still runs all remaining collectives, so
-    that other ranks do not wait for it. `minimum_gb_s` is the minimum bus bandwidth of the largest all-reduce.
+    that other ranks do not wait for it. The bandwidths among the figures include copies from and to the host, so they
+    are far below that of the bus, which nccom-test measures.
     """
     figures: dict[str, float | int | str] = {}
     fault, num, repeat = "", world.world_size, 0
@@ -374,14 +374,6 @@ def check_collectives(
     if fault:
         expected_text = "the result computed on the host"
         return CheckResult(COLLECTIVES, HealthVerdict.RETRY, fault, expected_text, USE_ANOTHER_MACHINE, figures)
-    measured = float(figures[f"all-reduce_{sizes_bytes[-1]}_bytes_gb_s"])
-    if measured < minimum_gb_s:
-        seen, expected_text = (
-            f"all-reduce has a bus bandwidth of {measured:.3g} GB/s",
-            f"at least {minimum_gb_s:g} GB/s",
-        )
-        advice = "retry the job on a different machine"
-        return CheckResult(COLLECTIVES, HealthVerdict.RETRY, seen, expected_text, advice, figures)
     return CheckResult(COLLECTIVES, HealthVerdict.PASS, figures=figures)
 
 
@@ -418,7 +410,7 @@ def rank_checks(name: str, world: World, config: HealthConfig, env: Mapping[str,
 
     def collectives(ctx: CheckContext) -> Iterator[CheckResult]:
         for backend in opened:
-            yield check_collectives(backend, world, limit_s=limit_s, ctx=ctx, minimum_gb_s=config.min_bus_gb_s)
+            yield check_collectives(backend, world, limit_s=limit_s, ctx=ctx)
             if process_group(name):
                 dist.destroy_process_group()  # otherwise, NCCL warns about a leak at exit
 
