@@ -138,6 +138,11 @@ class Finding:
         return f"{self.severity} {self.code}: {self.message}{times}{instruction}{source}\n  remedy: {self.remedy}"
 
 
+def _num_bits(dtype: str) -> int:
+    """Return the size of a data type in bits, for example 8 for f8e5m2 and pred."""
+    return int(match[0]) if (match := re.search(r"\d+", dtype)) else 8
+
+
 def _check_shapes(op: Instruction) -> Iterator[Finding]:
     """Check the data types and dimensions of an operation."""
     shapes = [] if op.opcode == "tuple" else arrays(op.shape)
@@ -163,7 +168,7 @@ def _check_shapes(op: Instruction) -> Iterator[Finding]:
     if op.opcode in ("all-gather", "reduce-scatter"):
         # neuronx-distributed observed NaN above this size (trainer/trainer.py: "Bucket cap > 140 MB").
         largest = max(
-            math.prod(map(int, sizes)) * int("".join(filter(str.isdigit, dtype)) or 8) // 8
+            math.prod(int(size) for size in sizes if size.isdecimal()) * _num_bits(dtype) // 8
             for dtype, sizes in (*shapes, *arrays(op.first_shape))
         )
         if largest > LARGEST_EXCHANGE_BYTES:

@@ -131,9 +131,9 @@ BY_HAND = {
     "error EVRF016": ("r = s32[4] scatter(n, i, n), to_apply=sum", "r = s32[4] scatter(n, i, n), to_apply=second"),
     "error ESPP004": ("r = f4e2m1fn[4] convert(x)", "r = bf16[4] convert(x)"),
     "warning ESPP004": ("r = f64[4] convert(x)", None),
-    "error EMOD025": ("r = f32[<=4] dynamic-slice(x, n)", "r = f32[4] dynamic-slice(x, n)"),
+    "error EMOD025": ("r = f32[<=4,2] all-gather(x)", "r = f32[4,2] all-gather(x)"),
     "warning HLO004": ("r = s32[4] all-reduce(n), to_apply=sum", "r = f32[4] all-reduce(x), to_apply=sum"),
-    "warning HLO007": ("r = bf16[70000001] all-gather(x)", "r = bf16[70000000] all-gather(x)"),
+    "warning HLO007": ("r = bf16[70000001] all-gather(x)", "r = f8e5m2[140000000] all-gather(x)"),
 }
 
 
