@@ -145,8 +145,8 @@ class JudgedCatalogue:
             ids, queries, names = (field_texts(batch, name) for name in ("id", "query", "query_id"))
             pairs = zip(queries, names, strict=True)
             batch_numbers = [hash63(name or query) if query else NO_QUERY for query, name in pairs]
-            judged = filter_mask(batch.columns, config.queries)
             tuning = filter_mask(batch.columns, config.valid_queries) & bool(config.valid_queries)
+            judged = filter_mask(batch.columns, config.queries) if config.queries else ~tuning
             for target, mask in ((texts, judged), (valid_texts, tuning)):
                 for number, query, selected in zip(batch_numbers, queries, mask.tolist(), strict=True):
                     if selected and number != NO_QUERY:

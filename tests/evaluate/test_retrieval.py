@@ -288,6 +288,10 @@ def test_valid_queries_of_a_catalogue(catalogue: Path, holdout: Holdout, tokeniz
     assert task.tuning is not None
     assert task.tuning.texts == ["shoe red"] and task.tuning.ids.tolist() == [hash63("c3")], "c1 is judged"
     assert task.tuning.judged.item_id.tolist() == [2]
+    config = OFFERS.model_copy(update={"valid_queries": {"split": "train"}, "queries": {}})
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC)
+    assert task.queries.ids.tolist() == sorted(map(hash63, ("c1", "c2", "c4"))), "all other queries are judged"
+    assert task.tuning is not None and task.tuning.ids.tolist() == [hash63("c3")]
 
 
 @pytest.mark.parametrize(
