@@ -146,9 +146,9 @@ def test_an_incumbent_of_another_architecture_is_scored(place: Callable[..., Pla
     for stage in ("compile", "train", "evaluate"):
         here.run(stage, UNJUDGED)
     larger = ("--model.num-layers=2", "--train.micro-batch-size=12", "--train.start=scratch", "--train.max-steps=6")
-    here.run("compile", *larger, cycle="c2")
-    here.run("train", *larger, cycle="c2")
-    scored = here.run("evaluate", *larger, UNJUDGED, "--gate.drops=accuracy=1", cycle="c2")
+    for stage in ("prepare", "compile", "train"):
+        here.run(stage, *larger, cycle="c2")
+    scored = here.run("evaluate", *larger, cycle="c2", code=80)  # there are too few queries to judge
     assert "train.micro_batch_size: compiled 24, now 12; compiling on demand" in scored.out + scored.err
 
 
