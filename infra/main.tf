@@ -3,9 +3,8 @@
 data "aws_caller_identity" "current" {}
 
 locals {
-  account_id     = data.aws_caller_identity.current.account_id
-  max_vcpus      = var.max_nodes * local.trainium[var.instance_type].vcpus
-  efa_interfaces = coalesce(var.efa_interfaces, local.trainium[var.instance_type].efa_interfaces)
+  account_id = data.aws_caller_identity.current.account_id
+  max_vcpus  = var.max_nodes * local.trainium[var.instance_type].vcpus
 }
 
 module "storage" {
@@ -44,7 +43,7 @@ module "compute" {
   security_group_id = module.network.nodes_security_group_id
   instance_type     = var.instance_type
   max_vcpus         = local.max_vcpus
-  efa_interfaces    = local.efa_interfaces
+  efa_interfaces    = local.trainium[var.instance_type].efa_interfaces
   ami_id            = var.ami_id
   capacity_block_id = var.capacity_block_id
   root_volume_gib   = var.root_volume_gib
@@ -72,14 +71,12 @@ module "roles" {
   region             = var.region
   bucket_arn         = module.storage.bucket_arn
   workspace_arn      = module.storage.workspace_arn
-  workspace_prefix   = var.name
   data               = var.data
   key_arn            = module.storage.key_arn
   log_group_arn      = module.storage.log_group_arn
   queue_arns         = [module.queues.trainium_queue.arn, module.queues.cpu_queue.arn]
   schedule_queue_arn = module.queues.cpu_queue.arn
   share_identifier   = var.share_identifier
-  definition_prefix  = var.name
   sagemaker          = var.sagemaker
   signing_key_arn    = var.signing_key_arn
 }

@@ -37,17 +37,6 @@ variable "quota_vcpus" {
   description = "The account's quota \"Running On-Demand Trn instances\", in vCPU; make bootstrap prints how to ask for it. With a capacity block: its vCPU."
 }
 
-variable "efa_interfaces" {
-  type        = number
-  description = "EFA interfaces of an instance; null: as many as it has (one a network card)."
-  default     = null
-
-  validation {
-    condition     = var.efa_interfaces == null || try(local.trainium[var.instance_type].efa_interfaces, -1) == var.efa_interfaces
-    error_message = "efa_interfaces is ${coalesce(var.efa_interfaces, 0)}; expected ${try(local.trainium[var.instance_type].efa_interfaces, "a known instance_type")} on ${var.instance_type}, or null."
-  }
-}
-
 variable "ami_id" {
   type        = string
   description = "Machine image of Trainium instances: ECS agent and a Neuron driver that fits the container's runtime (docs/neuron.md). make bootstrap lists candidates."

@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from jobs.schedule import ScheduleConfig
-from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.settings import Settings, flatten, leaves, resolve
 
@@ -204,11 +203,6 @@ _PER_JOB = {"cycle", "workspace", "launch", "scratch"}
 def of_all_jobs(settings: CycleSettings) -> dict[str, Any]:
     """Return the settings that all jobs of a cycle share, as a nested dict for `--config`."""
     return settings.model_dump(mode="json", exclude=_PER_JOB)
-
-
-def pipeline_fingerprint(settings: CycleSettings) -> str:
-    """Return the fingerprint of the pipeline settings, without `[jobs]`, because the plan itself reflects these."""
-    return fingerprint(settings.model_dump(mode="json", exclude=_PER_JOB | {"jobs"}))
 
 
 def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,11 +23,12 @@ from jobs.cycle.tables import failure_lines
 from jobs.cycle.verdict import outcome_text, verdict_lines
 from jobs.plan.cycle import AFTER, MINE, RUN_PREFIX, TEACH, plan_cycle, plan_script
 from jobs.plan.spec import JobPlan
-from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
+from jobs.settings import CycleSettings, of_all_jobs, values_of, with_values
 from jobs.targets.base import Target, with_errors, with_placements
 from pipeline.backends import may_use_neuron
 from pipeline.context import check_workspace, load_result
 from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_duration
 from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
@@ -260,7 +261,7 @@ def make_plan(settings: CycleSettings) -> JobPlan:
         jobs,
         cycle=cycle_of(settings),
         workspace=_workspace_uri(settings),
-        settings=pipeline_fingerprint(settings),
+        settings=fingerprint({name: value for name, value in of_all_jobs(settings).items() if name != "jobs"}),
         mines=settings.mine.enabled,
         teaches=bool(settings.train.teacher),
         stage_limits_s=limits_s,

@@ -101,17 +101,3 @@ run "neither_schedule_nor_budget" {
     error_message = "a budget of nothing"
   }
 }
-
-run "an_address_that_is_none" {
-  command = plan
-
-  module {
-    source = "./modules/alarms"
-  }
-
-  variables {
-    emails = ["oncall"]
-  }
-
-  expect_failures = [var.emails]
-}

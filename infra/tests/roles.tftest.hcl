@@ -18,12 +18,10 @@ variables {
   region             = "us-west-2"
   bucket_arn         = "arn:aws:s3:::bucket"
   workspace_arn      = "arn:aws:s3:::bucket/relevance"
-  workspace_prefix   = "relevance"
   key_arn            = "arn:aws:kms:us-west-2:123456789012:key/00000000-0000-0000-0000-000000000000"
   log_group_arn      = "arn:aws:logs:us-west-2:123456789012:log-group:/trnpipe/relevance"
   queue_arns         = ["arn:aws:batch:us-west-2:123456789012:job-queue/relevance-trainium", "arn:aws:batch:us-west-2:123456789012:job-queue/relevance-cpu"]
   schedule_queue_arn = "arn:aws:batch:us-west-2:123456789012:job-queue/relevance-cpu"
-  definition_prefix  = "relevance"
   share_identifier   = "production"
 }
 
@@ -157,32 +155,4 @@ run "inputs_and_training_jobs" {
     condition     = alltrue([for kind, role in aws_iam_role.job : contains(jsondecode(role.assume_role_policy).Statement[*].Principal.Service, "sagemaker.amazonaws.com") == (kind != "driver")])
     error_message = "the driver is no training job, everything else may be one"
   }
-}
-
-run "a_prefix_that_is_a_pattern" {
-  command = plan
-
-  module {
-    source = "./modules/roles"
-  }
-
-  variables {
-    data = [{ bucket = "shop", prefix = "team-*" }]
-  }
-
-  expect_failures = [var.data]
-}
-
-run "too_many_inputs" {
-  command = plan
-
-  module {
-    source = "./modules/roles"
-  }
-
-  variables {
-    data = [for number in range(5) : { bucket = "shop-${number}", prefix = "" }]
-  }
-
-  expect_failures = [var.data]
 }

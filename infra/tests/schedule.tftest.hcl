@@ -125,17 +125,3 @@ run "schedules" {
     error_message = "a fair-share queue refuses a definition without priority; one without a time limit may stay for ever"
   }
 }
-
-run "too_many_attempts" {
-  command = plan
-
-  module {
-    source = "./modules/schedule"
-  }
-
-  variables {
-    attempts = 11
-  }
-
-  expect_failures = [var.attempts]
-}

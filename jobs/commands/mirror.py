@@ -14,7 +14,7 @@ from jobs.cycle.cycle_store import Claim, CycleStore, claims_by_age
 from jobs.cycle.job_states import Closed, outcome_of
 from jobs.cycle.page.gather import PageData, gather
 from jobs.plan.spec import JobPlan
-from jobs.setup import OpenCycle, open_newest
+from jobs.setup import open_newest
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TransientError, first_line
 from pipeline.core.optional import missing_package
 from pipeline.core.progress import Say
@@ -66,7 +66,10 @@ def run_mirror(arguments: argparse.Namespace, say: Say) -> int:
             if claim is None or plan is None:
                 say(f"skipping cycle {name}: it was claimed but not submitted (next: trnjobs submit --cycle {name})")
                 continue
-            stored = _read_cycle(cycle, claim, plan)
+            store, records = cycle.store, cycle.store.records()
+            closed = store.closed() or outcome_of(plan, records)
+            data = gather(store, plan, records, cycle.settings.jobs, closed)
+            stored = StoredCycle(store, claim, plan, closed, data)
         except DataError as error:  # continue with the other cycles
             say(f"skipping cycle {name}: {error.seen}")
             damaged.append(error)
@@ -93,12 +96,6 @@ def _mirror_class(name: str) -> Callable[[], Mirror]:
         return OpenLineageMirror
     except ImportError as error:
         raise missing_package(name, f"trnjobs mirror --to {name}", error) from error
-
-
-def _read_cycle(cycle: OpenCycle, claim: Claim, plan: JobPlan) -> StoredCycle:
-    store, records = cycle.store, cycle.store.records()
-    closed = store.closed() or outcome_of(plan, records)
-    return StoredCycle(store, claim, plan, closed, gather(store, plan, records, cycle.settings.jobs, closed))
 
 
 def request_error(name: str, address: str, error: Exception, status: int | None = None) -> ConfigError | TransientError:

@@ -1,6 +1,5 @@
 """The resources of a job, which are derived from the settings and the table of machines, and its price."""
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -85,11 +84,6 @@ _USABLE = 0.9  # fraction of the memory that the kernel and the SageMaker agents
 def ml_name(instance_type: str) -> str:
     """Return the name that SageMaker uses for an instance type, such as `ml.trn1.32xlarge`."""
     return PREFIX + instance_type.removeprefix(PREFIX)
-
-
-def has_accelerator(needs: Resources) -> bool:
-    """Return whether the instance type of a job has Trainium, Inferentia or GPU devices."""
-    return re.match(r"(trn|inf|p|g|dl)\d", needs.instance_type.removeprefix(PREFIX)) is not None
 
 
 def ml_machine(needs: Resources) -> str:

@@ -77,10 +77,9 @@ class CompileConfig(Record):
 
 
 class EstimateConfig(Record):
-    """Settings for the time and cost estimates of `trnpipe doctor`."""
+    """Settings for the memory and time estimates of `trnpipe doctor`."""
+
+    retired: ClassVar[Mapping[str, Any]] = {"price_usd_per_hour": ...}
 
     instance: str = Field("trn1.32xlarge", description="Instance type to use for the estimates")
-    price_usd_per_hour: float | None = Field(
-        None, ge=0, description="Instance price in USD per hour (default: on-demand list price, if known)"
-    )
     mfu: float = Field(0.3, gt=0, le=1, description="Assumed model FLOPS utilization, as a fraction of peak FLOPS")

@@ -71,7 +71,7 @@ class Machine:
 #
 # Prices: These are on-demand prices in us-east-1 from third-party tables as of November 2026. For trn2.3xlarge this is
 # the price of a capacity block, and for trn2.48xlarge it is 16 times that. Prices in other regions and for spot or
-# reserved instances differ by a factor of two to three, so `estimate.price_usd_per_hour` overrides the table.
+# reserved instances differ by a factor of two to three, so `jobs.prices` overrides the table.
 _TRN1 = Machine(
     "trn1.32xlarge",
     vcpus=128,
@@ -133,8 +133,3 @@ NODES: Mapping[str, Node] = {name: machine.node for name, machine in MACHINES.it
 PRICES_USD_PER_HOUR: dict[str, float] = {
     name: machine.usd_per_hour for name, machine in MACHINES.items() if machine.usd_per_hour is not None
 }
-
-
-def price_usd_per_hour(instance: str, configured: float | None) -> float | None:
-    """Return the configured price, or the list price if none is configured. Returns None if it is unknown."""
-    return PRICES_USD_PER_HOUR.get(instance) if configured is None else configured

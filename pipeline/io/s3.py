@@ -259,12 +259,9 @@ class S3Storage:
         location = self._location(key, is_new=False)
         return self._client.call("reading", self.uri(key), lambda raw: _body(raw.get_object(**location), self.stop))
 
-    def read_range(self, key: str, start: int, length: int) -> bytes:
-        return self._read_range(key, start, length)
-
     def open_read(self, key: str) -> BinaryIO:
         stat = self._require(key)
-        file = RangeFile(partial(self._read_range, key, IfMatch=stat.etag), stat.size_bytes)
+        file = RangeFile(partial(self.read_range, key, IfMatch=stat.etag), stat.size_bytes)
         return cast(BinaryIO, io.BufferedReader(file, max(1, min(MIN_RANGE_BYTES, stat.size_bytes))))
 
     def write_bytes(self, key: str, data: bytes) -> None:
@@ -384,7 +381,7 @@ class S3Storage:
                 return
             request["ContinuationToken"] = page["NextContinuationToken"]
 
-    def _read_range(self, key: str, start: int, length: int, **options: str) -> bytes:
+    def read_range(self, key: str, start: int, length: int, **options: str) -> bytes:
         """Return up to `length` bytes, starting at offset `start`.
 
         This is empty if `start` is past the end of the object, in which case S3 responds with status 416.

@@ -50,7 +50,6 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("share_identifier", "nightly", "expected one of shares (backfills, experiments, production)"),
     ("driver_attempts", 11, "driver_attempts is 11; expected a whole number from 1 to 10"),
     ("max_nodes", 5, "max_nodes is 5, which needs 640 vCPU of trn1.32xlarge, and quota_vcpus is 512"),
-    ("efa_interfaces", 7, "efa_interfaces is 7; expected 8 on trn1.32xlarge"),
     (
         "instance_type",
         "trn9.xl",
@@ -107,15 +106,13 @@ FLEET = {"max_nodes": 20, "quota_vcpus": 2560, "vpc_cidr": "10.20.0.0/24"}
         (
             {
                 "instance_type": "trn1.2xlarge",
-                "efa_interfaces": 0,
                 "max_nodes": 64,
                 "shares": {"production": 1, "x*": 2},
             },
             "",
         ),
-        (TRN2 | {"efa_interfaces": 16}, ""),
-        (TRN2 | {"instance_type": "trn2u.48xlarge", "efa_interfaces": 16}, ""),
-        (TRN2 | {"efa_interfaces": 8}, "efa_interfaces is 8; expected 16 on trn2.48xlarge"),
+        (TRN2, ""),
+        (TRN2 | {"instance_type": "trn2u.48xlarge"}, ""),
         (SMALL_TRN2, ""),
         (SMALL_TRN2 | {"max_nodes": 2}, "max_nodes is 2, which needs 24 vCPU of trn2.3xlarge"),
         (FLEET, "too small for 20 nodes"),

@@ -31,21 +31,11 @@ variable "dead_letter_name" {
 variable "emails" {
   description = "Who gets the alarms; each address must confirm its subscription once."
   type        = list(string)
-
-  validation {
-    condition     = alltrue([for one in var.emails : can(regex("^[^@\\s]+@[^@\\s]+$", one))])
-    error_message = "An entry of the e-mail addresses is none; expected addresses such as oncall@example.com."
-  }
 }
 
 variable "budget_usd" {
   description = "US dollars a month of the whole account above which its costs are told of; 0: no budget."
   type        = number
-
-  validation {
-    condition     = var.budget_usd >= 0
-    error_message = "The budget is ${var.budget_usd} US dollars a month; expected 0 (none) or more."
-  }
 }
 
 variable "key_arn" {

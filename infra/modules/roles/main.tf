@@ -5,14 +5,14 @@ locals {
   jobs    = toset(["driver", "train", "promote", "embed", "report"])
   readers = ["train", "promote", "embed"] # of the data inputs: prepare, the catalogue of evaluate, embed and verify
 
-  definitions = "arn:aws:batch:${var.region}:${var.account_id}:job-definition/${var.definition_prefix}"
+  definitions = "arn:aws:batch:${var.region}:${var.account_id}:job-definition/${var.name}"
   values = {
     name               = var.name
     account_id         = var.account_id
     region             = var.region
     bucket_arn         = var.bucket_arn
     workspace_arn      = var.workspace_arn
-    workspace_prefix   = var.workspace_prefix
+    workspace_prefix   = var.name
     key_arn            = var.key_arn
     log_group_arn      = var.log_group_arn
     queue_arns         = jsonencode(var.queue_arns)

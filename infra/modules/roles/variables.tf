@@ -6,11 +6,6 @@ variable "name" {
 variable "account_id" {
   description = "Id of the AWS account."
   type        = string
-
-  validation {
-    condition     = can(regex("^[0-9]{12}$", var.account_id))
-    error_message = "account_id is \"${var.account_id}\"; expected 12 digits: aws sts get-caller-identity."
-  }
 }
 
 variable "region" {
@@ -24,12 +19,7 @@ variable "bucket_arn" {
 }
 
 variable "workspace_arn" {
-  description = "ARN of the workspace: that of the bucket, a slash, workspace_prefix."
-  type        = string
-}
-
-variable "workspace_prefix" {
-  description = "Key prefix of the workspace in its bucket, without slashes at its ends."
+  description = "ARN of the workspace: that of the bucket, a slash, name."
   type        = string
 }
 
@@ -37,15 +27,6 @@ variable "data" {
   description = "Inputs to read: bucket (a name), prefix (a file or a folder; empty: the whole bucket) and, where it has one, the ARN of the key that encrypts them."
   type        = list(object({ bucket = string, prefix = string, kms_key_arn = optional(string) }))
   default     = []
-
-  validation {
-    condition     = length(var.data) <= 4 && alltrue([for one in var.data : length(one.prefix) <= 150])
-    error_message = "data has ${length(var.data)} entries; expected at most 4, with prefixes of at most 150 characters: the policies of a role hold 10,240 in all. Name a common prefix."
-  }
-  validation {
-    condition     = alltrue([for one in var.data : one.prefix == trim(one.prefix, "/") && can(regex("^[^*?$]*$", one.prefix))])
-    error_message = "A prefix of data begins or ends with a slash, or holds *, ? or $; expected one such as esci/2026."
-  }
 }
 
 variable "key_arn" {
@@ -71,11 +52,6 @@ variable "queue_arns" {
 
 variable "schedule_queue_arn" {
   description = "ARN of the one job queue that the schedules may submit to."
-  type        = string
-}
-
-variable "definition_prefix" {
-  description = "What the names of this pipeline's job definitions begin with, before a hyphen and the stage."
   type        = string
 }
 

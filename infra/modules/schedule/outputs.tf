@@ -1,8 +1,3 @@
-output "dead_letter_arn" {
-  description = "Queue of starts that failed for good."
-  value       = aws_sqs_queue.dead_letter.arn
-}
-
 output "dead_letter_name" {
   description = "Name of that queue."
   value       = aws_sqs_queue.dead_letter.name

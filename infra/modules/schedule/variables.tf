@@ -61,11 +61,6 @@ variable "watch_expression" {
 variable "attempts" {
   description = "Attempts of one driver or watch job, the first included."
   type        = number
-
-  validation {
-    condition     = var.attempts >= 1 && var.attempts <= 10 && floor(var.attempts) == var.attempts
-    error_message = "attempts is ${var.attempts}; expected 1 to 10, the bounds of AWS Batch."
-  }
 }
 
 variable "log_group" {

@@ -1,8 +1,3 @@
-output "bucket" {
-  value       = aws_s3_bucket.workspace.bucket
-  description = "Name of the bucket."
-}
-
 output "bucket_arn" {
   value       = aws_s3_bucket.workspace.arn
   description = "ARN of the bucket."

@@ -22,7 +22,7 @@ from typing import Any
 from jobs.cycle.job_states import Task, tasks_of
 from jobs.node.environment import STARTS, job_variables
 from jobs.plan.cycle import ENTRY
-from jobs.plan.resources import has_accelerator, ml_machine
+from jobs.plan.resources import PREFIX, ml_machine
 from jobs.plan.spec import JobPlan, JobSpec, Retry, refuse
 from jobs.targets.base import placement_of, sagemaker_placement_of
 from jobs.targets.batch.requests import SHARE, Request
@@ -123,7 +123,8 @@ def training_job_request(
     if placement.spot_wait_s:
         request["EnableManagedSpotTraining"] = True
         request["StoppingCondition"]["MaxWaitTimeInSeconds"] = job.timeout_s + placement.spot_wait_s
-    if nodes > 1 and has_accelerator(job.resources):
+    # An instance with accelerators has an infrastructure check.
+    if nodes > 1 and re.match(r"(trn|inf|p|g|dl)\d", job.resources.instance_type.removeprefix(PREFIX)):
         request["InfraCheckConfig"] = {"EnableInfraCheck": True}
     return request
 
