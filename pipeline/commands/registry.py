@@ -36,7 +36,9 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     keys = NO_KEYS
     if call.action in ("promote", "rollback"):
         keys = open_keys(settings, stop, to_sign=call.action == "promote")
-    registry = _open_registry(settings, stop, exists=call.action in ("show", "rollback"), keys=keys)
+    is_named = settings.model_name != Settings.model_fields["model_name"].default
+    exists = call.action in ("show", "rollback") or (call.action == "promote" and not is_named)
+    registry = _open_registry(settings, stop, exists=exists, keys=keys)
     if call.action == "list":
         return _list(registry.workspace, say, as_json=as_json)
     named = prefix_in(registry.workspace, call.arguments[0]) if call.arguments else ""
@@ -90,7 +92,7 @@ def _open_registry(settings: Settings, stop: StopSignal, *, exists: bool = True,
     """Open the registry of the configured model.
 
     If no model is configured, this is the only model in the workspace. `exists` can be set to False for actions that
-    don't require the model to be registered. Raises ConfigError if the model does not exist.
+    can create a model or list all of them. Raises ConfigError if the model does not exist.
     """
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     check_workspace(workspace)

@@ -228,10 +228,12 @@ def decide_labels(config: DataConfig, fixed: Mapping[str, float], surveyed: Surv
     counts = ", ".join(f"{name} ({labels[name].rows:,} rows)" for name in by_rows)
     inferred = infer_gains(common_labels({name: count.rows for name, count in labels.items()}))
     names = list(inferred or by_rows)
-    hint = " (rows with other labels become bad rows)" if inferred else ", ordered from least to most relevant"
     value = json.dumps(names) if any("," in name or name[:1] in "[{" for name in names) else ",".join(names)
+    command = f"--data.labels={shlex.quote(value)} (rows with other labels become bad rows)"
+    if not inferred:  # must not be used as it is, because it would be accepted
+        command = f"--data.labels LEAST,...,MOST with these labels in order of relevance: {value}"
     raise DataError(
         f"cannot infer the order of the {len(labels)} labels in column {column!r}: {counts}",
         expected="data.labels, a gain column with different values, or grades from 0",
-        next_command=f"--data.labels={shlex.quote(value)}{hint}",
+        next_command=command,
     )

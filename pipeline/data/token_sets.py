@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -170,11 +170,17 @@ def check_trainable(info: TokenSetInfo, max_positions: int) -> None:
             expected="a label column with at least two classes",
             next_command="set --data.columns.label NAME and run trnpipe prepare again",
         )
-    if info.longest > max_positions:
+    check_lengths([Bucket.parse(name) for name in info.buckets], max_positions)
+
+
+def check_lengths(buckets: Iterable[Bucket], max_positions: int) -> None:
+    """Raise ConfigError if the model cannot read texts of the largest of these buckets."""
+    longest = max((max(bucket.query_tokens, bucket.product_tokens) for bucket in buckets), default=0)
+    if longest > max_positions:
         raise ConfigError(
-            f"the longest bucket has {info.longest} tokens, but model.max_positions is {max_positions}",
+            f"the longest bucket has {longest} tokens, but model.max_positions is {max_positions}",
             expected="buckets that fit the position embeddings",
-            next_command=f"--model.max-positions {info.longest}, or smaller data.buckets",
+            next_command=f"--model.max-positions {longest}, or smaller data.buckets",
         )
 
 

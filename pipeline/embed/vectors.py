@@ -329,7 +329,7 @@ def find_vectors(storage: Storage, cycle: str) -> VectorSet:
         raise DataError(
             f"{storage.uri(prefix)} has no complete vectors",
             expected="a MANIFEST.json, which trnpipe embed writes after all parts are complete",
-            next_command=f"trnpipe embed --cycle {cycle}",
+            next_command=f"trnpipe embed --cycle {cycle}, if that is the name of a cycle (trnjobs history)",
         )
     return VectorSet(storage, prefix, manifest)
 

@@ -197,9 +197,10 @@ class Model:
             cycle = self.checkpoint.state.cycle
             raise ConfigError(
                 f"the catalogue was not embedded with {self.checkpoint.uri}, so there is nothing to search",
-                expected="a model with vectors, which are only created automatically for promoted models",
-                next_command=f"trnpipe embed --cycle {cycle} --embed.checkpoint {self.checkpoint.prefix}, which doesn't"
-                f" serve the vectors, and then trnpipe search QUERY --cycle {cycle}",
+                expected="a model with vectors, which a cycle creates if it promotes its model",
+                next_command=f"trnpipe embed --cycle {cycle} --embed.checkpoint {self.checkpoint.prefix}, and then"
+                f" trnpipe search QUERY --cycle {cycle} (to serve the vectors of a production model: trnpipe embed, and"
+                " then trnpipe embed verify)",
             )
         return open_index(self._workspace, self.vectors, self._stop)
 

@@ -88,6 +88,8 @@ def test_the_only_model_need_not_be_named(workspace: Storage, tmp_path: Path, as
     assert ask("registry", "show").startswith(f"other | {place}")
     assert ask("serving", "show").startswith("other | nothing is served")
     assert place in ask("registry", "rollback", "--reason", "x", code=78)  # nothing was in production before it
+    newer = make_checkpoint(workspace, tmp_path, "c2", **child_of(workspace, place))
+    assert f"other: promoted by force {newer}" in ask("registry", "promote", newer, "--force", "fewer complaints")
     assert "one of other" in ask("registry", "show", "--model-name", "third", code=78)
     put_as("again")
     for words in (("registry", "show"), ("serving", "show"), ("export", "--out", f"{tmp_path}/out")):

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.context import StageResult, load_result
-from pipeline.core.errors import CheckpointError, DataError
+from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import ARRAY_INDEX
 from pipeline.stages.prepare import UNSPLIT
@@ -89,6 +89,12 @@ def test_a_mistake_in_the_golden_queries_stops_it_before_any_work(tmp_path: Path
     (tmp_path / "golden.toml").write_text("[[golden]]\nmust = ['a product']\n")
     assert prepare(tmp_path, f"--evaluate.golden={tmp_path}/golden.toml") == DataError.exit_code
     assert not (tmp_path / "tokens").exists()
+
+
+def test_a_bucket_beyond_the_model_stops_it_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare(tmp_path, "--data.buckets=16x1000") == ConfigError.exit_code
+    assert not (tmp_path / "tokens").exists()
+    assert "the longest bucket has 1000 tokens" in capsys.readouterr().err
 
 
 def test_a_broken_incumbent_stops_it_before_any_work(tmp_path: Path) -> None:

@@ -138,9 +138,10 @@ def _problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
     if not placement.queue:
         yield "no queue, expected its name or ARN (jobs.queue)"
     if not SHARE.match(placement.share_identifier):
-        yield f"share identifier {placement.share_identifier!r}, expected 1 to 255 letters and digits"
+        share = placement.share_identifier
+        yield f"share identifier {share!r}, expected 1 to 255 letters and digits (jobs.share_identifier)"
     if not 0 < len(job.image) <= MAX_IMAGE_CHARACTERS:
-        yield f"image name has {len(job.image)} characters, expected 1 to {MAX_IMAGE_CHARACTERS}"
+        yield f"image name has {len(job.image)} characters, expected 1 to {MAX_IMAGE_CHARACTERS} (jobs.image)"
     if any(argument.startswith("Ref::") for argument in job.command):
         yield "command contains Ref::, which AWS Batch would replace"
     for variable in job.environment:
