@@ -57,8 +57,8 @@ def translate_os_error(error: OSError, doing: str, uri: str) -> Exception:
     if error.errno in DENIED_ERRNOS | MISSING_ERRNOS:
         return ConfigError(
             f"error while {doing} {uri}: {name}",
-            expected="a folder that this user can read and write",
-            next_command="check the permissions of that folder with ls -ld, or choose a different folder",
+            expected=f"a file or folder that this user can read{'' if doing in READING else ' and write'}",
+            next_command="check its permissions with ls -ld, or choose a different file or folder",
         )
     return TransientError(
         f"error while {doing} {uri}: {error.strerror} ({name})",
