@@ -41,7 +41,9 @@ def plan_lines(plan: JobPlan, seconds: Mapping[str, float], prices: Prices, sla_
     if not seconds:
         return [*lines, "no earlier cycle to estimate the duration from"]
     cost = sum_if_known(costs)
-    priced = "unknown (jobs.prices, jobs.vcpu_usd_per_hour)" if cost is None else usd(cost)
+    new = ", ".join(job.name for job in plan.jobs if job.name not in seconds)
+    unknown = f"unknown cost (no earlier run of {new})" if new else "unknown cost (jobs.prices, jobs.vcpu_usd_per_hour)"
+    priced = unknown if cost is None else usd(cost)
     lines.append(f"expected {format_duration(total)} from start to end without waiting for machines, {priced}")
     if sla_s is not None and total is not None:
         fits = "within" if total <= sla_s else "LATE for"

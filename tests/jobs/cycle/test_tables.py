@@ -42,7 +42,9 @@ def test_a_plan_with_its_time_and_dollars_held_against_the_deadline() -> None:
     assert plan_lines(cycle(), seconds, PRICES, None)[-1] == expected
     known = plan_lines(cycle(), {"train": 60.0}, PRICES, 3600)[-1]
     assert known.startswith("expected - from start to end")
-    assert known.endswith("unknown (jobs.prices, jobs.vcpu_usd_per_hour)")
+    assert known.endswith("unknown cost (no earlier run of embed, verify)")
+    without_prices = plan_lines(cycle(), seconds, Prices({}), None)[-1]
+    assert without_prices.endswith("unknown cost (jobs.prices, jobs.vcpu_usd_per_hour)")
 
 
 @pytest.mark.parametrize(
