@@ -177,14 +177,17 @@ def open_part_guard(
 ) -> GraphWatch:
     """Return a guard for evaluation or embedding, using the manifest of any training plan that contains `plan`.
 
+    A manifest that was traced from this source code is preferred to those of other versions.
     On accelerators, this requires the same number of ranks. On XLA:CPU, which compiles in seconds, we only enforce
     manifests for XLA:CPU and the same model, since evaluation and embedding may run on CPU instances even if the model
     is trained on Trainium.
     """
     manifests = load_manifests(workspace)
-    for manifest in manifests:
-        if plan.items() <= manifest.plan.items():
-            return _guard(manifest, tracer, config, console)
+    containing = [manifest for manifest in manifests if plan.items() <= manifest.plan.items()]
+    if containing:
+        factory = plan.get("model.factory")
+        code = source_digest(factory if isinstance(factory, str) else None)
+        return _guard(max(containing, key=lambda manifest: manifest.code == code), tracer, config, console)
     if is_lazy_host(str(plan["device"])):
         names = [name for name in plan if name in ("device", "data.vocab_size") or name.startswith("model.")]
         manifests = [m for m in manifests if all(m.plan.get(name) == plan[name] for name in names)]

@@ -175,6 +175,14 @@ def test_the_source_of_a_factory_is_part_of_the_code(tmp_path: Path, monkeypatch
     assert len(digests) == 3
 
 
+def test_a_manifest_of_this_code_goes_before_those_of_other_code(workspace: Storage) -> None:
+    for number in range(6):
+        code = source_digest(None) if number == 3 else "of an earlier version"
+        store_manifest(workspace, GraphManifest(plan={**TRAINED, "accumulation": number}, graphs=(), code=code))
+    found = part_guard(workspace, embedding(EmbedConfig()))
+    assert isinstance(found, Guard) and found.manifest.plan["accumulation"] == 3
+
+
 def test_training_is_held_against_exactly_its_plan(workspace: Storage) -> None:
     store_manifest(workspace, GraphManifest(plan=dict(ON_CPU), graphs=()))
     with pytest.raises(ConfigError, match="world_size: compiled 8, now 1"):
