@@ -407,7 +407,9 @@ def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:
 
     Raises DataError if the scores are missing or damaged, or if they were stored by an incompatible version.
     """
-    arrays, fields = load_arrays(storage, prefix, KIND, cache_dir, FILE)
+    stored, fields = load_arrays(storage, prefix, KIND, cache_dir, FILE)
+    # Ignore embeddings, which earlier versions stored for some rows.
+    arrays = {name: array for name, array in stored.items() if not name.startswith("vector.")}
     try:
         description = _Description.model_validate(fields)
     except ValidationError as error:

@@ -25,14 +25,12 @@ from pipeline.evaluate.score import save_arrays, save_scores
 from pipeline.io import commit as commit_module
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, open_storage
-from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
 from tests.checkpoint.test_checkpoints import snapshot
 from tests.evaluate.test_scores import scores
 from tests.kit.killing import FORK, killed_at_byte
 
 pytestmark = pytest.mark.fault
 
-INFO = NegativesInfo(dataset="d", token_sets=(), rows=(1,), source="bm25", settings={}, figures={})
 Write = Callable[[Storage, Path, int], object]
 """Commits something that differs with the number, by way of a local folder."""
 
@@ -51,11 +49,6 @@ def score_set(storage: Storage, scratch: Path, number: int) -> None:
     save_scores(
         storage, "scores/x" if number == 1 else "scores-x", scores(gain=np.full(3, number, np.float32)), scratch
     )
-
-
-def mined_set(storage: Storage, scratch: Path, number: int) -> None:
-    mined = Negatives(np.arange(3), np.full((3, 2), number))
-    commit_negatives(storage, f"negatives/{number}", mined, INFO, scratch / "set")
 
 
 def killed_before_emptying(work: Callable[[], object]) -> None:
@@ -80,7 +73,7 @@ def assert_linked(before: dict[Path, bytes]) -> None:
     assert {path.stat().st_nlink for path in before if path.name != MANIFEST_NAME} == {2}
 
 
-@pytest.mark.parametrize("write", [checkpoint, arrays, score_set, mined_set])
+@pytest.mark.parametrize("write", [checkpoint, arrays, score_set])
 def test_the_next_commit_leaves_the_killed_one_alone(tmp_path: Path, write: Write) -> None:
     """Each has a staging of its own: a killed one's is swept when it is old."""
     workspace, scratch = tmp_path / "workspace", tmp_path / "scratch"
