@@ -10,11 +10,14 @@ from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.batch_order import LONGEST, Bucket
+from pipeline.core.errors import DataError
+from pipeline.core.format import format_percent
 from pipeline.data.buckets import given_buckets
 from pipeline.data.input_files import names_of
 from pipeline.data.judgements import prepared_warnings, shared_products, sum_judgements
 from pipeline.data.prepare import PreparedData, prepare
-from pipeline.data.token_sets import QUARANTINE, check_lengths, check_trainable, store_digest
+from pipeline.data.token_sets import QUARANTINE, Split, TokenSetInfo, check_lengths, check_trainable, store_digest
+from pipeline.evaluate.config import MAX_LEAK_SHARE
 from pipeline.evaluate.gate.judge import count_queries, precision_warning, size_advice
 from pipeline.evaluate.golden import read_golden
 from pipeline.parallel.world import job_index
@@ -59,6 +62,8 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.console.info(f"prepare: {data.missing} partition(s) have not been prepared by other workers yet")
         return ctx.finish(NAME, started, inputs={}, outputs={}, figures={"partitions_missing": data.missing})
     check_trainable(data.infos[0], settings.model.max_positions)  # before machines with accelerators are started
+    if settings.evaluate.leak == "refuse":
+        _check_split(data.infos, settings.evaluate.split)
     if config.path is None:
         ctx.console.info("prepare: data.path is not set, so this is a synthetic shop")
     with_bad = [prefix for prefix, info in zip(data.token_set_prefixes, data.infos, strict=True) if info.rows_bad]
@@ -105,6 +110,24 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.console.info(f"prepare: already done at {earlier.finished:%Y-%m-%d %H:%M:%S} UTC")
         return earlier.model_copy(update={"status": "already_done"})
     return store_result(ctx.workspace, result)
+
+
+def _check_split(infos: Sequence[TokenSetInfo], split: Split) -> None:
+    """Raise DataError if `evaluate` would refuse a split because its queries are also in train.
+
+    With several partitions, this depends on which of them are trained on, so it is only a warning.
+    """
+    judged = infos[0].judged.get(split)
+    if len(infos) > 1 or judged is None or infos[0].split_by != "query":
+        return
+    queries = sum(judged.query_best.values())
+    if judged.queries_in_train > MAX_LEAK_SHARE * queries:
+        raise DataError(
+            f"{judged.queries_in_train:,} of {queries:,} queries of split {split} are also in split train",
+            expected=f"at most {format_percent(MAX_LEAK_SHARE)}, because metrics on these queries are too optimistic",
+            next_command="--data.columns.split= to ignore the split column and split by query, or, for example to match"
+            " pairs of known products, --evaluate.leak warn",
+        )
 
 
 def summary(data: PreparedData) -> str:

@@ -165,6 +165,19 @@ def test_an_input_without_validation_rows_is_noticed(tmp_path: Path, capsys: pyt
     assert "no row is in split valid" in capsys.readouterr().out
 
 
+def test_a_split_column_that_divides_queries_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"query {n % 30},title {n},{('no', 'yes')[n % 2]},{('train', 'test')[n % 7 > 4]}\n" for n in range(240)]
+    (tmp_path / "a.csv").write_text("query,title,label,split\n" + "".join(rows))
+    file = ("--data.path", str(tmp_path / "a.csv"))
+    assert prepare(tmp_path, *file) == DataError.exit_code
+    assert load_result(open_storage(str(tmp_path)), "c1", "prepare") is None
+    assert "30 of 30 queries of split test are also in split train" in capsys.readouterr().err
+    assert prepare(tmp_path, *file, "--evaluate.leak=warn") == 0
+    assert prepare(tmp_path, *file, "--data.columns.split=", "--cycle=c2") == 0
+
+
 def test_what_an_input_holds_beside_its_rows_is_on_the_console_and_in_the_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
