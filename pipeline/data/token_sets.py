@@ -158,8 +158,7 @@ class TokenSetInfo(Record):
     @property
     def longest(self) -> int:
         """Number of tokens of the longest text in any bucket."""
-        buckets = [Bucket.parse(name) for name in self.buckets]
-        return max(max(bucket.query_tokens, bucket.product_tokens) for bucket in buckets)
+        return longest_in_buckets(self.buckets)
 
 
 def check_trainable(info: TokenSetInfo, max_positions: int) -> None:
@@ -170,12 +169,16 @@ def check_trainable(info: TokenSetInfo, max_positions: int) -> None:
             expected="a label column with at least two classes",
             next_command="set --data.columns.label NAME and run trnpipe prepare again",
         )
-    check_lengths([Bucket.parse(name) for name in info.buckets], max_positions)
+    check_longest(info.longest, max_positions)
 
 
-def check_lengths(buckets: Iterable[Bucket], max_positions: int) -> None:
-    """Raise ConfigError if the model cannot read texts of the largest of these buckets."""
-    longest = max((max(bucket.query_tokens, bucket.product_tokens) for bucket in buckets), default=0)
+def longest_in_buckets(buckets: Iterable[str]) -> int:
+    """Return the number of tokens of the longest text in any of these buckets, or 0 if there are none."""
+    return max((max(bucket.query_tokens, bucket.product_tokens) for bucket in map(Bucket.parse, buckets)), default=0)
+
+
+def check_longest(longest: int, max_positions: int) -> None:
+    """Raise ConfigError if the model cannot read a text of this many tokens."""
     if longest > max_positions:
         raise ConfigError(
             f"the longest bucket has {longest} tokens, but model.max_positions is {max_positions}",

@@ -9,14 +9,22 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
-from pipeline.core.batch_order import LONGEST, Bucket
+from pipeline.core.batch_order import LONGEST
 from pipeline.core.errors import DataError
 from pipeline.core.format import format_percent
 from pipeline.data.buckets import given_buckets
 from pipeline.data.input_files import names_of
 from pipeline.data.judgements import prepared_warnings, shared_products, sum_judgements
 from pipeline.data.prepare import PreparedData, prepare
-from pipeline.data.token_sets import QUARANTINE, Split, TokenSetInfo, check_lengths, check_trainable, store_digest
+from pipeline.data.token_sets import (
+    QUARANTINE,
+    Split,
+    TokenSetInfo,
+    check_longest,
+    check_trainable,
+    longest_in_buckets,
+    store_digest,
+)
 from pipeline.evaluate.config import MAX_LEAK_SHARE
 from pipeline.evaluate.gate.judge import count_queries, precision_warning, size_advice
 from pipeline.evaluate.golden import read_golden
@@ -43,7 +51,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     tokenizer = None if config.tokenizer.path else parent_tokenizer(settings, ctx.workspace)
     parent = parent_inputs(settings, ctx.workspace) if config.attributes else None
     given = given_buckets(config, ctx.workspace, parent_buckets(settings, ctx.workspace))
-    check_lengths(map(Bucket.parse, given), settings.model.max_positions)
+    check_longest(longest_in_buckets(given), settings.model.max_positions)
     data = prepare(
         config.model_copy(update={"buckets": given}),
         ctx.workspace,
