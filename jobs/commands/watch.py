@@ -162,16 +162,17 @@ class View:
         return self
 
     def __exit__(self, *_: object) -> None:
-        live, self.live = self.live, None
-        if live is not None:
-            live.stop()
+        with self._lock:  # stopping replaces sys.stdout, and CPython's print() may crash if this happens meanwhile
+            live, self.live = self.live, None
+            if live is not None:
+                live.stop()
 
     def say(self, line: str) -> None:
-        """Print a line, above the live table if there is one. State changes are skipped if the table shows them."""
+        """Print a line, above the live table if there is one. State changes are skipped if the table will show them."""
         with self._lock:
             if self.live is None:
                 self.cycle.say(line)
-            elif not isinstance(line, Change):
+            elif not isinstance(line, Change) or self.stop.is_set():  # after Ctrl-C, the table is drawn only once more
                 self.console.print(Text.from_ansi(line), soft_wrap=True)
 
     @contextmanager

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,6 +282,27 @@ def test_the_picture(
     shown = Screen(out.getvalue())
     assert [line.rstrip() for line in shown.lines] == ["a line of a target", *expected, ""]
     assert shown.has_cursor
+
+
+def test_a_line_waits_until_the_live_table_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CycleStore(open_storage(str(tmp_path), stop=StopSignal()), "2026-11-20", lambda: 130.0)
+    said = list[str]()
+    console = rich.console.Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
+    view = View(OpenCycle(CycleSettings(), store, said.append, StopSignal()), SHAPE, console)
+    speaker = threading.Thread(target=view.say, args=("a line",))
+    with view:
+        assert view.live is not None
+        stop_live = view.live.stop
+
+        def stop_slowly() -> None:
+            speaker.start()
+            speaker.join(0.1)
+            assert said == [], "sys.stdout is still being replaced"
+            stop_live()
+
+        monkeypatch.setattr(view.live, "stop", stop_slowly)
+    speaker.join()
+    assert said == ["a line"]
 
 
 def in_terminal(trnjobs: Trnjobs, *words: str, until: Callable[[Screen], bool] = lambda screen: False) -> "Terminal":
