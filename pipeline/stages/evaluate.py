@@ -114,10 +114,11 @@ def _conclude(
         if models.in_workspace and models.against_production:
             record_refusal(ctx.workspace, settings.model_name, candidate, decision, author)
         more = f"; {len(reasons) - _REASONS_SHOWN} more" if len(reasons) > _REASONS_SHOWN else ""
+        advice = refusal_advice(report.verdict, from_published_weights=settings.model.init_from is not None)
         raise GateRefused(
             f"{models.candidate.uri} is not promoted: {'; '.join(reasons[:_REASONS_SHOWN])}{more}",
             expected="a candidate that reaches the floors, is not worse than allowed, and is not beaten by a baseline",
-            next_command=f"see {_report_uri(ctx)}; {refusal_advice(report.verdict)}",
+            next_command=f"see {_report_uri(ctx)}; {advice}",
         )
     pointer = None
     if settings.evaluate.promote and (models.against_production or forced):

@@ -370,6 +370,7 @@ def test_doubts_about_the_holdout_are_in_the_verdict() -> None:
         ("worse", "train again"),
         ("few", "the advice"),
         ("metric of no label", "correct --gate.drops"),
+        ("beaten by boosting", "start from published weights"),
     ],
 )
 def test_the_way_out_fits_the_reason(kind: str, words: str) -> None:
@@ -383,8 +384,10 @@ def test_the_way_out_fits_the_reason(kind: str, words: str) -> None:
         "worse": lambda: verdict(rows(wrong=range(20)), rows(), drops={"accuracy": 0.0}),
         "few": lambda: verdict(rows()).model_copy(update={"advice": "the advice"}),
         "metric of no label": lambda: verdict(rows(), rows(), drops={"f1:relevnt": 0.1}),
+        "beaten by boosting": lambda: verdict(rows(wrong=range(40)), None, boosting()),
     }[kind]()
-    assert not found.promote and words in refusal_advice(found)
+    assert not found.promote and words in refusal_advice(found, from_published_weights=False)
+    assert "published" not in refusal_advice(found, from_published_weights=True)
 
 
 # Baselines.

@@ -470,8 +470,8 @@ def verdict_advice(
     return f"{advice}. {_LATER}" if later and f"--data.{split}-fraction" in advice else advice
 
 
-def refusal_advice(verdict: Verdict) -> str:
-    """Explain what to do about a refused candidate."""
+def refusal_advice(verdict: Verdict, *, from_published_weights: bool) -> str:
+    """Explain what to do about a refused candidate, given how its training started."""
     failed = [check for check in verdict.checks if check.outcome == "fail"]
     if verdict.advice:
         return verdict.advice
@@ -485,4 +485,6 @@ def refusal_advice(verdict: Verdict) -> str:
         return "correct --gate.drops or, for metrics of retrieval, set --evaluate.retrieval.enabled true"
     if deltas or any(check.name == "scores incumbent" for check in failed):
         return "trnpipe registry rollback --reason TEXT, or promote with --evaluate.force-reason TEXT"
+    if not from_published_weights and any(check.kind == "baseline" for check in failed):
+        return "start from published weights (docs/quality.md), or promote with --evaluate.force-reason TEXT"
     return "train again, or promote with --evaluate.force-reason TEXT"
