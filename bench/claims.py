@@ -75,10 +75,10 @@ METHODS = MappingProxyType(
     {
         "search": """\
 trnpipe and sentence-transformers both fine-tune MiniLM-L6 (published weights, `configs/small.toml`) on
-PriceRunner's pairs. sentence-transformers uses MultipleNegativesRankingLoss at its best learning rate, with the
-best of plain, cached and mined negatives. Both search the same catalogue for the same 1,328 test queries. Learning
-rates are chosen on the validation split, and the test split is read once per seed. The recall@100 of trnpipe is
-lower than that of sentence-transformers ([where a simpler tool is as
+PriceRunner's pairs. sentence-transformers uses MultipleNegativesRankingLoss at its best learning rate (one seed).
+On a GPU, cached batches were as good, and mined negatives worse. Both search the same catalogue for the same 1,328
+test queries. Learning rates are chosen on the validation split, and the test split is read once per seed. The
+recall@100 of trnpipe is lower than that of sentence-transformers ([where a simpler tool is as
 good](quality.md#where-a-simpler-tool-is-as-good)). `python -m bench.quality`.""",
         "pairs": """\
 The same model scores pairs of WDC's product sets after 32,000 training pairs. Boosting is scikit-learn's
@@ -109,13 +109,13 @@ Both programs alternate between blocks of steps or titles, using the same data, 
 median of the ratios, excluding warm-up and compilation. Search and mining use synthetic unit vectors, and mining is
 compared with sorting all scores. `python -m bench --help` lists the scripts.
 
-How far training is ahead of sentence-transformers depends on the machine more than on the program: on two cores of an
-AMD EPYC, where sentence-transformers trains 65 pairs per second, trnpipe is only 1.15 times as fast in fp32, 1.37 times
-with autocast and level on XLA:CPU. On an Intel Xeon, where it trains 35, these ratios were 2.4, 1.7 and 1.8.
+The speed of training relative to sentence-transformers depends mostly on the machine. On two cores of an AMD EPYC,
+where sentence-transformers trains 65 pairs per second, it is only 1.15 in fp32, 1.37 with autocast and about 1 on
+XLA:CPU. On an Intel Xeon, where sentence-transformers trains 35 pairs per second, it was 2.4, 1.7 and 1.8.
 
-The int8 models of sentence-transformers find only 0.91 (OpenVINO) and 0.88 (ONNX Runtime) of the ten nearest titles
-that fp32 finds. On a CPU without int8 or bf16 instructions, trnpipe in fp32 is 1.7 times as fast as the former and as
-fast as the latter. On a CPU with both, trnpipe in bf16 is 1.8 and 2.7 times as fast, and finds 0.99 of the titles.
+The int8 models of sentence-transformers find only 91 % (OpenVINO) and 88 % (ONNX Runtime) of the ten nearest titles
+that fp32 finds. On a CPU without int8 or bf16 instructions, trnpipe in fp32 is 1.7 times as fast as OpenVINO int8, and
+as fast as ONNX Runtime int8. On a CPU with both, trnpipe in bf16 is 1.8 and 2.7 times as fast, and finds 99 %.
 Therefore, `embed.precision` does not offer int8.""",
     }
 )

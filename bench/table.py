@@ -55,8 +55,9 @@ def _targets_met(results: Sequence[Result], page: Path) -> str:
     missed = [(result, target) for result, target in targets if not result.holds(target)]
     text = f"{len(targets) - len(missed)} of {len(targets)} targets are met."
     if missed:
-        text += " Missed: " + ", ".join(
-            f"[{result.bench}]({page}#{result.bench}) ({value_text(result.figure(target.figure))},"
+        text += " Missed: " + "; ".join(
+            f"[{result.bench}]({page}#{result.bench}): {result.figure(target.figure).text}"
+            f" ({value_text(result.figure(target.figure))},"
             f" target {target_text(result, target)})"
             for result, target in missed
         )
@@ -89,8 +90,8 @@ Written by `python -m bench.table --write` from the files in [bench/results](../
 has every figure with its range, its full method and the command that measures it again. `make bench` runs the default
 benches (about half an hour on a quiet machine) and writes this page.
 
-A figure is the median of its repeats (the mean over seeds). `revision` is the commit that was measured (one of them if
-several were); a figure of an old revision need not hold today. Nothing has been measured on Trainium."""
+A figure is the median of its repeats (the mean over seeds). `revision` is the commit that was measured (one of them
+if there were several). Figures of older revisions may have changed since. Nothing has been measured on Trainium."""
 
 _PAGE_TOP = """\
 # All figures

@@ -37,7 +37,8 @@ class StageJob(Record):
         None,
         ge=60,
         description="Time limit of one attempt in seconds, after which the job fails without a retry (null: 1 h,"
-        " health 1.5 h, compile, mine, teach and embed 12 h, train 24 h, or the limit of the stage if that is longer)",
+        " health 1.5 h, compile, mine, teach and embed 12 h, train 24 h, or 15 min more than the limit of the stage if"
+        " that is longer)",
     )
 
     @property

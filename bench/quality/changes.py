@@ -11,8 +11,8 @@ from bench.results import Figure, Result, figure
 BENCH = "quality_changes"
 _METRICS = ("ndcg@10", "recall@100", "accuracy", "f1")
 _METHOD = """
-One seed each on the validation split after 32,000 pairs (daily cycles: 16,000), minus the value without the change. A
-difference of less than about 0.005 may be chance. What was not kept has left no code."""
+Each value is that with the change minus that without it: one seed, validation split, 32,000 pairs (daily cycles:
+16,000). Differences below about 0.005 may be chance. The code of changes that were not kept was deleted."""
 
 
 class Change(NamedTuple):

@@ -30,7 +30,8 @@ class MineConfig(Record):
         " is none), bm25, or the name or URI of a checkpoint (checkpoints/<cycle>/step-<n>)",
     )
     partitions: Literal["new", "all"] = Field(
-        "new", description="Mine for queries in all partitions, or only in those that the parent was not trained on"
+        "new",
+        description="Mine for the queries of all partitions, or of new ones, that the parent was not trained on",
     )
     negatives_per_query: int = Field(8, ge=1, le=256, description="Maximum number of negatives per query")
     depth: int = Field(100, ge=1, le=10_000, description="Number of top-ranked products to choose negatives from")
@@ -38,8 +39,8 @@ class MineConfig(Record):
         0.05,
         ge=0,
         le=1,
-        description="Skip likely positives, whose score exceeds that of the query's best positive, reduced by this"
-        " fraction (null: do not skip any)",
+        description="Skip products that are likely positives, because their score is above that of the query's best"
+        " positive reduced by this fraction (0.05: above 95 % of it; null: do not skip any)",
     )
     queries_per_part: int = Field(
         4096,

@@ -69,8 +69,8 @@ def test_the_readme_has_its_claims_and_below_them_every_miss() -> None:
         f"| [how fast](docs/results.md#speed) | at least 1.3 samples/s | 1.5 samples/s, met {row}",
         f"| [how free](docs/results.md#speed) |  | 1.5 samples/s {row}",
         "",
-        "2 of 3 targets are met. Missed: [slow](bench/results/README.md#slow) (1 samples/s, target at least 1.3"
-        " samples/s). [All results](docs/results.md).",
+        "2 of 3 targets are met. Missed: [slow](bench/results/README.md#slow): how fast (1 samples/s, target at"
+        " least 1.3 samples/s). [All results](docs/results.md).",
     ]
     with pytest.raises(ValueError, match="has no figure 'speed'"):
         readme_table(results, [Claim("how fast", "fast", "speed", "speed")])
@@ -109,7 +109,7 @@ def test_the_page_has_every_target_and_the_readme_names_those_that_are_missed() 
     made = result(changes={"figures": figures, "further": further, "passed": False})
     below = readme_table([made], [Claim("how fast", "speed", "rate", "speed")]).splitlines()[-1]
     assert below.startswith(
-        "2 of 3 targets are met. Missed: [speed](bench/results/README.md#speed) (0, target above 0)."
+        "2 of 3 targets are met. Missed: [speed](bench/results/README.md#speed): what is left (0, target above 0)."
     )
     assert page_of([made]).count("(#speed) |") == 3
 
