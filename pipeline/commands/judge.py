@@ -19,6 +19,7 @@ from pipeline.data.click_model import ClickCounts, estimate_propensities, estima
 from pipeline.data.impressions import ClickLog
 from pipeline.data.input_files import open_files
 from pipeline.data.rows import CLICK_COLUMNS
+from pipeline.data.survey import names_text
 from pipeline.embed.catalogue import CatalogueColumns
 from pipeline.io.storage import open_parent
 from pipeline.settings import Settings
@@ -52,7 +53,12 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         file_format = "auto" if data.format == "esci" else data.format
         log.read(open_files(call.arguments[0], file_format, stop, "LOG", settings.storage))
         counts, query, product = log.counts()
-        propensities, errors = estimate_propensities(counts, stop)
+        try:
+            propensities, errors = estimate_propensities(counts, stop)
+        except DataError:
+            for reason in log.unused:
+                say(f"judge: not used: {log.describe(reason)}")
+            raise
         rates = estimate_rates(counts, propensities)
         texts = _read_products(products, settings, log, stop) if products else {}
     titles = {number: title for number, (title, _) in texts.items()} if products else log.titles
@@ -80,7 +86,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         columns.title: [titles[number] for number in items],
         columns.label: [labels[grade] for grade in grades.tolist()],
     }
-    if products and columns.text:
+    if products and columns.text and columns.text not in table:
         table[columns.text] = [texts[number][1] for number in items]
     measured = (rates.impressions, rates.clicks, rates.rate, rates.low, rates.high)
     table |= {name: values[pairs] for name, values in zip(CLICK_COLUMNS, measured, strict=True)}
@@ -89,7 +95,10 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     storage.write_bytes(key, sink.getvalue().to_pybytes())
     by_label = ", ".join(f"{label} ({rows:,})" for label, rows in zip(labels, np.bincount(grades), strict=False))
     say(f"judge: labels {by_label} | a click rate of {rates.typical:.3g} at the first position is a gain of 1")
-    say(f"next: trnpipe prepare --data.path {shlex.quote(out)} --data.labels {shlex.quote(','.join(labels))}")
+    flags = [out, "--data.labels", names_text(labels)]
+    for name, column in columns.model_dump(exclude_defaults=True).items():
+        flags += [f"--data.columns.{name.replace('_', '-')}", column] if column in table else []
+    say(f"next: trnpipe prepare --data.path {shlex.join(flags)}")
     return EXIT_OK
 
 

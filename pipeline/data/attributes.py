@@ -4,6 +4,7 @@ The columns of an attribute are read as the fields `attributes.<kind>.<side>.<na
 the title when a row is read (see `to_fields`), so that they are part of these texts everywhere.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -62,6 +63,8 @@ def attribute_pairs(attributes: Sequence[Attribute], available: Sequence[str], f
 
 # The kind of an attribute.
 
+MISSING_NUMBER = r"(?i)^\s*([+-]?nan)?\s*$"
+"""Texts that count as a missing number."""
 _NUMBERS = 0.95  # minimum fraction of numbers among the values of a number
 _CODE_DIGITS, _LONG_CODE_DIGITS = 5, 8
 
@@ -76,8 +79,10 @@ class ValueStats:
     lengths: Counter[int] = field(default_factory=Counter)
 
     def add(self, text: str, count: int) -> None:
-        if text := text.strip():
-            self.present += count
+        if re.match(MISSING_NUMBER, text):
+            return
+        text = text.strip()
+        self.present += count
         with suppress(ValueError):
             self.numbers += count * (isfinite(float(text)) and "_" not in text)  # readers reject underscores, too
         if text.isascii() and text.isdigit():

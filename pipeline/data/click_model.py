@@ -20,6 +20,7 @@ MAX_ERROR = 0.5
 _PRIOR = 0.01  # like a hundredth of a click at each position
 _BLOCK_PAIRS = 4096
 _MAX_ITERATIONS, _TOLERANCE = 200, 1e-6
+_MAX_PLACES = 2_000  # the covariance matrix then takes 32 MB
 _MORE = "add more days of impressions, or check the columns with --position and --clicked"
 
 
@@ -59,7 +60,8 @@ def estimate_propensities(counts: ClickCounts, stop: StopSignal) -> tuple[Float6
     Given the clicks on a pair, the probability that a click was at a position is proportional to the impressions there
     times the propensity. Newton's method maximises this conditional likelihood. It does not contain the rates, so pairs
     with few impressions do not bias the result (Hausman, Hall and Griliches, Econometrica 1984). Propensities with a
-    relative error above MAX_ERROR are NaN. Raises DataError if fewer than two are left.
+    relative error above MAX_ERROR are NaN. Raises DataError if fewer than two are left, or if there are too
+    many positions.
     """
     num_places, on_pair = len(counts.positions), _sum(counts.clicks, counts.pair, counts.num_pairs)
     used = ((on_pair > 0) & (np.bincount(counts.pair, minlength=counts.num_pairs) > 1))[counts.pair]
@@ -68,6 +70,12 @@ def estimate_propensities(counts: ClickCounts, stop: StopSignal) -> tuple[Float6
     values, errors = np.full((2, num_places), np.nan)
     if used.any():
         free, place = np.unique(counts.place[used], return_inverse=True)
+        if len(free) > _MAX_PLACES:
+            raise DataError(
+                f"products were clicked at {len(free):,} different positions",
+                expected=f"positions in a list of results, of which at most {_MAX_PLACES:,} have clicks",
+                next_command="choose a different column with --position",
+            )
         _, pair = np.unique(counts.pair[used], return_inverse=True)
         logs, covariance = _maximise(pair, place, counts.impressions[used], counts.clicks[used], stop)
         most = at_place[free].argmax()  # the best reference to determine which positions are comparable

@@ -171,7 +171,7 @@ class ClickLog:
         position = _looked_up([*np.where(is_valid, numbers, -1).astype(np.int64).tolist(), -1], encoded)
         leave_out(position < 0, BAD_POSITION)
         if self._has_titles:
-            has_title = np.array([bool((title or b"").strip()) for title in table["title"].to_pylist()])
+            has_title = np.array([bool((title or b"").strip()) for title in table["title"].to_pylist()], dtype=np.bool_)
             usable = np.flatnonzero(has_title & (product >= 0))
             for row in usable[np.unique(product[usable], return_index=True)[1]].tolist():
                 title = table["title"][row].as_py().decode(errors="replace").strip()

@@ -191,6 +191,12 @@ def common_labels(counts: Mapping[str, int]) -> list[str]:
     return common if infer_gains(common) else [*counts]
 
 
+def names_text(names: Sequence[str]) -> str:
+    """Return a list of names as the value of a flag."""
+    is_plain = not any("," in name or name[:1] in "[{" for name in names)
+    return ",".join(names) if is_plain else json.dumps(names)
+
+
 def decide_labels(config: DataConfig, fixed: Mapping[str, float], surveyed: Survey | None) -> LabelSet:
     """Determine the labels, their order, and their gains.
 
@@ -228,7 +234,7 @@ def decide_labels(config: DataConfig, fixed: Mapping[str, float], surveyed: Surv
     counts = ", ".join(f"{name} ({labels[name].rows:,} rows)" for name in by_rows)
     inferred = infer_gains(common_labels({name: count.rows for name, count in labels.items()}))
     names = list(inferred or by_rows)
-    value = json.dumps(names) if any("," in name or name[:1] in "[{" for name in names) else ",".join(names)
+    value = names_text(names)
     command = f"--data.labels={shlex.quote(value)} (rows with other labels become bad rows)"
     if not inferred:  # must not be used as it is, because it would be accepted
         command = f"--data.labels LEAST,...,MOST with these labels in order of relevance: {value}"

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
-from pipeline.data.attributes import SIDES, field_of
+from pipeline.data.attributes import MISSING_NUMBER, SIDES, field_of
 from pipeline.data.config import DataConfig
 from pipeline.data.lexical import code_features
 from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, RowChunk, canonical_text, row_content
@@ -22,7 +22,6 @@ from pipeline.model.config import Attribute
 EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
 NO_LABEL, UNKNOWN_LABEL, UNKNOWN_SPLIT = "no label", "unknown label", "unknown split"
 BAD_GAIN = "gain is not a number from 0 to 1"
-_MISSING_NUMBER = r"(?i)^\s*([+-]?nan)?\s*$"
 _LARGEST_NUMBER = 1e38  # beyond it are the infinities of some devices, and the stand-in for a missing number
 _BOOLEANS = {b"true": 1.0, b"false": 0.0}
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
@@ -267,7 +266,7 @@ def _numbers(rows: _Rows, field: str, column: str) -> npt.NDArray[np.float32]:
         numbers = to_floats(values).astype(np.float32)
     is_missing = np.isnan(numbers)
     if not pa.types.is_floating(values.type):
-        empty = pc.fill_null(pc.match_substring_regex(values, _MISSING_NUMBER), True)
+        empty = pc.fill_null(pc.match_substring_regex(values, MISSING_NUMBER), True)
         is_missing = empty.to_numpy(zero_copy_only=False)
     rows.mark_bad(~is_missing & ~(np.abs(numbers) < _LARGEST_NUMBER), f"feature {column} is not a finite number")
     return numbers

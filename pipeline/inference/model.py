@@ -44,6 +44,7 @@ Order = Literal["vectors", "words", "hybrid"]
 _WINDOW_TEXTS = 16_384
 _BATCH_PAIRS = 256
 _PAIR = ("query", "title")
+_MISSING = {"nan", "NaT", "<NA>"}  # as text, of numbers and of pandas
 Pair = tuple[str, str] | Mapping[str, object]
 """A query and a product title, or a mapping from column names to values, which can include `text` and features."""
 
@@ -290,10 +291,10 @@ class Model:
 
 
 def _cell(value: object) -> str | None:
-    """Convert a value to text as in a CSV file. The items of a list are joined by spaces."""
+    """Convert a value to text as in a CSV file. Items of a list are joined by spaces. NaN and pandas.NA are missing."""
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
-    return None if value is None else str(value)
+    return None if value is None or (not isinstance(value, str) and str(value) in _MISSING) else str(value)
 
 
 def _trained_on(workspace: Storage, checkpoint: Checkpoint) -> TokenSetInfo | None:

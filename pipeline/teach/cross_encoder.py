@@ -19,6 +19,7 @@ from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, first_line
 from pipeline.core.fingerprint import fingerprint
+from pipeline.io.storage import HEAD_BYTES, check_downloaded
 from pipeline.model.config import MAX_POSITIONS
 from pipeline.model.hf import CONFIG, FAMILIES
 from pipeline.parallel.process_group import open_device
@@ -26,6 +27,7 @@ from pipeline.settings import Settings
 from pipeline.teach.teacher import DOING, RowTexts
 
 _WEIGHTS = "model.safetensors"  # other formats may contain code
+_DEFAULT_POSITIONS = 512  # as in transformers
 _NAMES = ("input_ids", "token_type_ids", "attention_mask")
 
 
@@ -41,13 +43,16 @@ class CrossEncoderTeacher:
         scratch.mkdir(parents=True, exist_ok=True)
         tokenizer, max_tokens, _ = read_tokenizer(source, "", lowercase=False)
         self._folder = source.local(CONFIG, scratch).parent
-        source.local(_WEIGHTS, scratch)
+        with source.local(_WEIGHTS, scratch).open("rb") as file:
+            check_downloaded(file.read(HEAD_BYTES), source.where(_WEIGHTS), ConfigError)
         self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.data.decode())
         self._tokenizer.no_padding()
         config, self._pad_id = json.loads(source.read(CONFIG)), tokenizer.pad_id
         family = FAMILIES.get(config.get("model_type", ""))
         offset = family.offset(self._pad_id) if family else 0
-        self._max_tokens = min(max_tokens or MAX_POSITIONS, config.get("max_position_embeddings", 512) - offset)
+        positions = config.get("max_position_embeddings")
+        limit = (positions if isinstance(positions, int) else _DEFAULT_POSITIONS) - offset
+        self._max_tokens = min(max_tokens or MAX_POSITIONS, limit)
         self.digest = fingerprint([source.fingerprint, self._max_tokens])
 
     def scores(self, texts: RowTexts, queries: Int64s, products: Int64s) -> Float32s:
@@ -102,15 +107,22 @@ class CrossEncoderTeacher:
     @cached_property
     def _model(self) -> torch.nn.Module:
         try:
-            model: torch.nn.Module = AutoModelForSequenceClassification.from_pretrained(
-                self._folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
+            model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                self._folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+            if missing := sorted(loaded["missing_keys"]):  # transformers would initialise them randomly
+                raise ValueError(f"{_WEIGHTS} has no tensor {missing[0]}")
+        except Exception as error:  # depends on the versions of transformers and its dependencies
             raise ConfigError(
                 f"train.teacher: {self.name} cannot be loaded: {first_line(error)}",
                 expected="a cross-encoder that transformers supports without additional code",
                 next_command="choose a different --train.teacher",
             ) from error
-        model = model.eval().requires_grad_(False).to(self._backend.device)
-        self._backend.step_boundary(list(model.parameters()))
-        return model
+        module: torch.nn.Module = model.eval().requires_grad_(False).to(self._backend.device)
+        self._backend.step_boundary(list(module.parameters()))
+        return module

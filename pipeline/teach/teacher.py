@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -81,7 +82,7 @@ def _production(model: str, ctx: StageContext) -> str:
         raise ConfigError(
             f"train.teacher is {model}, but no model of this name is in production",
             expected="a model in production, a checkpoint, or the path or URI of a folder",
-            next_command="trnpipe registry list",
+            next_command=f"--train.teacher ./{model}" if Path(model).is_dir() else "trnpipe registry list",
         )
     ctx.workspace.write_if_absent(key, json.dumps({"checkpoint": prefix}).encode())
     return str(json.loads(ctx.workspace.read_bytes(key))["checkpoint"])

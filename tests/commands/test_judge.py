@@ -79,12 +79,15 @@ def test_prepare_takes_the_output_of_the_printed_command(
     assert "labels 0 < 1 < 2 < 3" in capsys.readouterr().out
 
 
-def test_columns_and_labels_of_the_settings_are_those_of_the_output(log: pa.Table, tmp_path: Path) -> None:
+def test_columns_and_labels_of_the_settings_are_those_of_the_output(
+    log: pa.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ["search", "sku", "name", "rank", "hit"]
     path = written(log.rename_columns(names), tmp_path / "log.parquet")
-    flags = ["--data.columns.query=search", "--data.columns.product-id=sku", "--data.columns.title=name"]
+    flags = ["--data.columns.query=search", "--data.columns.title=name", "--data.columns.product-id=sku"]
     assert judge(path, *flags, "--position", "rank", "--clicked", "hit", "--data.labels=bad,good") == 0
     table = judged(path)
+    assert capsys.readouterr().out.endswith(f"--data.labels bad,good {' '.join(flags).replace('=', ' ')}\n")
     assert {"search", "sku", "name", "label"} <= set(table.column_names)
     assert set(table["label"].to_pylist()) == {"bad", "good"}
 
@@ -234,10 +237,39 @@ def test_a_bad_row_is_named_and_left_out(
     assert f"1 of {len(log) + 1:,} rows are bad, 1 {reason}" in error and error.count("next: ") == 1
 
 
+def test_a_file_without_a_good_row_is_read(log: pa.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log").mkdir()
+    written(log.slice(0, 6000), tmp_path / "log" / "a.csv")
+    (tmp_path / "log" / "b.csv").write_text("query,product_id,title,position,clicked\n\na,b\n")
+    assert judge(tmp_path / "log") == 0
+    assert "6,000 used, 1 malformed row" in capsys.readouterr().out
+
+
+def test_rows_that_are_not_used_are_named_before_the_log_is_refused(
+    log: pa.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    position = "event_attributes.position.ordinal"
+    events = [event | ({position: None} if event["action_name"] == "click" else {}) for event in ubi(log)]
+    path = tmp_path / "ubi_events.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    products = ("--products", str(written(log, tmp_path / "log.parquet")), "--embed.catalogue.id=product_id")
+    assert judge(path, *products, "--data.max-bad-fraction=0.9") == DataError.exit_code
+    captured = capsys.readouterr()
+    assert "judge: not used: " in captured.out and "position is not a whole number from 1 (first: " in captured.out
+    assert "from 0 clicks" in captured.err
+
+
+def test_a_text_may_be_the_title(log: pa.Table, tmp_path: Path) -> None:
+    path = written(log, tmp_path / "log.parquet")
+    products = ("--products", str(path), "--embed.catalogue.id=product_id")
+    assert judge(path, *products, "--data.columns.text=title") == 0
+    assert all(judged(path)["title"].to_pylist())
+
+
 def test_a_log_that_cannot_be_judged_is_refused_with_one_error(
     log: pa.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = log.slice(0, 6000)
+    whole, log = log, log.slice(0, 6000)
     nothing = pa.array(np.zeros(len(log), dtype=np.int8))
     first = pa.array(np.ones(len(log), dtype=np.int8))
     refused = {
@@ -249,6 +281,7 @@ def test_a_log_that_cannot_be_judged_is_refused_with_one_error(
         "at 1 position(s)": log.set_column(3, "position", first),
         "rows are bad": log.set_column(3, "position", nothing),
         "0 of 0 rows": log.slice(0, 0),
+        "different positions": whole.set_column(3, "position", pa.array(np.arange(1, len(whole) + 1))),
     }
     for seen, table in refused.items():
         assert judge(written(table, tmp_path / "log.parquet")) == DataError.exit_code

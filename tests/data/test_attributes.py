@@ -62,6 +62,7 @@ def test_an_attribute_without_columns_is_an_error_that_lists_the_names() -> None
         (["9.99", "12", "1e3", "-4"], "number"),
         (["9.99"] * 19 + ["cheap"], "number"),
         (["9.99"] * 9 + ["cheap"], "text"),
+        (["9.99", "NaN", " -nan", ""], "number"),
         (["910001898", "4006381333007"], "text"),
         (["007", "012", "5"], "text"),
         (["12345", "54321", "99999"], "text"),

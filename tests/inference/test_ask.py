@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import shlex
 import shutil
 import sys
@@ -269,6 +270,11 @@ def test_score_equals_the_scores_of_evaluate(
     changes = ({"price": None}, {"code": "c-1"}, {"query_code": None}, {"cost_right": None}, {"cost_right": 9})
     gains = model.score([first, *(first | change for change in changes)]).gains.tolist()
     assert len(set(gains)) == 1 + len(changes), "every feature and attribute matters, and may be missing"
+    absent = [
+        first | {"brand": value, "query_code": value, "code": value} for value in (None, math.nan, np.float32("nan"))
+    ]
+    gains = model.score(absent).gains.tolist()
+    assert gains == pytest.approx([gains[0]] * 3, abs=1e-6), "as pandas names what is missing"
     assert model.score([first | {"code": "C 0"}]).gains[0] != gains[0], "the text"
     assert [each.kind for each in model.row_config.attributes] == ["text", "number"]
 

@@ -1,5 +1,6 @@
 """`trnpipe teach` with a teacher of each kind, and training with what it leaves."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from tokenizers import Tokenizer
@@ -205,6 +206,25 @@ def test_a_cross_encoder_gives_its_logit_of_the_original_words(
     trained = case.run(*MINED, f"--train.teacher={folder}", stage="train")
     plain = case.run(*MINED, stage="train", code=78)
     assert "and 2 mined negatives" in trained and "was trained with different teacher" in plain
+
+
+def test_a_damaged_cross_encoder_is_refused(case: Case, foreign: Callable[[str], Path]) -> None:
+    folder = foreign("scores")
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    whole, tensors = weights.read_bytes(), load_file(weights)
+    for data, seen in (
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+        (whole[:2000], "cannot be loaded"),
+        (
+            save({name: tensor for name, tensor in tensors.items() if name[:10] != "classifier"}),
+            "no tensor classifier.b",
+        ),
+    ):
+        weights.write_bytes(data)
+        assert seen in case.run(f"--train.teacher={folder}", stage="teach", code=78)
+    weights.write_bytes(whole)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": None}))
+    assert "cannot be loaded" in case.run(f"--train.teacher={folder}", stage="teach", code=78)
 
 
 def test_a_sentence_transformers_folder_gives_its_vectors(case: Case, foreign: Callable[[str], Path]) -> None:
