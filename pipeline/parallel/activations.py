@@ -7,7 +7,7 @@ those weights during recomputation, and on a tracing device the compiler would d
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,17 +31,35 @@ def recompute_units(units: Sequence[nn.Module], *, offload: bool = False, pin_me
     `__call__`, so that hooks on the unit, such as the ones that gather its parameters, run only once.
     """
     for unit in units:
-        unit.forward = partial(
-            _checkpointed_forward, unit.forward, partial(save_on_cpu, pin_memory) if offload else nullcontext
+        saving = partial(save_on_cpu, pin_memory) if offload else nullcontext
+        unit.forward = partial(_checkpointed_forward, unit, unit.forward, saving)
+
+
+def _checkpointed_forward(
+    unit: nn.Module, forward: Callable[..., Any], saving: Callable[[], Any], *args: Any, **kwargs: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    buffers = [*unit.buffers()]
+    kwargs |= {name: disabled for name, disabled in _CACHES.items() if name in kwargs}
+    with saving():
+        return checkpoint(
+            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _Unchanged(buffers)), **kwargs
         )
 
 
-def _checkpointed_forward(forward: Callable[..., Any], saving: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    kwargs |= {name: disabled for name, disabled in _CACHES.items() if name in kwargs}
-    with saving():
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+class _Unchanged(AbstractContextManager[None]):
+    """Restore buffers after each recomputation, because the forward pass has already updated them (BatchNorm)."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = buffers
+
+    def __enter__(self) -> None:
+        self._values = [buffer.clone() for buffer in self._buffers]
+
+    def __exit__(self, *_: object) -> None:
+        for buffer, value in zip(self._buffers, self._values, strict=True):
+            buffer.data.copy_(value)
 
 
 def compiled_call(backend: Backend) -> Callable[..., Tensor]:

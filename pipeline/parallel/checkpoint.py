@@ -5,7 +5,8 @@ Note that rank 0 holds the full, unsharded state in host memory while saving and
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 
 from pipeline.checkpoint.store import OPTIMIZER, WEIGHTS
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, TransientError
@@ -56,6 +58,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     """
     with raise_on_all_ranks("opening the folder"):
         storage, name = _location(folder)
+        reshard(model)
         if optimizer is not None:
             _group_names(model, optimizer)
     tied = _tied(model)
@@ -103,6 +106,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     """
     with raise_on_all_ranks("opening the folder"):
         storage, name = _location(folder)
+        reshard(model)
         names = [] if optimizer is None else _group_names(model, optimizer)
     uri = storage.uri(name)
 
@@ -133,12 +137,37 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     options = StateDictOptions(full_state_dict=is_distributed, broadcast_from_rank0=is_distributed)
     with collective_errors("loading", mixed=True):
         set_model_state_dict(model, weights, options=options)
-        if optimizer is not None and any(all_gather_objects(bool(state.get("state")), "loading")):
-            set_optimizer_state_dict(model, optimizer, state, options=options)
+        saved_names: list[str] = next(filter(None, all_gather_objects([*state.get("state", ())], "loading")), [])
+        if optimizer is not None and saved_names:
+            with frozen_except(model, saved_names):
+                set_optimizer_state_dict(model, optimizer, state, options=options)
         elif optimizer is not None:  # torch does not support optimizers without state, such as SGD without momentum
             saved = next(filter(None, all_gather_objects(state.get("param_groups"), "loading")))
             for group, saved_group in zip(optimizer.param_groups, saved, strict=True):
                 group.update({key: value for key, value in saved_group.items() if key != "params"})
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the parameters that the last forward pass gathered, if no backward pass followed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextmanager
+def frozen_except(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Freeze parameters without optimizer state inside the block, because torch would raise KeyError for them.
+
+    A parameter has no state if it never had a gradient. `names`: parameters with state.
+    """
+    frozen = [value for name, value in model.named_parameters() if value.requires_grad and name not in names]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 def _reorder_fused(model: nn.Module, tensors: Mapping[str, Tensor], *, for_file: bool) -> Tensors:

@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 
 from pipeline.backends import on_neuron
 from pipeline.core.errors import ConfigError
-from pipeline.parallel.checkpoint import check_shapes, tensor_shapes
+from pipeline.parallel.checkpoint import check_shapes, frozen_except, reshard, tensor_shapes
 from pipeline.parallel.config import Plan
 from pipeline.parallel.mesh import TIMEOUT_S, current_mesh, mesh_of
-from pipeline.parallel.parallelize import UnitRule, find_units, parallelize
+from pipeline.parallel.parallelize import UnitRule, find_units, no_sync, parallelize, sync_buffers
 from pipeline.parallel.tensors import LIMITS, TensorPlan, clip_grad_norm, fused_parts
 from pipeline.parallel.world import world_from_env
 
@@ -148,6 +148,7 @@ class Strategy(ModelParallelStrategy):
         trainer.accelerator.setup(trainer)
         if not isinstance(self._module, FSDPModule):
             parallelize(self._module, current_mesh(), units=self._units, tensor_plan=self._tensor_plan)
+            sync_buffers(self._module)
         if fused_parts(self._module):
             raise ConfigError(
                 "FusedColwise with several parts would interleave rows in Lightning's checkpoints",
@@ -164,17 +165,19 @@ class Strategy(ModelParallelStrategy):
         saved, expected = tensor_shapes(content["state_dict"]), tensor_shapes(self._module.state_dict())
         common = saved.keys() & expected.keys()
         check_shapes(str(checkpoint_path), *({name: shapes[name] for name in common} for shapes in (expected, saved)))
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        ordered = [name for name, _ in self._module.named_parameters()]
+        keys = {key for state in content.get("optimizer_states", ()) for key in state["state"]}
+        names = [name for number, name in enumerate(ordered) if number in keys or name in keys]
+        reshard(self._module)
+        with frozen_except(self._module, names):
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         return checkpoint
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Disable gradient reduction inside the block. Used for all but the last micro-step of an accumulated batch."""
-        self._module.set_requires_gradient_sync(False)
-        try:
+        with no_sync(self._module):
             yield
-        finally:
-            self._module.set_requires_gradient_sync(True)
 
     def _call_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a step method through the module's forward, where FSDP gathers the parameters that belong to no unit."""

@@ -6,13 +6,14 @@ Degrees of 1 don't need special handling.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from pipeline.core.errors import ConfigError
@@ -69,10 +70,10 @@ def transform(
     The optimizer must be created afterwards, since this replaces the parameters. If `init` has not been called, it is
     called with the default plan (TRNPIPE_PARALLEL, or sharding over all ranks) and the device of the parameters.
 
-    All ranks start from the weights of rank 0, and gradients are averaged over data-parallel ranks. When using gradient
-    accumulation, call `model.set_requires_gradient_sync(is_last)` before each forward pass to avoid unnecessary
-    communication. Note that `shard` "state" also shards gradients, but keeps the parameters of a unit gathered from its
-    forward pass until the end of its backward pass.
+    All ranks start from the weights of rank 0, and gradients are averaged over data-parallel ranks. As in
+    DistributedDataParallel, the buffers of rank 0 are broadcast before each forward pass, and `model.no_sync()` is a
+    context manager for all but the last micro-step of gradient accumulation. Note that `shard` "state" also shards
+    gradients, but keeps the parameters of a unit gathered from its forward pass until the end of its backward pass.
 
     `units`: function that returns the FSDP units of a model, see `find_units`.
     `tensor_plan`: parallel styles of layers, which are required if tensor_degree is above 1. Defaults to the tensor
@@ -83,7 +84,35 @@ def transform(
     if not has_mesh():
         kinds = {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}
         init(device=kinds.pop() if len(kinds) == 1 else "auto")
-    return parallelize(model, current_mesh(), units=units, tensor_plan=tensor_plan, weights=weights)
+    parallelize(model, current_mesh(), units=units, tensor_plan=tensor_plan, weights=weights)
+    sync_buffers(model)
+    model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
+    return model
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without reducing them over ranks inside the block."""
+    sharded = cast(FSDPModule, model)
+    sharded.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        sharded.set_requires_gradient_sync(True)
+
+
+def sync_buffers(model: nn.Module) -> None:
+    """Broadcast the persistent buffers of rank 0 before each forward pass, such as the statistics of a BatchNorm."""
+    group, saved = dist.distributed_c10d._get_default_group(), model.state_dict()
+    names = {name for name, buffer in model.named_buffers() if name in saved and buffer.numel()}
+
+    def broadcast(*_: object) -> None:
+        # Changing `data` is allowed between a forward pass and its backward pass.
+        buffers = [buffer.data for name, buffer in model.named_buffers() if name in names]
+        dist._broadcast_coalesced(group, buffers, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+
+    if names and group.size() > 1:
+        model.register_forward_pre_hook(broadcast)
 
 
 def parallelize(
@@ -120,7 +149,10 @@ def parallelize(
     with collective_errors("sharding the model", mixed=True), torch.no_grad():
         if layout.world_size > 1:
             _broadcast_from_rank_0(model, mesh.backend.device)
-        apply_plan(model, [unit for _, unit in fsdp_units], styles, mesh)
+        modules: list[nn.Module] = [*(unit for _, unit in fsdp_units), model]
+        apply_plan(model, modules[:-1], styles, mesh)
+        for module in modules:
+            module.register_forward_hook(_reshard_after_evaluation)
         if delayed:  # unlike to_empty, this preserves the values of buffers
             device = mesh.backend.device
             model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
@@ -152,6 +184,12 @@ def apply_plan(model: nn.Module, units: list[nn.Module], styles: list[tuple[str,
     fully_shard(model, mesh=mesh.data_axes, mp_policy=root_policy)  # FSDP keeps root parameters gathered after forward
 
 
+def _reshard_after_evaluation(module: nn.Module, *_: object) -> None:
+    """Free gathered parameters that no backward pass will free, so that `model.parameters()` are the sharded ones."""
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, module).reshard()
+
+
 def _move(module: nn.Module, device: torch.device) -> None:
     """Move a module to a device in place while preserving tied tensors.
 
@@ -178,6 +216,7 @@ def _broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
             tensor.detach().copy_(full)
 
 
+_BROADCAST_BYTES = 250 * 2**20  # as in DistributedDataParallel
 _BROADCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 """Data types that all collective libraries support, which are the ones that AWS tests broadcast with.
 

@@ -359,12 +359,32 @@ def _warn_once(message: str, next_command: str) -> None:
     print(f"trnpipe: {origin}{message}\n  next: {next_command}; {LIMITS}", file=sys.stderr, flush=True)
 
 
-def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Check the optimizer, and pass it a closure during which values of shards may be read, because it is the user's.
+
+    `args`: the optimizer, and the closure unless `kwargs` has it.
+    """
     name = type(optimizer).__name__
     _stepping[:] = [name]  # also replaces the name of an optimizer whose last step raised an error
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if isinstance(optimizer, _UNSUPPORTED_OPTIMIZERS) and any(isinstance(tensor, DTensor) for tensor in parameters):
         raise _optimizer_error(name, "requires unsharded parameters")
+
+    def outside(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            _stepping.clear()
+            try:
+                return closure()
+            finally:
+                _stepping[:] = [name]
+
+        return call
+
+    positional = tuple(outside(value) if callable(value) else value for value in args[1:])
+    named = {key: outside(value) if key == "closure" and callable(value) else value for key, value in kwargs.items()}
+    return (*args[:1], *positional), named
 
 
 def _optimizer_error(name: str, why: str) -> ConfigError:

@@ -114,6 +114,21 @@ class Cached(nn.Module):
         return result
 
 
+def test_statistics_are_updated_once() -> None:
+    found = []
+    for is_recomputed in (False, True):
+        unit = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        torch.manual_seed(0)
+        unit[0].reset_parameters()  # type: ignore[operator]
+        if is_recomputed:
+            recompute_units([unit])
+        loss = unit(torch.randn(3, 4, generator=torch.Generator().manual_seed(1))).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()  # recomputed again
+        found.append([*unit.buffers(), *(parameter.grad for parameter in unit.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True)) and found[0][2] == 1
+
+
 def test_arguments_by_name_and_caches() -> None:
     unit = Cached()
     recompute_units([unit])

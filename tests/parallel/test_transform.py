@@ -1,5 +1,6 @@
 """What `transform` makes of a user's model: units, tensor plans, delayed weights, and what cannot be spread."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import trnpipe
 from pipeline.core.errors import ConfigError
@@ -130,6 +132,76 @@ def accumulated(folder: str) -> list[list[float]]:
 def test_a_loop_that_accumulates_gradients(tmp_path: Path) -> None:
     for expected, found in run_ranks(f"{CASES}:accumulated", 2, tmp_path, str(tmp_path / "saved")):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Script(nn.Module):
+    """A model of a DDP script: parameters outside of the layers, one that is never used, and buffers that change."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm, self.layers = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ModuleList(blocks(2, 8))
+        self.unused, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.norm(self.first(rows))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        output: Tensor = self.head(hidden)
+        return output
+
+
+def evaluated(folder: str, shard: str) -> list[list[float]]:
+    """Train as a script does that evaluates before it builds its optimizer, and before it saves."""
+    place = trnpipe.init({"shard": shard})
+
+    def evaluate(model: nn.Module) -> float:
+        model.eval()
+        with torch.no_grad():
+            loss = float(model(torch.ones(4, 8)).sum())
+        model.train()
+        return loss
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, first: int) -> float:
+        for step in (first, first + 1):
+            rows = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * step + place.rank))
+
+            def closure(rows: Tensor = rows) -> Tensor:
+                optimizer.zero_grad()
+                with model.no_sync():
+                    model(rows[:4]).square().mean().backward()
+                assert model.head.weight.grad is None, "not reduced yet"
+                loss: Tensor = model(rows[4:]).square().mean()
+                loss.backward()  # type: ignore[no-untyped-call]
+                assert math.isfinite(model.first.weight.grad.norm().item()), "a warning, not an error of the optimizer"
+                return loss
+
+            optimizer.step(closure)  # type: ignore[arg-type]
+        return evaluate(model)
+
+    found = []
+    for seed in (1, 2):
+        model = trnpipe.transform(Script(seed + place.rank))
+        evaluate(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        assert all(isinstance(each, DTensor) for each in optimizer.param_groups[0]["params"])
+        if seed == 1:
+            found.append(train(model, optimizer, 0))
+            trnpipe.save(folder, model, optimizer)
+        else:
+            trnpipe.load(folder, model, optimizer)
+            found.append(evaluate(model))
+        found.append(train(model, optimizer, 2))
+        assert not optimizer.state[model.unused.weight] and model.unused.weight.requires_grad
+    return [found[:2], found[2:]]
+
+
+@pytest.mark.parametrize("shard", ["all", "state"])
+def test_a_script_that_evaluates_at_any_time(tmp_path: Path, shard: str) -> None:
+    first, second = run_ranks(f"{CASES}:evaluated", 2, tmp_path, str(tmp_path / "saved"), shard)
+    assert first == second, "buffers are those of rank 0"
+    assert first[0] == first[1], "as if it had not been loaded"
+    assert len(set(first[0])) == 2
 
 
 class Mixed(nn.Module):
