@@ -200,13 +200,13 @@ class View:
             until = time.monotonic() + every_s
             while not done.wait(0.1) and time.monotonic() < until and not (self.live and self.stop.is_set()):
                 continue
-            is_last = done.is_set()
+            is_last, is_stopping = done.is_set(), self.stop.is_set()  # the records are then newer than both
             with suppress(TrnpipeError):  # errors in the display must not affect the jobs
                 records = target.records(self.plan) if target.name == "local" else store.records()
                 if self.cycle.name.startswith(RUN_PREFIX):
                     self._follow_logs(target, records, done, every_s)
                 if records:
-                    self.draw(target, records)
+                    self.draw(target, records, is_stopping=is_stopping)
 
     def _follow_logs(self, target: Target, records: Sequence[JobRecord], done: threading.Event, every_s: float) -> None:
         """Print the output of each attempt on each node until it has ended, using a thread for each of them."""
@@ -234,8 +234,18 @@ class View:
                         self._followed[number, node] = thread
                         thread.start()
 
-    def draw(self, target: Target, records: Sequence[JobRecord], *, is_interrupted: bool = False) -> Closed | None:
-        """Update the display with the current records. Returns how the cycle has ended, or None if it is running."""
+    def draw(
+        self,
+        target: Target,
+        records: Sequence[JobRecord],
+        *,
+        is_stopping: bool = False,
+        is_interrupted: bool = False,
+    ) -> Closed | None:
+        """Update the display with the current records. Returns how the cycle has ended, or None if it is running.
+
+        With `is_stopping`, which must have been known before the records were read, plain lines follow.
+        """
         store = self.cycle.store
         closed = store.closed() or outcome_of(self.plan, records)
         events = read_cycle_events(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
@@ -249,7 +259,6 @@ class View:
             self._print_lines(head, records, rows, now)
             return closed
         lines = [event_text(events, now)] if closed is None else []
-        is_stopping = self.stop.is_set()
         self.live.update(_picture(head, rows, [*lines, STOPPING] if is_stopping else lines), refresh=True)
         self._printed_at = now
         if is_stopping:  # continue with plain lines

@@ -40,25 +40,27 @@ def _checkpointed_forward(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    buffers = [*unit.buffers()]
     kwargs |= {name: disabled for name, disabled in _CACHES.items() if name in kwargs}
+    contexts: dict[str, Any] = {}
+    if next(unit.buffers(), None) is not None and not torch.compiler.is_compiling():
+        contexts["context_fn"] = lambda: (nullcontext(), _Unchanged(unit))  # a compiled program updates them only once
     with saving():
-        return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _Unchanged(buffers)), **kwargs
-        )
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
 
 class _Unchanged(AbstractContextManager[None]):
     """Restore buffers after each recomputation, because the forward pass has already updated them (BatchNorm)."""
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self._buffers = buffers
+    def __init__(self, unit: nn.Module) -> None:
+        self._unit = unit
 
     def __enter__(self) -> None:
-        self._values = [buffer.clone() for buffer in self._buffers]
+        named = [(module, name, value) for module in self._unit.modules() for name, value in module._buffers.items()]
+        self._before = [(module, name, value, value.clone()) for module, name, value in named if value is not None]
 
     def __exit__(self, *_: object) -> None:
-        for buffer, value in zip(self._buffers, self._values, strict=True):
+        for module, name, buffer, value in self._before:
+            module._buffers[name] = buffer  # a forward pass may also replace it
             buffer.data.copy_(value)
 
 

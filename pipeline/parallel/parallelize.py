@@ -71,7 +71,7 @@ def transform(
     called with the default plan (TRNPIPE_PARALLEL, or sharding over all ranks) and the device of the parameters.
 
     All ranks start from the weights of rank 0, and gradients are averaged over data-parallel ranks. As in
-    DistributedDataParallel, the buffers of rank 0 are broadcast before each forward pass, and `model.no_sync()` is a
+    DistributedDataParallel, the buffers of rank 0 are broadcast after each training step, and `model.no_sync()` is a
     context manager for all but the last micro-step of gradient accumulation. Note that `shard` "state" also shards
     gradients, but keeps the parameters of a unit gathered from its forward pass until the end of its backward pass.
 
@@ -102,14 +102,23 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def sync_buffers(model: nn.Module) -> None:
-    """Broadcast the persistent buffers of rank 0 before each forward pass, such as the statistics of a BatchNorm."""
-    group, saved = dist.distributed_c10d._get_default_group(), model.state_dict()
-    names = {name for name, buffer in model.named_buffers() if name in saved and buffer.numel()}
+    """Broadcast the persistent buffers of rank 0, such as the statistics of a BatchNorm.
 
+    As in DistributedDataParallel, this is done before a forward pass if the last one was with gradients, so that ranks
+    may evaluate different numbers of batches.
+    """
+    group, saved, is_due = dist.distributed_c10d._get_default_group(), model.state_dict(), True
+    known = [(name, buffer) for name, buffer in model.named_buffers() if name in saved and buffer.numel()]
+    names = {name for name, buffer in known if buffer.dtype in _BROADCAST_DTYPES}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def broadcast(*_: object) -> None:
-        # Changing `data` is allowed between a forward pass and its backward pass.
-        buffers = [buffer.data for name, buffer in model.named_buffers() if name in names]
-        dist._broadcast_coalesced(group, buffers, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+        nonlocal is_due
+        if is_due:
+            # Changing `data` is allowed between a forward pass and its backward pass.
+            buffers = [buffer.data for name, buffer in model.named_buffers() if name in names]
+            dist._broadcast_coalesced(group, buffers, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+        is_due = torch.is_grad_enabled()
 
     if names and group.size() > 1:
         model.register_forward_pre_hook(broadcast)

@@ -372,19 +372,20 @@ def _before_step(
     if isinstance(optimizer, _UNSUPPORTED_OPTIMIZERS) and any(isinstance(tensor, DTensor) for tensor in parameters):
         raise _optimizer_error(name, "requires unsharded parameters")
 
-    def outside(closure: Callable[[], Any]) -> Callable[[], Any]:
-        def call() -> Any:
+    def outside(closure: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             _stepping.clear()
-            try:
-                return closure()
-            finally:
-                _stepping[:] = [name]
+            loss = closure(*args, **kwargs)
+            _stepping[:] = [name]
+            return loss
 
         return call
 
-    positional = tuple(outside(value) if callable(value) else value for value in args[1:])
-    named = {key: outside(value) if key == "closure" and callable(value) else value for key, value in kwargs.items()}
-    return (*args[:1], *positional), named
+    if len(args) > 1 and callable(args[1]):
+        args = (args[0], outside(args[1]), *args[2:])
+    if callable(kwargs.get("closure")):
+        kwargs = {**kwargs, "closure": outside(kwargs["closure"])}
+    return args, kwargs
 
 
 def _optimizer_error(name: str, why: str) -> ConfigError:

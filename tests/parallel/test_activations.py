@@ -114,19 +114,36 @@ class Cached(nn.Module):
         return result
 
 
+class Counting(nn.BatchNorm1d):
+    """Statistics that change in place, and a number of calls that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(rows)
+
+
 def test_statistics_are_updated_once() -> None:
     found = []
-    for is_recomputed in (False, True):
-        unit = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    for way in ("plain", "recomputed", "compiled"):
         torch.manual_seed(0)
-        unit[0].reset_parameters()  # type: ignore[operator]
-        if is_recomputed:
+        unit = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4) if way == "compiled" else Counting())
+        if way != "plain":
             recompute_units([unit])
-        loss = unit(torch.randn(3, 4, generator=torch.Generator().manual_seed(1))).square().sum()
-        loss.backward(retain_graph=True)
+        call = torch.compile(unit, backend="aot_eager") if way == "compiled" else unit
+        loss = call(torch.randn(3, 4, generator=torch.Generator().manual_seed(1))).square().sum()
+        if way != "compiled":
+            loss.backward(retain_graph=True)
+            unit.zero_grad()
         loss.backward()  # recomputed again
-        found.append([*unit.buffers(), *(parameter.grad for parameter in unit.parameters())])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True)) and found[0][2] == 1
+        found.append([unit[1].running_mean, unit[1].running_var, *(parameter.grad for parameter in unit.parameters())])
+        assert unit[1].num_batches_tracked == 1 and getattr(unit[1], "calls", 1) == 1, way
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
 
 
 def test_arguments_by_name_and_caches() -> None:

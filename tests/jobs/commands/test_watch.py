@@ -277,7 +277,7 @@ def test_the_picture(
         view.say("a line \x1b[2Kof a target")
         if is_stopping:
             stop.set("SIGINT")
-        view.draw(target, records)
+        view.draw(target, records, is_stopping=is_stopping)
         assert (view.live is None) == is_stopping, "from Ctrl-C on in lines"
     shown = Screen(out.getvalue())
     assert [line.rstrip() for line in shown.lines] == ["a line of a target", *expected, ""]
