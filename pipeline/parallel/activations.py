@@ -55,12 +55,15 @@ class _Unchanged(AbstractContextManager[None]):
         self._unit = unit
 
     def __enter__(self) -> None:
-        named = [(module, name, value) for module in self._unit.modules() for name, value in module._buffers.items()]
-        self._before = [(module, name, value, value.clone()) for module, name, value in named if value is not None]
+        self._before = [
+            (module, name, buffer, buffer.clone())
+            for module in self._unit.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
 
     def __exit__(self, *_: object) -> None:
         for module, name, buffer, value in self._before:
-            module._buffers[name] = buffer  # a forward pass may also replace it
+            setattr(module, name, buffer)  # a forward pass may also replace it
             buffer.data.copy_(value)
 
 

@@ -107,20 +107,21 @@ def sync_buffers(model: nn.Module) -> None:
     As in DistributedDataParallel, this is done before a forward pass if the last one was with gradients, so that ranks
     may evaluate different numbers of batches.
     """
-    group, saved, is_due = dist.distributed_c10d._get_default_group(), model.state_dict(), True
+    saved, is_due = model.state_dict(), True
     known = [(name, buffer) for name, buffer in model.named_buffers() if name in saved and buffer.numel()]
     names = {name for name, buffer in known if buffer.dtype in _BROADCAST_DTYPES}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def broadcast(*_: object) -> None:
         nonlocal is_due
-        if is_due:
-            # Changing `data` is allowed between a forward pass and its backward pass.
-            buffers = [buffer.data for name, buffer in model.named_buffers() if name in names]
-            dist._broadcast_coalesced(group, buffers, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+        for name, buffer in model.named_buffers() if is_due else ():
+            if name in names:
+                value = buffer.detach().contiguous()
+                dist.broadcast(value, 0)
+                buffer.data.copy_(value)  # `data` may change between a forward pass and its backward pass
         is_due = torch.is_grad_enabled()
 
-    if names and group.size() > 1:
+    if names and dist.get_world_size() > 1:
         model.register_forward_pre_hook(broadcast)
 
 
@@ -225,7 +226,6 @@ def _broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
             tensor.detach().copy_(full)
 
 
-_BROADCAST_BYTES = 250 * 2**20  # as in DistributedDataParallel
 _BROADCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 """Data types that all collective libraries support, which are the ones that AWS tests broadcast with.
 
