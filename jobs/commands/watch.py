@@ -162,7 +162,7 @@ class View:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:  # stopping replaces sys.stdout, and CPython's print() may crash if this happens meanwhile
+        with self._lock:  # stopping replaces sys.stdout, which may crash a print() in another thread
             live, self.live = self.live, None
             if live is not None:
                 live.stop()

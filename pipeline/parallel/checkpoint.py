@@ -160,7 +160,8 @@ def frozen_except(model: nn.Module, names: Collection[str]) -> Iterator[None]:
 
     A parameter has no state if it never had a gradient. `names`: parameters with state.
     """
-    frozen = [value for name, value in model.named_parameters() if value.requires_grad and name not in names]
+    known = set(names)
+    frozen = [value for name, value in model.named_parameters() if value.requires_grad and name not in known]
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:

@@ -116,9 +116,7 @@ def sync_buffers(model: nn.Module) -> None:
         nonlocal is_due
         for name, buffer in model.named_buffers() if is_due else ():
             if name in names:
-                value = buffer.detach().contiguous()
-                dist.broadcast(value, 0)
-                buffer.data.copy_(value)  # `data` may change between a forward pass and its backward pass
+                _broadcast_tensor(buffer, buffer.device)
         is_due = torch.is_grad_enabled()
 
     if names and dist.get_world_size() > 1:
@@ -217,13 +215,18 @@ def _broadcast_from_rank_0(model: nn.Module, device: torch.device) -> None:
     """Broadcast all parameters and buffers, since the ranks may have used different seeds to initialize them."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and tensor.numel():
-            full: Tensor = tensor.detach().to(device).contiguous()
-            if full.dtype in _BROADCAST_DTYPES:
-                dist.broadcast(full, 0)
-            else:
-                full = full.cpu()
-                dist.broadcast(full.view(-1).view(torch.uint8), 0, group=host_group())
-            tensor.detach().copy_(full)
+            _broadcast_tensor(tensor, device)
+
+
+def _broadcast_tensor(tensor: Tensor, device: torch.device) -> None:
+    """Broadcast a tensor in place, over the collectives of `device` if they support its type."""
+    full: Tensor = tensor.detach().to(device).contiguous()
+    if full.dtype in _BROADCAST_DTYPES:
+        dist.broadcast(full, 0)
+    else:
+        full = full.cpu()
+        dist.broadcast(full.view(-1).view(torch.uint8), 0, group=host_group())
+    tensor.data.copy_(full)  # unlike the tensor, `data` may change between a forward pass and its backward pass
 
 
 _BROADCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
